@@ -1,4 +1,4 @@
-"""What the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal.
+"""The parts that the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal.
 
 Nothing is imported here before it is needed, so that ``--help`` answers at once.
 """
@@ -26,25 +26,27 @@ STORAGE_TROUBLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""What a disk that is full, read-only, broken or gone says."""
+"""The error numbers of a disk that is full, read-only, broken or gone."""
 
 
 class Refusal(click.ClickException):
-    """What was asked for cannot be done; the message says why and what to do instead."""
+    """An error that ends a command: the request cannot be carried out. The message says why and what to do instead."""
 
     exit_code = EXIT_UNUSABLE
 
     def format_message(self) -> str:
+        """Return the message without control characters."""
         return visible(super().format_message(), keep_lines=True)
 
 
 def say(text: object, err: bool = False) -> None:
-    """Print a line, or several: whatever is in it that a terminal would obey is made visible."""
+    """Print a line, or several. Control characters are made visible."""
     click.echo(visible(str(text), keep_lines=True), err=err)
 
 
 def refuses(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors that a user can cause, and what a service or a storage refuses, end the command with their message."""
+    """Return a command that ends with `Refusal` for errors that a user can cause, or that a service or a storage
+    reports."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
@@ -61,7 +63,7 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def storage_trouble(error: OSError) -> str:
-    """One sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
+    """Return a sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
     where = error.filename2 or error.filename or "a file"
     return (
         f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names a folder that is "
@@ -91,7 +93,7 @@ def _expected() -> tuple[type[Exception], ...]:
 
 
 def read_settings(processes_per_node: int | None = None) -> Settings:
-    """Of the environment; an option of the command comes first."""
+    """Return the settings of the environment; an option of the command comes first."""
     from dtrain_dagster.settings.environment import load_settings
 
     settings = load_settings()
@@ -99,7 +101,8 @@ def read_settings(processes_per_node: int | None = None) -> Settings:
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:
-    """What assets get, so that a shell and Dagster see one cluster. Nobody is asked before its manager is used."""
+    """Return the resources that assets get, so that a shell and Dagster see one cluster. No request is made before the
+    manager is used."""
     from dtrain_dagster.resources import build_resources
 
     resources: dict[str, Any] = build_resources(settings)
@@ -107,7 +110,8 @@ def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]
 
 
 def run_dir(settings: Settings, job_id: str) -> RunDir:
-    """Of a job, wherever the cluster keeps it. `Refusal` for what is no id of a job: it becomes part of a path."""
+    """Return the run directory of a job, wherever the cluster keeps it. Raise `Refusal` for an invalid id: it becomes
+    part of a path."""
     from trainer.documents.places import PlaceError, checked_id
     from trainer.rundir import RunDir
 
@@ -119,6 +123,7 @@ def run_dir(settings: Settings, job_id: str) -> RunDir:
 
 
 def console() -> Console:
+    """Return the console to print to."""
     from dtrain_dagster.cli.screen import Screen
 
     made = Screen()
@@ -126,6 +131,7 @@ def console() -> Console:
 
 
 def print_summary(rundir: RunDir) -> None:
+    """Print the summary of a finished job."""
     from dtrain_dagster.cli.summary import summary_lines
     from dtrain_dagster.cli.terminal import pairs_table
 

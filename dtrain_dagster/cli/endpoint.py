@@ -23,7 +23,7 @@ EXIT_INCOMPATIBLE = 1
 
 @click.group()
 def endpoint() -> None:
-    """Scoring endpoints: check any, deploy to and delete those of Azure ML."""
+    """Check any scoring endpoint; deploy and delete those of Azure ML."""
 
 
 @endpoint.command()

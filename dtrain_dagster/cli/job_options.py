@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_config(path: str) -> str:
-    """The text of a job.json."""
+    """Return the text of a job.json. Raise `ConfigError` if there is no such file."""
     folder, _, file = path.rpartition("/")
     try:
         return open_storage(folder or ".").read(file).decode()
@@ -34,7 +34,7 @@ def read_config(path: str) -> str:
 
 
 def dataset_config(settings: Settings, dataset: str) -> str:
-    """A job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
+    """Return a job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
     places = _dataset_places(settings)
     if dataset == "latest":
         dataset = _latest_dataset(places)
@@ -71,7 +71,8 @@ def _latest_dataset(places: Sequence[str]) -> str:
 
 
 def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
-    """The job with its dataset where the nodes read it. One of this machine is copied there for nodes elsewhere."""
+    """Return the job with its dataset where the nodes read it. A dataset of this machine is copied there for nodes
+    elsewhere."""
     source = open_storage(job.dataset.uri)
     if open_storage(settings.shared_uri).is_local or not source.is_local:
         return job
@@ -83,10 +84,9 @@ def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
 def plan_job(
     text: str, source: str, overrides: Sequence[str], nodes: int | None, settings: Settings
 ) -> tuple[JobConfig, int]:
-    """The job to run and the number of its nodes.
+    """Return the job to run and the number of its nodes.
 
-    The planned world size follows the nodes that are asked for; where none are, a job.json that states its world size
-    is taken at its word.
+    The planned world size follows the nodes that are asked for; if none are, a world size that job.json states is kept.
     """
     processes_per_node = settings.processes_per_node
     first = parse_job(text, [*overrides, 'run_dir="(to be set)"'], source)
@@ -113,8 +113,8 @@ def plan_job(
 
 
 def as_begun(job: JobConfig, runs: bool = False) -> JobConfig:
-    """A job that is there already is gone on with as it was planned, on as many nodes as are asked for now: its batches
-    are dealt anew. One that ``runs`` keeps its budget where no other is asked for. `ConfigError` where it was planned
+    """Return the job as it was planned if it exists already, with as many nodes as are asked for now: its batches are
+    divided again. A job that ``runs`` keeps its budget if no other is asked for. Raise `ConfigError` if it was planned
     otherwise."""
     rundir = RunDir(job.run_dir)
     if not rundir.storage.exists("job.json"):
@@ -137,7 +137,7 @@ def as_begun(job: JobConfig, runs: bool = False) -> JobConfig:
 
 
 def total_steps(job: JobConfig) -> int:
-    """Optimizer steps that the training will take. `ConfigError` where the data cannot feed its ranks."""
+    """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
     from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
 
     manifest, training = load_manifest(open_storage(job.dataset.uri)), job.training
@@ -147,7 +147,7 @@ def total_steps(job: JobConfig) -> int:
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
-    """The command as it will be run; `ConfigError` if its program or script is not there."""
+    """Return the command as it will be run. Raise `ConfigError` if its program or script is missing."""
     program = command[0]
     if program.endswith(".py"):
         if not Path(program).is_file():

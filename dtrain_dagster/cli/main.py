@@ -30,7 +30,7 @@ from dtrain_dagster.cli.tune import tune
 from dtrain_dagster.cli.web import mlflow, tensorboard, ui
 
 READERS = 16
-"""Run directories that are read side by side."""
+"""The number of run directories that are read in parallel."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,7 +88,7 @@ def jobs() -> None:
 @click.argument("job_id", metavar="[JOB]", required=False)
 @refuses
 def status(job_id: str | None) -> None:
-    """How a job stands, or, without JOB, how the cluster does."""
+    """Show the state of a job, or, without JOB, of the cluster."""
     from dtrain_dagster.cli.terminal import print_health, print_status
 
     settings = read_settings()
@@ -106,7 +106,7 @@ def status(job_id: str | None) -> None:
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
 @refuses
 def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
-    """What a job's processes printed; of finished jobs as well. Ctrl-C ends the following, not the job."""
+    """Print what the processes of a job have printed. Ctrl-C ends the following, not the job."""
     from dtrain_dagster.cli.terminal import stream_job
     from dtrain_dagster.jobs.log_follower import FileFollower, LogFollower, LogPoller
 
@@ -148,7 +148,7 @@ def cancel(job_id: str) -> None:
 @click.argument("job_id", metavar="[JOB]", required=False)
 @refuses
 def summary(job_id: str | None) -> None:
-    """What a training came to: the given job's, or that of the last one that Dagster materialized."""
+    """Show the result of a training: of the given job, or of the last one that Dagster materialized."""
     from dtrain_dagster.cli.summary import latest_job
     from trainer.rundir import RESULT
 

@@ -51,7 +51,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
     with listening(host, port) as bound:
         click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
         if host not in LOOPBACK:
-            click.echo("whoever can reach this address can read it: there is no password", err=True)
+            click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def prices() -> None:
-    """What nodes cost per hour. Every figure has a source and a date; none is a bill."""
+    """Show the prices of nodes per hour. Every figure has a source and a date; none is a bill."""
 
 
 @prices.command("list")
@@ -28,7 +28,7 @@ def prices() -> None:
 @click.option("--all", "everywhere", is_flag=True, help="In every region that is known.")
 @refuses
 def list_(regions: tuple[str, ...], everywhere: bool) -> None:
-    """The prices that count, with their sources and dates."""
+    """List the prices in use, with their sources and dates."""
     from dtrain_dagster.costs.prices import known_regions, price_table
 
     chosen = known_regions() if everywhere else regions or (read_settings().region,)
@@ -39,7 +39,7 @@ def list_(regions: tuple[str, ...], everywhere: bool) -> None:
 @click.argument("sku")
 @refuses
 def show(sku: str) -> None:
-    """All that is known of a SKU, in every region."""
+    """Show everything that is known of a SKU, in every region."""
     from dtrain_dagster.cli.terminal import pairs_table
     from dtrain_dagster.costs.prices import known_regions, price_of, price_table
 

@@ -1,4 +1,5 @@
-"""The terminal that `dtrain` prints tables and progress to. What comes from nodes and storage is shown, not obeyed."""
+"""The terminal that `dtrain` prints tables and progress to. Control characters from nodes and storage are made
+visible."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from trainer.printable import visible
 
 
 class Screen(Console):
-    """A console to which text is text: no markup, no emoji codes, and no character that a terminal would obey. Colours
-    are those that this project gives."""
+    """A console that takes text literally: no markup, no emoji codes, no control characters. The only colours are those
+    of this project."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Made visible before it is measured, so that columns stay columns."""
+        """Return the text, made visible before it is measured, so that columns stay columns."""
         return super().render_str(visible(text, keep_lines=True), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Whatever made it, text included that was styled elsewhere."""
+        """Yield segments with visible text, also of text that was styled elsewhere."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

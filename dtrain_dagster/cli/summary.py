@@ -15,7 +15,7 @@ from trainer.storage.open import open_storage
 
 
 def latest_job(settings: Settings) -> RunDir | None:
-    """The job that most recently became an asset."""
+    """Return the job that most recently became an asset, None if there is none."""
     newest: tuple[float, RunDir] | None = None
     for name in open_storage(settings.jobs_uri).list():
         rundir = RunDir(f"{settings.jobs_uri}/{name}")
@@ -30,7 +30,7 @@ def latest_job(settings: Settings) -> RunDir | None:
 
 
 def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
-    """(what, figure) from the run directory of a finished job."""
+    """Return (name, figure) pairs from the run directory of a finished job."""
     result = rundir.read_json(RESULT) or {}
     evaluation = rundir.read_json(EVALUATION) or {}
     plan = rundir.read_json(PLAN)

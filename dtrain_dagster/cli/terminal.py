@@ -1,6 +1,6 @@
-"""What a person sees in a terminal: the nodes' logs as they grow, a training's progress, tables of jobs.
+"""The output of `dtrain` in a terminal: the nodes' logs as they grow, a training's progress, tables of jobs.
 
-On a terminal in colours and in place; into a file or a pipe as plain lines.
+On a terminal it has colours and is updated in place; in a file or a pipe it is plain lines.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ STATE_COLOURS = {
     JobState.CANCELLED: "yellow",
 }
 LINE_EVERY_SECONDS = 5.0
-"""Between two lines of progress where there is no terminal."""
+"""The seconds between two lines of progress if there is no terminal."""
 SILENT_NODE_SECONDS = 20.0
-"""A node tells how it does every few seconds (``training.monitor_interval_seconds``)."""
+"""The seconds after which a node counts as silent; it reports every few (``training.monitor_interval_seconds``)."""
 
 
 def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
-    """``[node 0] …`` per line. What a terminal would obey of what the processes printed, colours included, is shown."""
+    """Print ``[node 0] …`` per line. Control characters in the processes' output, colours included, are made
+    visible."""
     for node_id, line in lines:
         prefix = Text(f"[node {node_id}] ", style=NODE_COLOURS[node_id % len(NODE_COLOURS)])
         console.print(prefix.append(visible(line), style="default"), soft_wrap=True, highlight=False)
@@ -46,7 +47,7 @@ def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
 def stream_job(
     console: Console, manager: GPUClusterManager, job_id: str, follower: LogFollower, node_id: int | None = None
 ) -> JobStatus:
-    """Print the logs as they grow, until the job has ended."""
+    """Print the logs as they grow, until the job has ended, and return its status."""
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads everything
         print_lines(console, follower.read(node_id, to_the_end=status.state.is_final))
@@ -105,7 +106,7 @@ def _show_in_place(
 
 
 def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
-    """A row for each node that has been heard: how it does, and what it spends a step on. Pure."""
+    """Return a row for each node that has reported: its state, and how it spends a step. Pure."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NODE", "STATE", "GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE"):
         table.add_column(title, justify="left" if title in ("NODE", "STATE") else "right")
@@ -129,7 +130,8 @@ def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
 
 
 def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
-    """In a word: lost to the others, silent, training, or between trainings (evaluating, saving, waiting to join)."""
+    """Return the state in a word: lost to the others, silent, training, or between trainings (evaluating, saving,
+    waiting to join)."""
     silent = now - float(board.nodes[node]["time"])
     if node in board.lost:
         return Text("lost", style="red")
@@ -146,7 +148,7 @@ def _print_news(console: Console, progress: JobProgress) -> None:
 
 
 def format_progress(progress: JobProgress, total_steps: int | None) -> str:
-    """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
+    """Return phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
     parts = [progress.phase]
     if progress.step:
         parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else ""))
@@ -164,7 +166,7 @@ def format_progress(progress: JobProgress, total_steps: int | None) -> str:
 
 
 def print_health(console: Console, health: ClusterHealth) -> None:
-    """How the cluster and its nodes are."""
+    """Print the state of the cluster and of its nodes."""
     state = "healthy" if health.healthy else "unhealthy"
     console.print(f"cluster {health.cluster_name}: {health.message or state}", markup=False, highlight=False)
     if health.nodes:
@@ -174,7 +176,7 @@ def print_health(console: Console, health: ClusterHealth) -> None:
 
 
 def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
-    """How a job stands, and when which of its nodes was there."""
+    """Print the state of a job, and when each of its nodes was present."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
     console.print(f"started {time_of(status.started_at)}, {format_age(status, now)}", highlight=False)
     progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
@@ -192,7 +194,7 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
 
 
 def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
-    """A row for each (status, nodes, last step and its loss)."""
+    """Return a row for each (status, nodes, last step and its loss)."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, options in (
         ("JOB", {"no_wrap": True}),
@@ -221,8 +223,8 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
 
 
 def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> Table:
-    """When each node was there, and how it left; a row for each stay. Who is silent for ``stale`` seconds is not known
-    to be there."""
+    """Return a row for each stay of a node: when it was present, and how it left. A node that is silent for more than
+    ``stale`` seconds is not known to be present."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
@@ -239,6 +241,7 @@ def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> 
 
 
 def health_table(nodes: Iterable[NodeHealth]) -> Table:
+    """Return a row for each node, with its state."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NODE", "HEALTH", ""):
         table.add_column(title)
@@ -249,7 +252,7 @@ def health_table(nodes: Iterable[NodeHealth]) -> Table:
 
 
 def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """(what, figure) in two columns."""
+    """Return (name, figure) pairs in two columns."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for what, figure in pairs:
         table.add_row(what, figure)
@@ -257,23 +260,24 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def state_text(state: JobState) -> Text:
+    """Return the state of a job in its colour."""
     return Text(state.value, style=STATE_COLOURS[state])
 
 
 def time_of(seconds: float | None) -> str:
-    """Local time of Unix ``seconds``."""
+    """Return the local time of Unix ``seconds``, "" for None."""
     return "" if seconds is None else time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def format_age(status: JobStatus, now: float) -> str:
-    """How long a job took, or has been running."""
+    """Return how long a job took, or has been running."""
     if status.started_at is None:
         return ""
     return format_duration(max(0.0, (status.ended_at or now) - status.started_at))
 
 
 def operations_table(trace: Mapping[str, Any]) -> Table:
-    """The operations that took most of a trace, as a ``profile`` event tells them."""
+    """Return the operations that took most of a trace, from a ``profile`` event."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.title = f"rank {trace['rank']}, {trace['steps']} steps up to {trace['step']}"
     table.add_column("OPERATION", no_wrap=True)

@@ -1,6 +1,6 @@
-"""`dtrain launch` and `dtrain train`: a job is started on the cluster, followed, and cancelled by Ctrl-C.
+"""`dtrain launch` and `dtrain train`: they start a job on the cluster and follow it; Ctrl-C cancels it.
 
-What they share with `dtrain tune` (`dtrain_dagster.cli.tune`) is public here.
+The functions that `dtrain tune` (`dtrain_dagster.cli.tune`) needs as well are public here.
 
 Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it needs, so that ``--help`` answers at once.
 """
@@ -119,7 +119,7 @@ def launch(
 
 
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What names a training: its data, model, loss and fields, and its nodes."""
+    """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
     options = (
         click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
         click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config."),
@@ -159,7 +159,7 @@ def train(
     and a dataset of this machine is copied to where they read it. Started again under the same id, a job that failed
     or was cancelled goes on from its latest checkpoint, and one that runs is followed. Ctrl-C cancels the job.
 
-    On Azure ML a job that has lost its nodes is submitted again by whoever follows it, so --detach leaves it alone.
+    On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
     \b
     Examples:
@@ -202,7 +202,7 @@ def train(
 
 
 def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:
-    """The options that are short for a field, as ``--set`` takes them."""
+    """Return the short options as ``--set`` takes them."""
     shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
 
@@ -216,7 +216,7 @@ def job_of_options(
     job_id: str | None = None,
     settings_file: str | None = None,
 ) -> tuple[JobConfig, int]:
-    """The job that the options describe, and the number of its nodes. ``asked``: overrides; they have the last word."""
+    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last."""
     from dtrain_dagster.cli.job_options import dataset_config, plan_job, read_config
     from dtrain_dagster.planning.tuned_settings import read_tuned
 
@@ -236,7 +236,7 @@ def job_of_options(
 
 
 def stated_fields(asked: Sequence[str]) -> set[str]:
-    """Fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
+    """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
     found: set[str] = set()
     for item in asked:
         key, _, value = item.partition("=")
@@ -247,7 +247,7 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
 
 
 def new_job_id(name: str | None, kind: str) -> str:
-    """The id that a person gave, checked, or one made from the time."""
+    """Return the given id, or one made from the time. Raise `Refusal` for an invalid one."""
     from trainer.config import JOB_ID
 
     if name is None:
@@ -260,7 +260,7 @@ def new_job_id(name: str | None, kind: str) -> str:
 
 
 def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
-    """`Refusal` for a job that is done."""
+    """Return whether the job runs. Raise `Refusal` for a job that has succeeded."""
     from dtrain_dagster.clusters.base import ClusterError, JobState
 
     try:
@@ -273,7 +273,8 @@ def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
 
 
 def _take_over(rundir: RunDir) -> None:
-    """A job of a Dagster run is a person's own from here on, and no orphan when that run has ended."""
+    """Make a person the owner of a job of a Dagster run, so that it does not count as an orphan when that run has
+    ended."""
     from dtrain_dagster.clusters.base import OWNER
 
     if rundir.read_json(OWNER) is not None:
@@ -281,12 +282,13 @@ def _take_over(rundir: RunDir) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """The process received SIGTERM."""
 
 
 @contextmanager
 def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
-    """Ctrl-C or SIGTERM inside cancels the job and ends the command, ``unless`` it is to be left running."""
+    """Cancel the job and end the command on Ctrl-C or SIGTERM within the block, ``unless`` the job is to be left
+    running."""
 
     def terminate(*_: object) -> None:
         raise _Terminated
@@ -311,14 +313,14 @@ def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) 
 
 
 def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
-    """Where it is not what was asked for."""
+    """Print the kind of nodes if it differs from the settings."""
     if got.gpu_type != settings.gpu_type:
         tier = f" ({got.tier})" if got.tier else ""
         say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
 
 
 def announce(rundir: RunDir) -> None:
-    """Say what was started, and where it can be seen."""
+    """Print what was started, and where it can be seen."""
     from trainer.rundir import LAUNCH
 
     launched = rundir.read_json(LAUNCH) or {}
@@ -330,7 +332,7 @@ def announce(rundir: RunDir) -> None:
 
 
 def end(rundir: RunDir, status: JobStatus) -> None:
-    """Say how the job ended, and exit as it did."""
+    """Print how the job ended, and exit as it did."""
     from trainer.rundir import STATUS
 
     if status.state == "succeeded":

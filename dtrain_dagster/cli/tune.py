@@ -1,7 +1,7 @@
-"""`dtrain tune`: the settings with which a training is fastest on this cluster, measured and written to a file.
+"""`dtrain tune`: it measures the settings with which a training is fastest on this cluster and writes them to a file.
 
-Added to `dtrain` by `dtrain_dagster.cli.main`. What is tried, and how it is compared: `trainer.tuning.search`,
-`trainer.tuning.tuner`.
+Added to `dtrain` by `dtrain_dagster.cli.main`. `trainer.tuning.search` and `trainer.tuning.tuner` decide what is tried
+and how it is compared.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
 
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:
-    """What was found, in sentences. Pure."""
+    """Return the result in sentences. Pure."""
     from trainer.tuning.search import NO_TIME
     from trainer.tuning.verdict import UNTOLD
 
@@ -242,7 +242,7 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
 
 
 def candidates_table(rows: list[dict[str, Any]]) -> Table:
-    """A row for each candidate, with the setting that it changes. Pure."""
+    """Return a row for each candidate, with the setting that it changes. Pure."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,6 +1,7 @@
-"""`dtrain ui`, `mlflow` and `tensorboard`: other people's web pages, each behind the guard.
+"""`dtrain ui`, `mlflow` and `tensorboard`: web pages of other projects, each behind the guard.
 
-Each command imports what it needs."""
+Each command imports what it needs.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ NAMES = click.option(
 
 USERS = click.option(
     "--allow-user", "users", multiple=True, metavar="USER",
-    help="A further user of this machine who may connect, such as that of a proxy; any: whoever there is.",
+    help="A further user of this machine who may connect, such as that of a proxy; any: every user.",
 )  # fmt: skip
 
 
 def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
-    """Numbers of these users; None for any. `Refusal` for one that this machine does not know."""
+    """Return the numbers of these users; None for any. Raise `Refusal` for a user that this machine does not know."""
     import pwd
 
     try:
@@ -40,6 +41,7 @@ def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
 
 
 def port_option(default: int) -> Callable[..., Any]:
+    """Return the option ``--port`` with this default."""
     return click.option(
         "--port", type=click.IntRange(0, 65535), default=default, show_default=True, help="0 takes a free one."
     )
@@ -47,7 +49,7 @@ def port_option(default: int) -> Callable[..., Any]:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket]:
-    """A bound socket; `Refusal` where the address is taken."""
+    """Yield a bound socket. Raise `Refusal` if the address is taken."""
     from dtrain_dagster.web.server import listener
 
     try:
@@ -68,10 +70,11 @@ def listening(host: str, port: int) -> Iterator[socket]:
 )  # fmt: skip
 @refuses
 def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Path) -> None:
-    """Dagster's UI and daemon, as `dagster dev` runs them, behind a guard that refuses other websites. Ctrl-C ends it.
+    """Run Dagster's UI and daemon, as `dagster dev` does, behind a guard that refuses other websites. Ctrl-C ends it.
 
-    It listens on 127.0.0.1 only: whoever reaches it runs commands as you. From elsewhere: ssh -L 3000:127.0.0.1:3000,
-    or a proxy that asks for a password, whose name goes to --allow-host, and its user to --allow-user.
+    It listens on 127.0.0.1 only: anyone who reaches it runs commands as you. From elsewhere: ssh -L
+    3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
+    --allow-user.
     """
     from dtrain_dagster.web.dagster_ui import run_ui
 
@@ -96,7 +99,7 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
 @USERS
 @refuses
 def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
-    """MLflow's pages over the project's own tracking database, behind the guard. Ctrl-C ends it."""
+    """Serve MLflow's pages over the project's own tracking database, behind the guard. Ctrl-C ends it."""
     from dtrain_dagster.settings.home import make_home
     from dtrain_dagster.support.secrets import resolve
     from dtrain_dagster.web.guard import rules_for
@@ -122,7 +125,7 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
 @USERS
 @refuses
 def tensorboard(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
-    """TensorBoard of all jobs on this machine, behind the guard. Ctrl-C ends it."""
+    """Serve TensorBoard for all jobs on this machine, behind the guard. Ctrl-C ends it."""
     from dtrain_dagster.web.guard import rules_for
     from dtrain_dagster.web.other_pages import tensorboard_app
 

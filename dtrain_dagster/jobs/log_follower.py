@@ -40,7 +40,7 @@ class LogFollower(Protocol):
 
 @dataclass(slots=True)
 class FileFollower:
-    """A follower of logs that grow in a folder of this machine."""
+    """A follower of logs that grow in a folder of this machine, as a `LogFollower`."""
 
     folder: Path
     offsets: dict[Path, int] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class FileFollower:
 
 
 class LogPoller:
-    """A follower of logs that only the cluster can read. ``ask``: the logs of all nodes, as
+    """A `LogFollower` of logs that only the cluster can read. ``ask`` returns the logs of all nodes, as
     `GPUClusterManager.job_logs`."""
 
     def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:

@@ -60,7 +60,7 @@ class SlowdownCause(StrEnum):
     SLOW_RANK = "slow rank"
     """A rank is late for another reason than input and computation."""
     INPUT = "input slow on all ranks"
-    UNEVEN = "work dealt unevenly"
+    UNEVEN = "work divided unevenly"
     SLOW_LINK = "slow link"
     COMMUNICATION = "communication-bound"
     SMALL_BATCHES = "small batches"
@@ -129,7 +129,7 @@ def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
         few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
         return Diagnosis(cause=SlowdownCause.UNKNOWN, share=0.0, evidence=few)
     if too_much_communication(found):
-        text += f" Wire is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
+        text += f" Communication is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
     if part["waiting"] > TAKING_TURNS:
         text += " No rank is late persistently: they take turns, as on machines that do other work too."
     return Diagnosis(cause=SlowdownCause.HEALTHY, share=0.0, evidence=text)
@@ -158,7 +158,7 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
     text = (
         f"Rank {item.rank} (node {item.node_id}) {often} {_ms(item.late_seconds)} late in a step of "
         f"{_ms(_step(world))} ({item.late_share:.0%}), {when}: {why}; "
-        f"wire itself takes {typical_share(world, 'communication'):.0%}."
+        f"communication itself takes {typical_share(world, 'communication'):.0%}."
     )
     share = item.lost_seconds / seconds_of(world)
     return Diagnosis(cause=cause, share=share, evidence=text, rank=item.rank, node_id=item.node_id, since_step=since)
@@ -184,7 +184,7 @@ def _uneven(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     if share < LATE_SHARE:
         return []
     dealt = ", ".join(f"{samples / window.steps:.0f}" for samples in window.samples)
-    text = f"Ranks are dealt {dealt} samples a step: those with fewer wait for those with more."
+    text = f"Ranks get {dealt} samples a step: those with fewer wait for those with more."
     return [Diagnosis(cause=SlowdownCause.UNEVEN, share=share, evidence=text)]
 
 

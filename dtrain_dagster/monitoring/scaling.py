@@ -25,25 +25,26 @@ from trainer.performance.step import StepParts
 
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
-"""Logged stretches of a short run that are left out: the first steps warm caches up."""
+"""Logged windows of a short run that are left out: the first steps warm caches up."""
 COMMIT_BYTES = 176
-"""Of the small all-reduce with which a step of the default model is committed (`trainer.engine.step.TrainingStep`).
-Others have eight for each parameter more or less, which is nothing beside its latency."""
+"""Bytes of the small all-reduce with which a step of the default model is committed
+(`trainer.engine.step.TrainingStep`). Others have eight for each parameter more or less, which is little beside its
+latency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """One short run. Seconds are medians over its logged stretches, per optimizer step."""
+    """One short run. Seconds are medians over its logged windows, per optimizer step."""
 
     mode: Mode
     nodes: int
     world_size: int
     micro_batches: int
-    """In a step, over all ranks."""
+    """Micro-batches of a step, over all ranks."""
     global_batch: int
     step_seconds: float
     step_seconds_low: float
-    """Fastest and slowest logged stretch."""
+    """The fastest logged window; `step_seconds_high` is the slowest."""
     step_seconds_high: float
     compute_seconds: float
     """Forward, backward and update of a rank, mean over ranks."""
@@ -51,21 +52,23 @@ class ScalingPoint:
     wire_seconds: float
     """Exposed communication; waiting for slower ranks is not in it."""
     waiting_seconds: float
-    """Mean over ranks."""
+    """Waiting for slower ranks, mean over ranks."""
     noise_seconds: float
-    """Standard deviation of one rank's compute from step to step, as far as the stretches show it."""
+    """Standard deviation of one rank's compute from step to step, as far as the windows show it."""
     all_reduces: tuple[tuple[int, float], ...]
-    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit."""
+    """(bytes, seconds on the network) of each collective of a step: buckets in order, then the commit."""
     buckets: tuple[int, ...]
     """Bytes of each gradient bucket, in the order in which they are summed; none in a world of one."""
     usd_per_epoch: float
 
     @property
     def samples_per_second(self) -> float:
+        """Samples per second, over all ranks."""
         return self.global_batch / self.step_seconds
 
     @property
     def communication_to_compute(self) -> float:
+        """The exposed communication as a share of the computation."""
         return self.wire_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
 
@@ -76,7 +79,7 @@ class ScalingLink:
 
     name: str
     message: Link
-    """What one message takes."""
+    """The time that one message takes."""
     source: str
     inner: ScalingLink | None = None
     group: int = 1
@@ -105,10 +108,11 @@ LINKS = (
         group=8,
     ),
 )
-"""Links that are stated, not measured. Nominal bandwidths: `WORST_BANDWIDTH` of them is taken as the pessimist's."""
+"""Links that are stated, not measured, with nominal bandwidths; the lower bound of a model takes `WORST_BANDWIDTH` of
+them."""
 WORST_BANDWIDTH = 0.5
 WORST_NOISE = 2.0
-"""The pessimist's factor on the measured noise; the optimist has none at all."""
+"""The factor of the lower bound on the measured noise; the upper bound has no noise."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 CLAIMED = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.93, 16: 0.89, 32: 0.84, 64: 0.78, 128: 0.72, 256: 0.63}
@@ -119,8 +123,8 @@ def read_point(
     events: Sequence[Mapping[str, Any]], mode: Mode, nodes: int, training: Mapping[str, Any], samples: int,
     usd_per_node_hour: float,
 ) -> ScalingPoint:  # fmt: skip
-    """What a short run showed. ``training``: the job's section of that name; ``samples``: of an epoch. `ValueError`
-    where the run has no figures to read."""
+    """Return the figures of a short run. ``training``: the job's section of that name; ``samples``: the samples of an
+    epoch. Raise ValueError if the run has no figures."""
     told = [item.step_seconds for item in read_events(StepEvent, events) if item.step_seconds is not None]
     seconds, timings = told[WARM_UP:], windows(events)[WARM_UP:]
     if not seconds or not timings:
@@ -152,13 +156,15 @@ def read_point(
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Standard deviation, as the median of absolute deviations shows it: one stretch with a hiccup does not count."""
+    """Return the standard deviation as estimated from the median of absolute deviations: one window with a hiccup does
+    not count."""
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
 def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
-    """World size → samples per second per rank, as a share of what the smallest world has; 1 is perfect."""
+    """Return for each world size the samples per second per rank, as a share of those of the smallest world; 1 is
+    perfect."""
     mine = sorted((point for point in points if point.mode == mode), key=lambda point: point.world_size)
     if not mine:
         return {}
@@ -167,8 +173,8 @@ def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
 
 
 def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
-    """Returns the link from all-reduces that were measured, taken for rings: (world size, bytes, seconds on the wire).
-    Raises ValueError without any."""
+    """Return the link fitted to measured all-reduces, which are taken for rings: (world size, bytes, seconds on the
+    network). Raise ValueError if there are none."""
     rows = [
         (ring_messages(world), bytes_carried(world) * size, seconds) for world, size, seconds in observed
         if world > 1 and seconds > 0
@@ -179,7 +185,8 @@ def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> S
 
 
 def all_reduce_seconds(size: float, world: int, link: ScalingLink) -> float:
-    """One all-reduce of that many bytes over ``world`` ranks: by ring or tree, whichever is faster."""
+    """Return the seconds of one all-reduce of ``size`` bytes over ``world`` ranks: by ring or tree, whichever is
+    faster."""
     if world < 2:
         return 0.0
     if link.inner is not None and link.group > 1:
@@ -191,21 +198,22 @@ def all_reduce_seconds(size: float, world: int, link: ScalingLink) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingModel:
-    """What a step is made of, from one measured point of one rank."""
+    """The parts of a step, from one measured point of one rank."""
 
     micro_batch_seconds: float
     """Forward and backward of one micro-batch, and its part of the update."""
     backward_share: float
     noise_seconds: float
-    """Of one micro-batch."""
+    """Standard deviation of one micro-batch."""
     buckets: tuple[int, ...]
     """Bytes of each gradient bucket, in the order in which they are summed."""
     cores: float | None = None
-    """Where all ranks share one machine: how many of them it can run at full speed. None: each has its own."""
+    """If all ranks share one machine: how many of them it can run at full speed. None: each has its own cores."""
 
 
 def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> ScalingModel:
-    """From a measured point of one rank. ``buckets`` come from a point with several: one rank sums nothing."""
+    """Return the model from a measured point of one rank. ``buckets`` come from a point with several: one rank sums
+    nothing."""
     return ScalingModel(
         micro_batch_seconds=single.compute_seconds / single.micro_batches,
         backward_share=single.backward_seconds / single.compute_seconds,
@@ -216,7 +224,7 @@ def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None =
 
 
 def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: int, noise_factor: float = 1.0) -> float:
-    """Seconds of a step of ``micro_batches`` micro-batches, dealt to ``world`` ranks."""
+    """Return the seconds of a step of ``micro_batches`` micro-batches, divided among ``world`` ranks."""
     each = math.ceil(micro_batches / world)
     crowded = max(1.0, world / model.cores) if model.cores else 1.0
     compute = model.micro_batch_seconds * each * crowded
@@ -232,7 +240,7 @@ def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Modelled efficiency over world sizes: (ranks, pessimist's, expected, optimist's)."""
+    """Modelled efficiency over world sizes: (ranks, lower bound, expected, upper bound)."""
 
     link: ScalingLink
     mode: Mode
@@ -242,8 +250,8 @@ class Curve:
 def modelled(
     model: ScalingModel, link: ScalingLink, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
 ) -> Curve:
-    """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
-    micro-batch for each rank, smaller ones do the same step with more each."""
+    """Return the efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has
+    one micro-batch for each rank, smaller ones do the same step with more each."""
     rows = []
     per_byte = link.message.seconds_per_byte / WORST_BANDWIDTH
     slow = replace(link, message=replace(link.message, seconds_per_byte=per_byte))
@@ -260,7 +268,7 @@ def modelled(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """The model, fitted on the smaller worlds, against a larger one that it has not seen."""
+    """A test of the model, fitted on the smaller worlds, against a larger one that it has not seen."""
 
     fitted_on: tuple[int, ...]
     """World sizes."""
@@ -271,14 +279,15 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Relative; above 0 the model is too slow."""
+        """The relative error; above 0 the model is too slow."""
         return self.predicted_seconds / self.measured_seconds - 1
 
 
 def check_prediction(
     points: Sequence[ScalingPoint], cores: float | None
 ) -> tuple[ScalingLink, tuple[Check, ...]] | None:
-    """Fit the link on all worlds but the largest, and predict the largest; None where there are not enough worlds."""
+    """Fit the link on all worlds but the largest and predict the largest; return the link and the checks, None if there
+    are not enough worlds."""
     worlds = sorted({point.world_size for point in points})
     single = next((point for point in points if point.world_size == 1), None)
     if single is None or len(worlds) < 3:
@@ -303,18 +312,19 @@ def check_prediction(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """What is known of a training's scaling."""
+    """The results on a training's scaling."""
 
     verdict: str
     points: tuple[ScalingPoint, ...]
     checks: tuple[Check, ...]
     links: tuple[ScalingLink, ...]
-    """The fitted one first, where there is one; then those that are stated."""
+    """The fitted one first, if there is one; then those that are stated."""
     curves: tuple[Curve, ...]
 
 
 def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
-    """Everything that measured points tell. ``cores``: see `ScalingModel`; the modelled worlds have their own cores."""
+    """Return the results of measured points. ``cores``: see `ScalingModel`; the modelled worlds have their own
+    cores."""
     checked = check_prediction(points, cores)
     fitted, checks = checked if checked else (None, ())
     links = (*([fitted] if fitted else []), *LINKS)
@@ -336,7 +346,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
 
 
 def scaling_document(result: Study) -> dict[str, Any]:
-    """The study as JSON knows it: null for the bandwidth of a link that bytes do not slow down."""
+    """Return the study for JSON: null for the bandwidth of a link that bytes do not slow down."""
 
     def written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -356,7 +366,8 @@ def _or_none(value: Any) -> Any:
 
 
 def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
-    """How well it scales here, why not better, and how far the model can be trusted; in a few sentences."""
+    """Return in a few sentences how well the training scales here, what limits it, and how far the model can be
+    trusted."""
     weak = efficiency(points, "weak")
     base, largest = min(weak), max(weak)
     if largest == base:

@@ -1,8 +1,8 @@
-"""A training step as its parts, measured, and what a change of them would gain. Pure.
+"""A measured training step as its parts, and the gain that a change of them would bring. Pure.
 
 Which changes are worth considering is in `strategies`; what they do to the dollars of a job, in `planning`. How a step
-grows with the number of ranks, from measurements at several sizes, is in `scaling`. What the backward pass hides of its
-communication is `trainer.performance.step`'s, for all of them.
+grows with the number of ranks, from measurements at several sizes, is in `scaling`. `trainer.performance.step` computes
+for all of them what the backward pass hides of its communication.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01
-"""A gain below this is none."""
+"""A gain below this counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
+    """A change of the training, with its expected gain."""
+
     name: str
     change: str
-    """What to do, with the setting where there is one."""
+    """What to do, with the setting if there is one."""
     gain: float
     """Expected change of samples per second as a fraction: 0.25 is a quarter more."""
     step_seconds: float
@@ -32,48 +34,51 @@ class Strategy:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """To sort by: whatever is faster, by how much; then whatever is cheaper."""
+        """The key to sort by: strategies that are faster, by how much; then those that are cheaper."""
         return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
 
     @property
     def is_worth_it(self) -> bool:
+        """Whether it is faster or cheaper by `WORTH_IT` at least."""
         return max(self.gain, self.cost_gain) >= WORTH_IT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepModel:
-    """A step as its parts, in seconds, mean over ranks. What it predicts is another one of these."""
+    """The parts of a step, in seconds, mean over ranks. A prediction is a `StepModel` as well."""
 
     input: float
     computing: float
-    """Forward and backward."""
+    """Forward and backward computation."""
     communication: float
     waiting: float
     fixed: float
-    """Update, saves and bookkeeping: the same however many samples there are."""
+    """Update, saves and bookkeeping: the same for any number of samples."""
     samples: float
     nodes: int
 
     @property
     def seconds(self) -> float:
+        """The seconds of a whole step."""
         return self.input + self.computing + self.communication + self.waiting + self.fixed
 
     @property
     def samples_per_second(self) -> float:
+        """Samples per second, over all ranks."""
         return self.samples / self.seconds
 
     def with_work(self, factor: float) -> StepModel:
-        """So many times the work for each rank in every step."""
+        """Return the step with ``factor`` times the work for each rank."""
         return replace(
             self, input=factor * self.input, computing=factor * self.computing, waiting=factor * self.waiting
         )
 
     def with_batch(self, factor: float) -> StepModel:
-        """So many times the samples, and as much more work, in every step."""
+        """Return the step with ``factor`` times the samples, and as much more work."""
         return replace(self.with_work(factor), samples=factor * self.samples)
 
     def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
-        """The strategy that leads from this step to the other."""
+        """Return the strategy that leads from this step to the other."""
         gain = other.samples_per_second / self.samples_per_second
         return Strategy(
             name=name,
@@ -88,7 +93,7 @@ class StepModel:
 
 
 def step_model(world: Sequence[TimingEvent]) -> StepModel:
-    """The mean step of windows of one world."""
+    """Return the mean step of windows of one world."""
     steps = sum(window.steps for window in world)
 
     def mean(*segments: str) -> float:

@@ -24,7 +24,7 @@ USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
 """Noise from window to window on a shared machine, as a share of the step, and the number of windows that it weighs as
 much as: a few windows may agree by chance better than any machine does."""
 DEAL_ERROR = 0.10
-"""Relative error of the assumption that a rank's time is proportional to the samples dealt to it."""
+"""Relative error of the assumption that a rank's time is proportional to its samples."""
 FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
 """Windows that a lateness must have lasted: at least, where it began within the run, and where it is not typical of
 steps but a mean, which one long step spoils."""

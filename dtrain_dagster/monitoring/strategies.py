@@ -171,7 +171,7 @@ def _fewer_nodes(now: StepModel, world: Sequence[TimingEvent]) -> list[Strategy]
         return []
     best = max(options, key=lambda model: (model.samples_per_second, -model.nodes))
     cheapest = max(options, key=lambda model: model.samples_per_second / model.nodes)
-    note = "the global batch stays: planned micro-batches are dealt to the nodes that are there"
+    note = "the global batch stays: planned micro-batches are divided among the nodes that are there"
     found = [now.to(best, "fewer nodes", f"{best.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", note)]
     if found[0].gain < WORTH_IT:  # not faster: then as cheap as possible
         found = [
@@ -217,7 +217,7 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
         found += _deal_less(now, world, item)
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
-        found.append(now.to(without, f"go on without node {item.node_id}", f"its work is dealt to the others{besides}"))
+        found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))
     return found
 
 

@@ -1,8 +1,8 @@
-"""The `timing` events of a job, and the few figures that everything else is made of. Pure.
+"""The `timing` events of a job, and the few figures that all other analyses use. Pure.
 
-A *window* is what rank 0 reports of consecutive steps: every ``log_frequency`` of them at first, then once a second.
-Records of older trainers have none, and a field that is missing means «not known»: whatever reads windows works with
-those that are there.
+A *window* is a report of rank 0 on consecutive steps: every ``log_frequency`` of them at first, then once a second.
+Records of older trainers have none, and a field that is missing means «not known»: readers of windows work with those
+that exist.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from trainer.performance.link import Link, fit_collective
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
-"""Share of training time that exposed wire may take before people are told."""
+"""The share of training time above which exposed communication is reported."""
 
 
 def windows(events: Iterable[Mapping[str, Any]]) -> list[TimingEvent]:
-    """The ``timing`` events that can be read, in order of time. A run directory is input: one event that is damaged
-    takes no report with it."""
+    """Return the ``timing`` events that can be read, in order of time. A run directory is input: a damaged event spoils
+    no report."""
     return sorted(read_events(TimingEvent, events), key=lambda window: window.time)
 
 
 def settled(found: Sequence[TimingEvent]) -> list[TimingEvent]:
-    """Without the first window of each generation, in which buckets are made and caches are cold, where enough
-    remain to do without it."""
+    """Return the windows without the first of each generation, in which buckets are made and caches are cold, if enough
+    remain."""
     by_generation: dict[int, list[TimingEvent]] = defaultdict(list)
     for window in found:
         by_generation[window.generation].append(window)
@@ -37,7 +37,7 @@ def settled(found: Sequence[TimingEvent]) -> list[TimingEvent]:
 
 
 def worlds(found: Sequence[TimingEvent]) -> list[list[TimingEvent]]:
-    """Windows of the same ranks on the same nodes, together; those that trained longest first."""
+    """Return groups of windows of the same ranks on the same nodes; those that trained longest first."""
     groups: dict[tuple[int, ...], list[TimingEvent]] = defaultdict(list)
     for window in found:
         groups[window.nodes].append(window)
@@ -45,11 +45,12 @@ def worlds(found: Sequence[TimingEvent]) -> list[list[TimingEvent]]:
 
 
 def seconds_of(found: Sequence[TimingEvent]) -> float:
+    """Return the seconds of all windows."""
     return sum(window.total_seconds for window in found)
 
 
 def shares(found: Sequence[TimingEvent]) -> dict[str, float]:
-    """Of the time of these windows, how much went into each segment, mean over ranks; they add up to 1."""
+    """Return the share of each segment in the time of these windows, mean over ranks; they add up to 1."""
     total = seconds_of(found)
     if not total:
         return {}
@@ -57,12 +58,12 @@ def shares(found: Sequence[TimingEvent]) -> dict[str, float]:
 
 
 def typical_share(found: Sequence[TimingEvent], segment: str) -> float:
-    """The median over windows: what one window that was held up by something else cannot spoil."""
+    """Return the median share over windows, which one window with a disturbance cannot spoil."""
     return statistics.median(window.mean(segment) / window.seconds for window in found) if found else 0.0
 
 
 def typical_collectives(found: Sequence[TimingEvent]) -> list[WireTime]:
-    """Each collective of a step, by name, as medians over the windows of one world."""
+    """Return each collective of a step, by name, as medians over the windows of one world."""
     by_name: dict[str, list[WireTime]] = defaultdict(list)
     for window in found:
         for item in window.collectives:
@@ -71,13 +72,13 @@ def typical_collectives(found: Sequence[TimingEvent]) -> list[WireTime]:
 
 
 def collective_link(collectives: Iterable[WireTime]) -> Link | None:
-    """What a collective takes in the world that has these; None where their sizes are too much alike to tell."""
+    """Return the seconds of a collective by its bytes, fitted to these; None if their sizes are too similar."""
     return fit_collective((item.bytes, item.wire_seconds) for item in collectives)
 
 
 def latency_share(link: Link, collectives: Iterable[WireTime], exposed_seconds: float) -> float:
-    """Of the wire time of a step that nothing hides, how much is there however few bytes are moved: latency of the
-    network, and handing over from thread to thread."""
+    """Return the share of a step's exposed communication that does not depend on the bytes: latency of the network, and
+    passing data from thread to thread."""
     moving = sum(item.bytes * link.seconds_per_byte * (1 - item.overlap) for item in collectives)
     return 1 - min(1.0, moving / exposed_seconds) if exposed_seconds > 0 else 0.0
 

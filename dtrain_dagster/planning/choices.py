@@ -38,7 +38,9 @@ class TimeForecast(Protocol):
         """Return ``history``, ``probe`` or ``table``."""
 
     @property
-    def basis_words(self) -> str: ...
+    def basis_words(self) -> str:
+        """Return the basis in words."""
+        ...
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         """Return the wall-clock seconds of the whole training on ``node_count`` nodes, each of which computes ``speed``

@@ -29,9 +29,14 @@ class PlanFigures(Protocol):
     """The figures that an estimate and a choice both have."""
 
     @property
-    def usd(self) -> Interval: ...
+    def usd(self) -> Interval:
+        """The dollars."""
+        ...
+
     @property
-    def seconds(self) -> Interval: ...
+    def seconds(self) -> Interval:
+        """The wall-clock seconds."""
+        ...
 
 
 def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:

@@ -245,7 +245,7 @@ def _price_fewer_nodes(
             _nodes_setting(model.nodes, now, world, training),
             base.seconds_with(now, model),
             node_count=model.nodes,
-            assumptions=("planned micro-batches are dealt to the nodes that are there",),
+            assumptions=("planned micro-batches are divided among the nodes that are there",),
             step=model,
         )
         for model in on_fewer_nodes(world)

@@ -25,8 +25,8 @@ PATIENCE_SECONDS = 600.0
 
 @contextmanager
 def registering(rundir: RunDir) -> Iterator[None]:
-    """Within the block, no other process of this machine registers the job. The lock ends with its process, however
-    that ends. A run directory in the cloud has no lock: there the older of two versions stays, see `older`."""
+    """Keep other processes of this machine from registering the job within the block. The lock ends with its process,
+    however that ends. A run directory in the cloud has no lock: there the older of two versions stays, see `older`."""
     if not rundir.storage.is_local:
         yield
         return

@@ -136,8 +136,8 @@ def running_jobs(home: Path) -> list[str]:
 
 @contextlib.contextmanager
 def hold_home(home: Path, what: str) -> Iterator[int]:
-    """Within the block, no other process works on or removes this home; yield the lock's descriptor, for a child to
-    inherit.
+    """Keep other processes from working on or removing this home within the block; yield the lock's descriptor, for a
+    child to inherit.
 
     Raise `HomeError` where the home is held, with the holder's ``what`` and its process.
     """

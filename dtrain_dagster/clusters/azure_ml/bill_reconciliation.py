@@ -89,7 +89,7 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillLine:
-    """One meter on one day. ``ours_usd`` is None for what we do not count."""
+    """One meter on one day. ``ours_usd`` is None for a meter that the project does not count."""
 
     day: str
     meter: str

@@ -29,7 +29,7 @@ class StatusFile:
         self.stale = stale_seconds(rundir.storage)
 
     def read(self) -> dict[str, Any]:
-        """The document; an empty one where there is none yet."""
+        """Return the document, an empty one if there is none yet."""
         return self.rundir.read_json(STATUS) or {}
 
     def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:

@@ -19,9 +19,13 @@ class Process(Protocol):
     pid: int
     returncode: int | None
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """Return the exit code, None while the process runs."""
+        ...
 
-    def wait(self) -> int: ...
+    def wait(self) -> int:
+        """Wait for the process and return its exit code."""
+        ...
 
 
 @dataclass(slots=True)

@@ -93,14 +93,14 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     assert found.share == pytest.approx(0.05 / 0.156 * 8 / 19 * 1.2, rel=0.35)
     assert found.where == "slow compute on rank 1 (node 11)"
     assert "since step" in found.evidence
-    assert "wire itself takes" in found.evidence
+    assert "communication itself takes" in found.evidence
 
 
 def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
     slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
     found = diagnose([*slow[:7], *quick[7:]])
     assert found.cause is SlowdownCause.HEALTHY
-    assert "Wire is above 20% in some windows, but not steadily" in found.evidence
+    assert "Communication is above 20% in some windows, but not steadily" in found.evidence
 
 
 def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
