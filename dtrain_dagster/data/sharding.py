@@ -131,20 +131,20 @@ def verify_dataset(uri: str) -> None:
     try:
         manifest = read_dataset_manifest(open_storage(uri))
     except DatasetError as error:
-        raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
+        raise DataError(f"{uri} has no manifest that can be read ({error}); rebuild the dataset") from error
     for shard in manifest["shards"]:
         try:
             path = inside(uri, shard["path"], f"a shard in {uri}/manifest.json")
         except PlaceError as error:
             raise DataError(str(error)) from None
         if not path.exists():
-            raise DataError(f"{path} is missing; delete {uri} and build the dataset anew")
+            raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             rows = pq.ParquetFile(file).metadata.num_rows if digest == shard["sha256"] else -1
         if digest != shard["sha256"] or rows != shard["rows"]:
-            raise DataError(f"{path} is not what its manifest says; delete {uri} and build the dataset anew")
+            raise DataError(f"{path} is not what its manifest says; delete {uri} and rebuild the dataset")
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:

@@ -312,7 +312,7 @@ def test_rows_and_samples_of_a_stretch_are_whole_numbers(copy: Path, place: tupl
     manifest = json.loads((copy / "manifest.json").read_text())
     check_manifest(manifest, "here")
     hostile_data._set("shards", 0, "segments", 0, *place, 0, number)(manifest)
-    with pytest.raises(DatasetError, match=r"of a stretch = .*no whole number"):
+    with pytest.raises(DatasetError, match=r"of a segment = .*no whole number"):
         check_manifest(manifest, "here")
 
 

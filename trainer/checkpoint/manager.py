@@ -94,7 +94,7 @@ class CheckpointManager:
         self._writer.close(seconds)
 
     def committed_step(self) -> int | None:
-        """The step of the newest checkpoint that this manager has brought to count."""
+        """Return the step of the newest checkpoint that this manager has made count, None if there is none."""
         return self._committed
 
     def fence(self, generation: int) -> None:
@@ -122,10 +122,11 @@ class CheckpointManager:
             _log.warning("could not delete old checkpoints: %s", error)
 
     def load_latest(self) -> tuple[str, dict[str, Any]] | None:
-        """(folder, state) of the newest checkpoint that can be used; others are named in the log and passed over.
+        """Return (folder, state) of the newest checkpoint that can be used, None if there is none. Others are named in
+        the log and passed over.
 
-        None if there is none. `ConfigError` if all that are whole belong to another training; `CheckpointError` if none
-        could be used and storage would not let some be read: they may be good.
+        Raise `ConfigError` if all that are whole belong to another training, and `CheckpointError` if none could be
+        used and storage would not let some be read: they may be good.
         """
         latest = self._read_pointer(LATEST)[0]
         foreign: ConfigError | None = None
@@ -151,16 +152,18 @@ class CheckpointManager:
         return None
 
     def load_best(self) -> tuple[str, dict[str, Any]]:
-        """(folder, state) of the best checkpoint by validation. `CheckpointError` where it is gone or damaged."""
+        """Return (folder, state) of the best checkpoint by validation. Raise `CheckpointError` if it is gone or
+        damaged."""
         folder = self._read_pointer(BEST)[0].get("path")
         if not folder:
             raise CheckpointError(f"{self.storage.uri}/{BEST} is gone, and with it the best weights")
         return folder, self.load(folder)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """The state in a folder, on the CPU, once its sha256 is what the manifest says; nothing live is touched.
+        """Return the state in a folder, on the CPU, after its sha256 was checked against the manifest; nothing live is
+        touched.
 
-        `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError where storage fails.
+        Raise `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError if storage fails.
         """
         try:
             manifest = read_checkpoint_manifest(self.storage, folder)
@@ -190,7 +193,7 @@ class CheckpointManager:
             raise OSError(errno.EIO, error.what, name) from error
 
     def folders(self) -> list[str]:
-        """Folders of checkpoints, the newest first: of the latest generation, the furthest step.
+        """Return the folders of checkpoints, the newest first: of the latest generation, the furthest step.
 
         Generation comes before step: after a start from scratch in a used folder, the old ones are further and older.
         """
@@ -321,7 +324,7 @@ class CheckpointManager:
 
 
 def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> None:
-    """`CheckpointError` with the name of the first tensor whose key, shape or dtype is not that of ``like``."""
+    """Raise `CheckpointError` with the name of the first tensor whose key, shape or dtype is not that of ``like``."""
     for key in [*like, *(key for key in state if key not in like)]:
         path = f"{name}.{key}" if name else str(key)
         if key not in like or key not in state:

@@ -94,7 +94,7 @@ class Staging:
 
     A slot holds one batch in both memories. Its host side is free again when the copy is done, its device side when
     the step that used it is: `take` and `release` note that in the stream that computes, and nobody waits on the host
-    unless the copy of so many batches ago is still under way.
+    unless the copy that used the same memory is still under way.
     """
 
     def __init__(self, shards: DataShardManager, device: torch.device, slots: int, samples: int) -> None:

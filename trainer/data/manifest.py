@@ -52,10 +52,10 @@ def read_dataset_manifest(storage: Storage, expected_id: str | None = None) -> d
 def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
     """Return a loaded manifest after the checks of `read_dataset_manifest`, which raise `DatasetError`."""
     if "dataset_id" not in manifest:
-        raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
+        raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: rebuild it")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version")
-        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; build it anew")
+        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; rebuild it")
     check_manifest(manifest, storage.uri)
     if expected_id is not None and manifest["dataset_id"] != expected_id:
         raise DatasetError(
@@ -76,9 +76,9 @@ def manifest_bytes(storage: Storage) -> bytes:
     where = f"{storage.uri}/manifest.json"
     try:
         if storage.is_local and not stat.S_ISREG(os.stat(storage.path("manifest.json")).st_mode):
-            raise DatasetError(f"{where} is no regular file: build the dataset anew")
+            raise DatasetError(f"{where} is no regular file: rebuild the dataset")
         if (size := storage.size("manifest.json")) > MOST_BYTES:
-            raise DatasetError(f"{where} has {size:,} bytes, and a manifest has at most {MOST_BYTES:,}: build it anew")
+            raise DatasetError(f"{where} has {size:,} bytes, and a manifest has at most {MOST_BYTES:,}: rebuild it")
         return storage.read("manifest.json")
     except FileNotFoundError as error:
         raise NoDatasetError(
@@ -94,11 +94,11 @@ def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
     try:
         manifest = parse_document(data, where, None)
     except DamagedError as error:
-        raise DatasetError(f"{where} is not JSON that can be read ({error.what}): build the dataset anew") from error
+        raise DatasetError(f"{where} is not JSON that can be read ({error.what}): rebuild the dataset") from error
     if not isinstance(manifest, dict):
-        raise DatasetError(f"{where} does not describe a dataset: build it anew")
+        raise DatasetError(f"{where} does not describe a dataset: rebuild it")
     if wrong := _TOLD(manifest):
-        raise DatasetError(f"{where} does not describe a dataset (it is {wrong}): build it anew")
+        raise DatasetError(f"{where} does not describe a dataset (it is {wrong}): rebuild it")
     return manifest
 
 
@@ -115,7 +115,7 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
         raise DatasetError(f"{uri}/manifest.json: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = error.what if isinstance(error, DamagedError) else str(error)
-        raise DatasetError(f"{uri}/manifest.json does not describe a dataset ({reason}): build it anew") from error
+        raise DatasetError(f"{uri}/manifest.json does not describe a dataset ({reason}): rebuild it") from error
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
@@ -148,13 +148,13 @@ def _check_shard(shard: dict[str, Any], splits: tuple[str, ...], window: int) ->
     if not all(isinstance(ticker, str) for ticker in shard["tickers"]):
         raise ValueError("tickers are names")
     for segment in shard["segments"]:
-        first, last = (_whole(row, "the rows of a stretch", least=0) for row in segment["rows"])
+        first, last = (_whole(row, "the rows of a segment", least=0) for row in segment["rows"])
         if not first <= last <= rows:
-            raise ValueError(f"a stretch of rows {first} to {last} is outside a shard of {rows}")
+            raise ValueError(f"a segment of rows {first} to {last} is outside a shard of {rows}")
         for split in splits:
-            begin, end = (_whole(row, "the samples of a stretch", least=0) for row in segment["samples"][split])
+            begin, end = (_whole(row, "the samples of a segment", least=0) for row in segment["samples"][split])
             if end > begin and not first + window - 1 <= begin < end <= last:
-                raise ValueError(f"samples {begin} to {end} are outside the rows {first} to {last} of their stretch")
+                raise ValueError(f"samples {begin} to {end} are outside the rows {first} to {last} of their segment")
 
 
 def _whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:

@@ -1,7 +1,7 @@
 """Which samples belong to which step, and which of them to this rank: stateless, the same at any world size.
 
 The order of an epoch is a permutation computed on demand (a Feistel network keyed by seed and epoch), so nothing has
-to be stored or saved: position p of epoch e is sample ``permutation(p)``, whoever asks and whenever. Numpy only.
+to be stored or saved: position p of epoch e is sample ``permutation(p)``, for any rank at any time. Numpy only.
 
 With ``training.shuffle_block`` the permutation has two levels, for datasets that are larger than memory: blocks of
 consecutive samples are permuted, and samples are permuted within groups of `GROUP_BLOCKS` blocks. At any moment only
@@ -20,7 +20,7 @@ from trainer.config import ConfigError
 
 _ROUNDS = 6
 GROUP_BLOCKS = 256
-"""So many blocks are mixed with each other: a batch holds samples from that many places of the dataset."""
+"""The number of blocks that are mixed with each other: a batch holds samples from that many places of the dataset."""
 
 
 def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -73,7 +73,7 @@ class BlockOrder:
         return int.from_bytes(digest, "big") % self.size
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at these positions (n,) of the epoch."""
+        """Return the samples at these positions (n,) of the epoch."""
         mixed = np.empty_like(positions)
         groups = positions // self.group
         for number in np.unique(groups):
@@ -86,7 +86,7 @@ class BlockOrder:
         return (self._blocks(places) * self.block + within + self.shift) % self.size
 
     def blocks(self, first: int, last: int) -> list[tuple[int, int]]:
-        """The samples [start, stop) of each block whose place in the order begins in positions [first, last)."""
+        """Return the samples [start, stop) of each block whose place in the order begins in positions [first, last)."""
         places = np.arange(-(-first // self.block), -(-min(last, self.size) // self.block), dtype=np.int64)
         ranges = []
         for block in self._blocks(places).tolist():
@@ -119,13 +119,13 @@ def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, 
 
 
 def spread_positions(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
-    """Positions 0 … count - 1; where there are more than ``most``, so many of them at even distances."""
+    """Return positions 0 … count - 1; of more than ``most`` only that many, at even distances."""
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) -> int:
-    """Optimizer steps that use every sample once. A remainder too small to give every micro-batch a sample joins the
-    last full batch. `ConfigError` where there are fewer samples than micro-batches."""
+    """Return the optimizer steps that use every sample once. A remainder too small to give every micro-batch a sample
+    joins the last full batch. Raise `ConfigError` if there are fewer samples than micro-batches."""
     if samples < micro_batches:
         raise ConfigError(
             f"{samples} training samples cannot feed {micro_batches} micro-batches (world_size x "
@@ -147,7 +147,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Deals the samples of a split to ranks, step by step."""
+    """A sampler that divides the samples of a split among ranks, step by step."""
 
     samples: int
     global_batch_size: int
@@ -173,18 +173,19 @@ class Sampler:
         return steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
 
     def batch_range(self, step_in_epoch: int) -> tuple[int, int]:
-        """First and last position (exclusive) of a step, in the epoch's order."""
+        """Return the first and last position (exclusive) of a step, in the epoch's order."""
         first = step_in_epoch * self.global_batch_size
         is_last = step_in_epoch == self.steps_per_epoch - 1
         return first, self.samples if is_last else first + self.global_batch_size
 
     def step(self, epoch: int, step_in_epoch: int) -> tuple[int, list[MicroBatch]]:
-        """(samples in the global batch, this rank's micro-batches). Every rank gets at least one, none is empty."""
+        """Return (samples in the global batch, this rank's micro-batches). Every rank gets at least one, none is
+        empty."""
         return self.steps(epoch, range(step_in_epoch, step_in_epoch + 1))[0]
 
     def steps(self, epoch: int, steps: range) -> list[tuple[int, list[MicroBatch]]]:
-        """`step` for each of these, permuted together: for a few thousand positions that takes little more than for
-        a few."""
+        """Return `step` for each of these, permuted together: for a few thousand positions that takes little more than
+        for a few."""
         numbers = range(self.rank, self.micro_batches, self.world_size)
         batches = [self.batch_range(step) for step in steps]
         edges = [

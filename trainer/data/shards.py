@@ -72,11 +72,11 @@ class DataShardManager:
         self._ranges = {split: self._sample_ranges(split) for split in self.manifest["splits"]}
 
     def count(self, split: str) -> int:
-        """Samples in a split."""
+        """Return the number of samples in a split."""
         return int(self._ranges[split][1][-1])
 
     def end_rows(self, split: str, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Row in which each sample's window ends, shape as ``positions``; positions count 0 … count - 1."""
+        """Return the row in which each sample's window ends, shape as ``positions``; positions count 0 … count - 1."""
         starts, edges = self._ranges[split]
         index = np.searchsorted(edges, positions, side="right") - 1
         return starts[index] + (positions - edges[index])
@@ -133,21 +133,21 @@ class DataShardManager:
         return out
 
     def column(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Values of any stored column in these rows."""
+        """Return the values of any stored column in these rows."""
         if name in self._features:
             return self._maps["features"][rows, self._features.index(name)]
         return self._maps["target" if name == self._target else name][rows]
 
     def tickers(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Code of each row's ticker: its place in ``tickers_by_code``."""
+        """Return the code of each row's ticker: its place in ``tickers_by_code``."""
         return self._maps["ticker"][rows]
 
     def dates(self, rows: NDArray[np.int64]) -> NDArray[np.datetime64]:
-        """Date of each row."""
+        """Return the date of each row."""
         return self._maps["date"][rows].astype("datetime64[D]")
 
     def _sample_ranges(self, split: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(first end row, samples before it) of each stretch of samples, and the number of all: O(segments)."""
+        """Return (first end row, samples before it) of each segment of samples, and the number of all: O(segments)."""
         starts, lengths, offset = [], [0], 0
         for shard in self.manifest["shards"]:
             for segment in shard["segments"]:
@@ -226,7 +226,7 @@ class DataShardManager:
         return digests
 
     def _claims(self, said: int, held: int) -> str:
-        return f"{self.storage.uri}: the manifest says {said} rows, the shards hold {held}; build it anew"
+        return f"{self.storage.uri}: the manifest says {said} rows, the shards hold {held}; rebuild it"
 
     def _columns_of(self, table: Any, code: dict[str, int]) -> dict[str, NDArray[Any]]:
         """What goes into each array from some rows of a shard."""
@@ -251,7 +251,7 @@ class DataShardManager:
                 self.storage.fetch(name, path)
             file = open(path, "rb")  # noqa: SIM115 - the caller closes it
         except FileNotFoundError as error:
-            raise DatasetError(f"{self.storage.uri}: {name} is missing; build the dataset anew") from error
+            raise DatasetError(f"{self.storage.uri}: {name} is missing; rebuild the dataset") from error
         except PlaceError as error:
             raise DatasetError(f"{self.storage.uri}: {error}") from error
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -259,7 +259,7 @@ class DataShardManager:
             file.close()
             raise DatasetError(
                 f"{self.storage.uri}: {name} has sha256 {digest[:12]}…, the manifest says "
-                f"{shard['sha256'][:12]}…: it is damaged or was changed; delete the folder and build the dataset anew"
+                f"{shard['sha256'][:12]}…: it is damaged or was changed; delete the folder and rebuild the dataset"
             )
         return file
 

@@ -33,7 +33,7 @@ class Event:
 
     @classmethod
     def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Returns the event of a row of this kind; raises `EventError`, see `read_event`."""
+        """Return the event of a row of this kind. Raise `EventError`, see `read_event`."""
         found = {}
         for name, is_needed in _names_of(cls):  # type: ignore[arg-type]  # to mypy a class has the hash of its objects
             value = row.get(name)
@@ -222,7 +222,7 @@ class WireTime:
 
     @classmethod
     def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Returns the collective of a ``timing`` event's row."""
+        """Return the collective of a ``timing`` event's row."""
         return cls(
             name=str(row.get("name", "")),
             bytes=int(row.get("bytes") or 0),
@@ -264,14 +264,15 @@ class TimingEvent(Event):
         return self.seconds * self.steps
 
     def mean(self, *segments: str) -> float:
-        """Returns seconds per step of these segments together, mean over ranks; 0 of what was not measured."""
+        """Return seconds per step of these segments together, mean over ranks; 0 for a segment that was not
+        measured."""
         rows = (self.segments.get(name) for name in segments)
         return sum((statistics.fmean(values) for values in rows if values), 0.0)
 
     @classmethod
     def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Returns the event of a row; raises `EventError` for one that is damaged or says too little to be of use.
-        Figures that are not one for each rank are left out."""
+        """Return the event of a row. Raise `EventError` for one that is damaged or lacks what is needed. Figures that
+        are not one for each rank are left out."""
         try:
             nodes = tuple(int(node) for node in row.get("nodes") or ())
             segments, typical = (_by_rank(row.get(name), len(nodes)) for name in ("segments", "typical"))
@@ -303,8 +304,9 @@ def _by_rank(values: Mapping[str, Any] | None, size: int) -> dict[str, tuple[flo
 
 
 def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
-    """The event that a row holds. `EventError` where it is of another kind, or lacks what that kind has in all
-    versions. Fields of a newer version are left out; a field that is None counts as missing, where it has a default."""
+    """Return the event that a row holds. Raise `EventError` if it is of another kind, or lacks a field that this kind
+    has in all versions. Fields of a newer version are left out; a field that is None counts as missing if it has a
+    default."""
     if row.get("kind") != kind.kind:
         raise EventError(f"a {row.get('kind')!r} event is no {kind.kind!r} event")
     return kind.read_row(row)
@@ -316,7 +318,7 @@ def _names_of(kind: type[Event]) -> tuple[tuple[str, bool], ...]:
 
 
 def read_events(kind: type[_E], rows: Iterable[Mapping[str, Any]]) -> list[_E]:
-    """The events of one kind among these rows, in their order. Rows that `read_event` refuses are left out."""
+    """Return the events of one kind among these rows, in their order. Rows that `read_event` refuses are left out."""
     found = []
     for row in rows:
         if row.get("kind") == kind.kind:

@@ -36,7 +36,7 @@ def checked_name(name: object, what: str) -> str:
     ``._=-``, separated by single slashes. Raise `PlaceError`, which begins with ``what``, for anything else. It holds
     for storage of any kind."""
     if not isinstance(name, str) or not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
-        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is no relative path of plain names: build it anew")
+        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is no relative path of plain names: rebuild it")
     return name
 
 
@@ -46,7 +46,7 @@ def inside(folder: str | os.PathLike[str], name: object, what: str) -> Path:
     root = Path(folder)
     path = root / checked_name(name, what)
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is a link out of {root}: build it anew")
+        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is a link out of {root}: rebuild it")
     return path
 
 

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 def read_document(
     storage: Storage, name: str, check: schemas.Check | None = None, most_bytes: int = DOCUMENT_BYTES
 ) -> Any | None:
-    """The document, None where there is none. ``check``: its form; None: that of its name, see
-    `trainer.documents.schemas`."""
+    """Return the document, None if there is none. ``check``: its form; None: that of its name, see
+    `trainer.documents.schemas`. Raise `DamagedError` as `parse_document` does."""
     try:
         data = storage.read_bounded(name, most_bytes)
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def read_document(
 
 
 def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
-    """A document from its bytes. `DamagedError` where it has not the form."""
+    """Return a document from its bytes. Raise `DamagedError` if it does not have the form."""
     value = parse_strict_json(data, where)
     name_objects(value, where)
     if check is not None and (wrong := check(value)):

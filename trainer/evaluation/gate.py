@@ -68,6 +68,7 @@ def gate(report: Mapping[str, Any]) -> Gate:
 
 
 def better_baselines(report: Mapping[str, Any]) -> list[str]:
-    """Baselines whose likelihood on the same windows is better beyond chance: a paired t-statistic above 2."""
+    """Return the baselines whose likelihood on the same windows is better beyond chance: a paired t-statistic above
+    2."""
     gains = {name: (row.get("model_gain_nll"), row.get("model_gain_t")) for name, row in report["baselines"].items()}
     return [name for name, (gain, t) in gains.items() if gain is not None and gain < 0 and (t is None or t < -2)]

@@ -171,8 +171,9 @@ def run_trial(shards: Any, steps: int, seed: int) -> LeakageTrial:
 
 
 def constant_nll(shards: DataShardManager) -> float:
-    """NLL on the validation split of the one distribution that fits its labels best: no constant forecast can do
-    better, so a model that only guessed a calmer or stormier market than it saw in training cannot beat it by luck."""
+    """Return the NLL on the validation split of the one distribution that fits its labels best. No constant forecast
+    can do better, so a model that only guessed a calmer or more volatile market than it saw in training cannot beat it
+    by luck."""
     rows = shards.end_rows("valid", spread_positions(shards.count("valid")))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     sigma, nu = fit_student_t(target)

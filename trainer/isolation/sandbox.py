@@ -82,8 +82,8 @@ _THREAD = 0x00010000
 
 
 def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Bound memory (beyond what is mapped from files), processor time, and the size of a file that is written; no core
-    dumps; and be the first whom the kernel ends where memory runs out."""
+    """Bound memory (beyond what is mapped from files), processor time and the size of written files; allow no core
+    dumps; and let the kernel end this process first if memory runs out."""
     for what, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -185,11 +185,12 @@ def _keep_to_files(readable: list[str], writable: list[str], tcp: int) -> bool:
 
 
 def forbid_calls(serves: bool = False) -> bool:
-    """Forbid, on all threads, sockets, new processes and programs, and all that reaches other processes; whether that
-    could be done. Called when everything trusted is loaded: nothing can be started after it.
+    """Forbid, on all threads, sockets, new processes and programs, and all that reaches other processes; return whether
+    that could be done. Called when everything trusted is loaded: nothing can be started after it.
 
-    ``serves``: TCP, and processes and programs of its own, stay allowed. Who changes a mode is told
-    that it did: MLflow copies a model with all that its files have."""
+    ``serves``: TCP, and processes and programs of its own, stay allowed. A change of a mode does nothing and reports
+    success: MLflow copies a model with all that its files have.
+    """
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if calls is None:
         return False

@@ -47,20 +47,20 @@ class Predictive:
     nu: Tensor
 
     def nll(self, target: Tensor) -> Tensor:
-        """Negative log density at ``target``, shape (B,), in nats; differentiable."""
+        """Return the negative log density at ``target``, shape (B,), in nats; differentiable."""
         return student_t_nll(self.mu, self.sigma, self.nu, target)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(X <= value), shape (B,), float64."""
+        """Return P(X <= value), shape (B,), float64."""
         return student_t_cdf((value.double() - self.mu.double()) / self.sigma.double(), self.nu)
 
     def quantile(self, q: float) -> Tensor:
-        """The value that is not exceeded with probability ``q`` in (0, 1), shape (B,), float64; no gradient."""
+        """Return the value that is not exceeded with probability ``q`` in (0, 1), shape (B,), float64; no gradient."""
         return self.mu.double() + self.sigma.double() * student_t_quantile(q, self.nu)
 
 
 def student_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, target: Tensor) -> Tensor:
-    """-log p(target), elementwise. ``nu = inf`` gives the normal density."""
+    """Return -log p(target), elementwise. ``nu = inf`` gives the normal density."""
     z2 = ((target - mu) / sigma) ** 2
     normal = torch.isinf(nu)
     finite = torch.where(normal, torch.ones_like(nu), nu)  # keeps infinity out of the branch that is not taken
@@ -75,14 +75,16 @@ def student_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, target: Tensor) -> Tens
 
 
 def student_t_cdf(z: Tensor, nu: Tensor) -> Tensor:
-    """P(T <= z) elementwise (the two are broadcast), float64 on the CPU; ``nu = inf`` is the normal distribution."""
+    """Return P(T <= z) elementwise (the two are broadcast), float64 on the CPU; ``nu = inf`` is the normal
+    distribution."""
     from scipy.special import stdtr  # not above: what trains does not need it, and loading it takes a tenth of torch's
 
     return torch.from_numpy(np.asarray(stdtr(_float64(nu), _float64(z))))
 
 
 def student_t_quantile(q: float, nu: Tensor) -> Tensor:
-    """The q-quantile of T for each ``nu`` (any shape), float64, where ``nu`` is. Raises ValueError unless 0 < q < 1."""
+    """Return the q-quantile of T for each ``nu`` (any shape), float64, on the device of ``nu``. Raise ValueError unless
+    0 < q < 1."""
     from scipy.special import stdtrit
 
     if not 0 < q < 1:

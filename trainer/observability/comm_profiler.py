@@ -60,10 +60,10 @@ class TimingWindow:
     collectives: tuple[tuple[str, int], ...] = ()
     """(name, bytes)"""
     totals: tuple[float, ...] = ()
-    """What was given to be summed, over ranks."""
+    """The sums over ranks of the values that were given."""
 
     def field(self, name: str) -> NDArray[np.float64]:
-        """(ranks, steps)"""
+        """Return the values of a field, (ranks, steps)."""
         return self.values[:, :, FIELDS.index(name)]
 
     @property
@@ -106,7 +106,7 @@ class CommunicationProfiler:
         timer.drop()
 
     def add(self, samples: int) -> None:
-        """A step is done, with so many samples on this rank."""
+        """Add a completed step with ``samples`` samples on this rank."""
         if self.timer.enabled:
             marks = self.timer.take()
             self._steps.append((marks, self._collectives_of(marks), samples))
@@ -116,7 +116,7 @@ class CommunicationProfiler:
         return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)
 
     def exchange(self, step: int, totals: Sequence[float] = ()) -> TimingWindow:
-        """The steps since the last call, of all ranks, and sums over ranks of ``totals``: one collective."""
+        """Return the steps since the last call, of all ranks, and sums over ranks of ``totals``. One collective."""
         sizes: dict[str, int] = {}
         for _, collectives, _ in self._steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}
@@ -153,10 +153,12 @@ class CommunicationProfiler:
         }
 
     def probe(self, step: int) -> dict[str, Any] | None:
-        """At the end of a window: a ``link`` event's fields, where the links are worth a look; a collective then.
+        """Probe the links at the end of a window, if that is due; return a ``link`` event's fields, or None. A
+        collective.
 
-        All ranks decide alike, for all have the same windows. Nothing is done in parameter-server mode, where there is
-        one host to look at whatever the links are, nor with NCCL, which goes other ways than gloo's messages."""
+        All ranks decide alike, because all have the same windows. Nothing is done in parameter-server mode, where all
+        data goes through one host anyway, nor with NCCL, which takes other ways than gloo's messages.
+        """
         if self.world.topology == "star" or self.world.backend != "gloo":
             return None
         if not is_probe_due(self._shares, step, self.probe_at):
@@ -192,7 +194,7 @@ class CommunicationProfiler:
 
 @lru_cache(maxsize=4096)
 def name_of(what: str) -> str:
-    """A collective's name in events: «bucket 0», «commit», else what it does."""
+    """Return a collective's name in events: «bucket 0», «commit», else what it does."""
     found = re.search(r"\b(bucket \d+|commit)\b", what)
     return found[0] if found else what
 
@@ -235,8 +237,9 @@ def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
 
 
 def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
-    """Each collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link carries in an
-    all-reduce, 2 (W - 1) / W of the data, for each second of wire. Through one host that is no measure of a link."""
+    """Return each collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link
+    carries in an all-reduce, 2 (W - 1) / W of the data, for each second on the network. Through one host that is no
+    measure of a link."""
     own, hidden = window.values[:, :, len(FIELDS) :: 2], window.values[:, :, len(FIELDS) + 1 :: 2]
     wires = own.min(axis=0)
     had = ~np.isnan(wires)

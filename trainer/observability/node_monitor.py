@@ -150,7 +150,7 @@ class NodeMonitor:
         return found
 
     def collect_network_metrics(self) -> NetworkMetrics:
-        """Traffic since the last call."""
+        """Return the traffic since the last call."""
         before, old = self._network
         now, new = time.monotonic(), _counters(psutil.net_io_counters)
         self._network = (now, new)
@@ -204,7 +204,7 @@ class NodeMonitor:
         )
 
     def send_to_dashboard(self, metrics: dict[str, Any]) -> None:
-        """Into the run directory's events, where every dashboard reads."""
+        """Write metrics to the run directory's events, which every dashboard reads."""
         self.reporter.emit("node", **metrics)
 
     def sample(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class NodeMonitor:
 
 
 def over_gpus(gpus: Sequence[dict[str, Any]]) -> GPUMetrics:
-    """Means and sums over a node's GPUs, of those that tell (a slice of a GPU has no temperature)."""
+    """Return means and sums over the GPUs of a node that report a figure (a slice of a GPU has no temperature)."""
     utilisation, used, total, warmth, power = (
         [gpu[name] for gpu in gpus if gpu[name] is not None]
         for name in ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts")

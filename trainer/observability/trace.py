@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class TraceRequest:
-    """Trace so many steps on these ranks."""
+    """A request to trace ``steps`` steps on these ranks."""
 
     steps: int = Field(default=5, ge=1, le=MOST_TRACED_STEPS)
     ranks: list[int] = Field(default_factory=lambda: [0], min_length=1)
@@ -239,7 +239,7 @@ def _all_threads() -> Any:
 
 
 def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[str, Any]]:
-    """The ten operations that took longest by themselves; on a GPU by the time of the kernels that they started.
+    """Return the ten operations with the longest time of their own; on a GPU that of the kernels that they started.
     ``share`` is that of the time of all operations, some of which happen at the same time."""
     rows = []
     for row in profile.key_averages():

@@ -143,7 +143,8 @@ def _began(collective: Collective) -> float:
 
 
 def where_now() -> str:
-    """``file:line function`` of the innermost line of the main thread that is the trainer's or the user's own."""
+    """Return ``file:line function`` of the innermost line of the main thread that is the trainer's or the user's
+    own."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return next((_place(item) for item in _inside_out(frame) if _is_own(item.f_code.co_filename)), "")
 

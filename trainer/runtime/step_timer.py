@@ -61,7 +61,7 @@ class StepTimer:
         self._marks = [self._now(None)]
 
     def mark(self, segment: Segment | None) -> None:
-        """Book the time since the last mark on this segment; None: on no step."""
+        """Count the time since the last mark for this segment; for None it belongs to no step."""
         if self.enabled:
             # It runs a dozen times a step: without `_now` and `Mark.__new__` it takes half the time on the host.
             self._marks.append(self._now(segment) if self._on_gpu else _new(Mark, (segment, time.monotonic(), None)))

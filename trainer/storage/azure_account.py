@@ -107,7 +107,8 @@ def attempt(what: str, action: Callable[[], _T]) -> _T:
 
 
 def service() -> BlobServiceClient:
-    """The account that the environment names, shared by all threads of this process. `ConfigError` if it names none."""
+    """Return the account that the environment names, shared by all threads of this process. Raise `ConfigError` if it
+    names none."""
     return _service(os.environ.get(CONNECTION_STRING), os.environ.get(ACCOUNT_URL), os.getpid())
 
 

@@ -127,7 +127,7 @@ def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Pa
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"shard-00001-of-00003\.parquet is not what its manifest says"):
         verify_dataset(str(copy))
-    with pytest.raises(DatasetError, match=r"rows, the shards hold .* build it anew"):
+    with pytest.raises(DatasetError, match=r"rows, the shards hold .* rebuild it"):
         DataShardManager(str(copy), tmp_path / "cache")
 
 

@@ -163,7 +163,7 @@ def test_a_damaged_dataset_is_not_taken_for_good(damage: str, tmp_path: Path) ->
         path.write_bytes(content if damage == "flip" else content[: len(content) // 2])
     with pytest.raises(DataError, match=r"manifest|missing|not what its manifest says"):
         verify_dataset(dataset.uri)
-    with pytest.raises(DataError, match="build the dataset anew"):
+    with pytest.raises(DataError, match="rebuild the dataset"):
         build(long_frame(), tmp_path)
     shutil.rmtree(dataset.uri)
     assert build(long_frame(), tmp_path).built

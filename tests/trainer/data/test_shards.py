@@ -131,7 +131,7 @@ def test_a_damaged_shard_is_refused_by_name_and_leaves_no_cache(copy: Path, tmp_
     with pytest.raises(DatasetError, match=rf"{shard.name} has sha256 .*damaged or was changed"):
         DataShardManager(str(copy), tmp_path / "cache")
     shard.unlink()
-    with pytest.raises(DatasetError, match=rf"{shard.name} is missing; build the dataset anew"):
+    with pytest.raises(DatasetError, match=rf"{shard.name} is missing; rebuild the dataset"):
         DataShardManager(str(copy), tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
