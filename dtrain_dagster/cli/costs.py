@@ -1,4 +1,4 @@
-"""The command of `dtrain` that says what a job costs, and what for."""
+"""The command of `dtrain` that shows the costs of a job by cause."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
 
 
 def _print_check(found: EndpointCheck) -> None:
-    """What was found, one line each. Ends the command with exit code 1 if it did not pass."""
+    """Print the findings, one line each. End the command with exit code 1 if one did not pass."""
     for item in found.findings:
         say(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
     if not found.passed:

@@ -1,4 +1,4 @@
-"""From the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
+"""The conversion of the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def dataset_config(settings: Settings, dataset: str) -> str:
 
 
 def _dataset_places(settings: Settings) -> list[str]:
-    """Where datasets are built, and where nodes read them."""
+    """Return where datasets are built, and where nodes read them."""
     return [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
 
 

@@ -65,10 +65,10 @@ def show(sku: str) -> None:
 @click.option("--url", help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]")
 @refuses
 def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) -> None:
-    """Ask Azure's public price list for newer ones.
+    """Ask Azure's public price list for newer prices.
 
-    It needs no account. What it says is kept in DTRAIN_HOME/prices.json, and counts from then on where it is newer than
-    what comes with the package. If something goes wrong, or a price cannot be true, nothing is changed. Delete the file
+    It needs no account. Its prices are kept in DTRAIN_HOME/prices.json, and are used from then on if they are newer
+    than those of the package. If something goes wrong, or a price cannot be true, nothing is changed. Delete the file
     to go back to the prices of the package.
 
     \b

@@ -1,4 +1,4 @@
-"""What the last training came to, in a few lines: printed at the end of `make run` and by `dtrain summary`."""
+"""The result of a training in a few lines: printed at the end of `make run` and by `dtrain summary`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class NoCapacityError(ClusterError):
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float) -> None:
         super().__init__(message)
         self.attempts = attempts
-        """What was tried, in order: sku, tier, node_count, code, message, decision, at."""
+        """The attempts, in order: sku, tier, node_count, code, message, decision, at."""
         self.retry_at = retry_at
         """The earliest time at which asking again is sensible. Unix seconds."""
 
@@ -123,12 +123,12 @@ class JobStatus:
     job_id: str
     state: JobState
     message: str = ""
-    """Why the job failed, with the last log lines of the process that failed first."""
+    """The reason for which the job failed, with the last log lines of the process that failed first."""
     nodes_alive: int = 0
     started_at: float | None = None
     ended_at: float | None = None
     damage: str = ""
-    """What is wrong with the run directory, where it cannot be read; ``state`` is then the one seen from outside."""
+    """The damage of the run directory if it cannot be read; ``state`` is then the one seen from outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

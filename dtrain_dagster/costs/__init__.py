@@ -1,4 +1,4 @@
-"""What nodes cost: prices, exact money, paid time, where it went, what is expected. No cluster is asked from here.
+"""The costs of nodes: prices, exact money, paid time and its causes, estimates. No cluster is asked from here.
 
 What to do about costs (other nodes, a projection, a limit) belongs to `planning`, pictures of them to `reports`.
 """

@@ -146,7 +146,7 @@ def _add(
 
 
 def _changes(samples: Sequence[_Sample], begin: float, end: float) -> Iterable[float]:
-    """When, within that time, another sample begins to speak, or one that nobody precedes."""
+    """Yield the points within that time at which another sample begins to count, or one without a predecessor."""
     first = bisect_right(samples, begin, key=_time)
     for index in range(first, len(samples)):
         time = samples[index].time
@@ -165,8 +165,8 @@ def _speaking(samples: Sequence[_Sample], when: float) -> _Sample | None:
 
 
 def _watts(machine: Machine, told: Sequence[_Sample | None], usual_load: float) -> tuple[float, bool]:
-    """Of a machine with the samples of the nodes on it, and whether the GPUs' part was measured. Each of these nodes
-    sees the same GPUs, and its own share of the processors."""
+    """Return the watts of a machine with the samples of the nodes on it, and whether the GPUs' part was measured. Each
+    of these nodes sees the same GPUs, and its own share of the processors."""
     known = [sample for sample in told if sample]
     measured = [sample.gpu_watts for sample in known if sample.gpu_watts is not None]
     utilization = [sample.gpu_utilization for sample in known if sample.gpu_utilization is not None]
@@ -180,7 +180,7 @@ def _watts(machine: Machine, told: Sequence[_Sample | None], usual_load: float) 
 
 
 def _samples(events: Iterable[Mapping[str, Any]]) -> dict[int, list[_Sample]]:
-    """By node, in order of time, one for each point of time."""
+    """Return the samples by node, in order of time, one for each point of time."""
     found: dict[int, dict[float, _Sample]] = defaultdict(dict)
     for event in read_events(NodeEvent, events):
         load, utilization = _number(event.cpu_percent), _number(event.gpu_utilization)

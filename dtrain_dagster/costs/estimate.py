@@ -1,4 +1,4 @@
-"""How long a training will take and what it will cost, from what is known of it: pure arithmetic.
+"""The estimated time and cost of a training, from what is known of it: pure arithmetic.
 
     seconds = start-up + warm-up + steps x seconds per step + evaluations x seconds per evaluation
               + saves x what a save holds up + finish (test split, baselines, the end of the processes)
@@ -31,9 +31,9 @@ more than a short probe can see."""
 MINIMUM_MARGIN = 0.07
 """However well it went so far, no interval is narrower to either side."""
 DOUBLING_SPREAD = 0.10
-"""Added to the spread for each doubling of the nodes away from what was measured…"""
+"""Added to the spread for each doubling of the nodes away from a measured count."""
 SPEED_SPREAD = 0.25
-"""…and for another GPU, whose speed is a guess of the price table."""
+"""Added to the spread for another GPU, whose speed is a guess of the price table."""
 
 
 EVICTIONS_PER_NODE_HOUR = 0.10

@@ -159,7 +159,8 @@ def _pieces(
 
 
 def _spans(stretch: NodeCost, line: Timeline) -> list[Span]:
-    """Of the terms that this stay of the node was a member of: a stay that began later is a newcomer."""
+    """Return the spans of the terms that this stay of the node was a member of: a stay that began later is a
+    newcomer."""
     found: list[Span] = []
     was_in = False
     for term in line.terms:
@@ -198,13 +199,13 @@ def _gap(
 
 
 def _left(stretch: NodeCost, term: Term) -> CostCause:
-    """What it means that a node did nothing that is known in a term: members might have."""
+    """Return the cause of a term in which a node did nothing that is known: members might have."""
     return CostCause.UNEXPLAINED if _is_member(stretch, term) else CostCause.LOST
 
 
 def _longest_startup(stretches: Sequence[NodeCost], line: Timeline) -> int:
-    """How long a node took to join at most: one that never did was starting for so long. A launch that formed no
-    generation was starting all the time."""
+    """Return the most seconds that a node took to join: one that never did was starting for that long. A launch that
+    formed no generation was starting all the time."""
     took = []
     for stretch in stretches:
         formed = [term.formed for term in line.terms if _is_member(stretch, term)]

@@ -272,7 +272,7 @@ def _sku_price(sku: str, region: str, figures: Mapping[Tier, Figure]) -> SkuPric
 
 
 def _speed(sku: str) -> float:
-    """What ``speed.rule`` of the table says."""
+    """Return the speed by ``speed.rule`` of the table."""
     table = _package()
     own, reference = (table["gpus"][table["skus"][name]["gpu"]] for name in (sku, REFERENCE_SKU))
     ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))

@@ -316,7 +316,7 @@ def _time(text: str | None) -> datetime | None:
 def _gaps(
     region: str, skus: Sequence[str], found: Mapping[str, Mapping[Tier, Figure]], before: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What was asked for and is not listed."""
+    """Yield a sentence for each SKU that was asked for and is not listed."""
     for sku in skus:
         if "dedicated" not in found.get(sku, {}):
             known = before.get(sku, {}).get("dedicated")
@@ -343,7 +343,7 @@ def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
 
 
 def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
-    """What the package has for it: there, or in the middle of other regions."""
+    """Return the package's price there, or the median of other regions; None if it has none."""
     everywhere = {name: rows[sku][tier].usd_per_hour for name, rows in packaged.items() if tier in rows.get(sku, {})}
     return everywhere.get(region) or (statistics.median(everywhere.values()) if everywhere else None)
 

@@ -1,4 +1,4 @@
-"""How training scales with ranks: measured where there are some, modelled beyond, and never the one for the other.
+"""The scaling of a training with ranks: measured where there are some, modelled beyond, and never mixed up.
 
 The model of a step of W ranks:
 

@@ -263,8 +263,8 @@ def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], tra
 def _price_other_skus(
     base: BaseRun, now: StepModel | None, memory: GPUMemory | str, prices: Iterable[SkuPrice], today: date
 ) -> list[Option]:
-    """With as many GPUs in each node. All of forward and backward pass is taken to be as much slower as the GPU is:
-    what a GPU that idles waits for does not get slower, so this is what it loses at most."""
+    """Return options with as many GPUs in each node. All of forward and backward pass is taken to be as much slower as
+    the GPU is. That is an upper bound of the loss, since the time in which a GPU idles does not grow."""
     found = []
     for price in prices:
         if price.sku == base.price.sku:
@@ -309,8 +309,9 @@ def _price_larger_batch(
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
 ) -> list[Option]:
-    """As large as the GPU's memory holds; where that was not measured, as communication asks for. A fixed number of
-    steps with a larger batch is more work, not the same work in fewer steps."""
+    """Return the option of a batch as large as the GPU's memory holds; if that was not measured, as large as
+    communication calls for. A fixed number of steps with a larger batch is more work, not the same work in fewer
+    steps."""
     change, why = "training.batch_size_per_gpu", ""
     if now is None:
         why = "no timing of its steps is known"
@@ -347,7 +348,7 @@ def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Option]:
 
 
 def _price_precision(base: BaseRun, training: Mapping[str, Any]) -> list[Option]:
-    """How much faster another precision computes depends on model and GPU, and nothing here has measured it."""
+    """Return the option of another precision, whose gain depends on model and GPU and has not been measured."""
     now = training.get("precision", "fp32")
     if now != "fp32":
         return [_refused(base, "precision", "training.precision", f"it is {now} already")]

@@ -1,4 +1,4 @@
-"""What a running job has cost and will have cost at its end. Pure; dollars come from node presence, not from a rate.
+"""The cost of a running job so far and at its end. Pure; dollars come from node presence, not from a rate.
 
     at the end = so far + steps left x dollars per step
                         + dollars per second x (evaluations and checkpoints left + finish)

@@ -47,9 +47,9 @@ def ensure_importable() -> None:
 
 
 def stage_for_nodes(folder: Path, factories: Iterable[str]) -> list[str]:
-    """Copy what runs on the nodes into ``folder``; the relative paths of all files, sorted.
+    """Copy the code that runs on the nodes into ``folder``; return the relative paths of all files, sorted.
 
-    ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own.
+    ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own. Raise
     `StagingError` for a module that cannot be found.
     """
     sources = trainer_sources() | own_sources(factories)
@@ -159,7 +159,7 @@ def stage_for_serving(factories: Iterable[str], folder: Path) -> StagedCode:
     """Copy `trainer` and the modules behind ``package.module:factory`` names into ``folder``.
 
     A module's local imports are followed; a module that belongs to a package is copied with the whole package; what
-    was installed from a distribution becomes a requirement. Raises `StagingError` for a module that is not there.
+    was installed from a distribution becomes a requirement. Raise `StagingError` for a module that is missing.
     """
     shutil.copytree(Path(trainer.__file__).parent, folder / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
     own = [name.partition(":")[0] for name in factories if ":" in name]

@@ -18,7 +18,7 @@ from trainer.runtime.retry import RetryPolicy
 from trainer.storage.transfer_pool import TRANSFER
 
 RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=5, log_level=logging.WARNING)
-"""Of writing one checkpoint."""
+"""The policy for writing one checkpoint."""
 SILENT_SECONDS = 30.0
 """A write that takes longer than that is reported: storage stalls."""
 WRITER = "checkpoints"
@@ -38,7 +38,7 @@ class Save:
     authority: int
     """The generation on whose behalf it is made to count: its own, or a newer one that this process leads."""
     stall_seconds: float = 0.0
-    """How long `Writer.put` took."""
+    """The seconds that `Writer.put` took."""
     began: float = 0.0
     attempt: int = 1
     told: bool = False

@@ -37,7 +37,7 @@ from trainer.storage.base import Storage
 LATEST = f"{CHECKPOINTS}/LATEST.json"
 BEST = f"{CHECKPOINTS}/BEST.json"
 LITTER_SECONDS = 3600.0
-"""Half-written files are removed when they are so old: nobody writes them any more."""
+"""The age from which half-written files are removed: no process writes them any more."""
 _CHUNK = 4 << 20
 _FOLDER = re.compile(r"g(\d+)-s(\d+)$")
 _log = logging.getLogger(__name__)
@@ -52,13 +52,13 @@ class FencedError(CheckpointError):
 
 
 class CheckpointManager:
-    """Saves, finds and loads the checkpoints of one job; rank 0 saves, and loads for all.
+    """A manager that saves, finds and loads the checkpoints of one job; rank 0 saves, and loads for all.
 
-    ``fingerprint`` says what is trained (model, loss, dataset); a checkpoint of something else is refused.
+    ``fingerprint`` identifies what is trained (model, loss, dataset); a checkpoint of something else is refused.
 
     ``report`` is called by the writer's thread with ``"checkpoint"`` (step, path, seconds, stall_seconds, is_best,
-    bytes) for what counts from now on and ``"checkpoint_failed"`` (step, attempt, message, gives_up) for each attempt
-    that failed. `save` reports a failure too, of a writer that has been silent for half a minute.
+    bytes) for a checkpoint that counts from now on and ``"checkpoint_failed"`` (step, attempt, message, gives_up) for
+    each attempt that failed. `save` reports a failure too, of a writer that has been silent for half a minute.
     """
 
     def __init__(self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None) -> None:
@@ -100,9 +100,9 @@ class CheckpointManager:
     def fence(self, generation: int) -> None:
         """Let no older generation write checkpoints that count any more; rank 0 of a new one, before its first step.
 
-        What this process has saved already, as a member of an older generation, still counts once it is written.
-        `FencedError` if there is a newer generation; storage that fails is only reported, since the next checkpoint
-        fences as well.
+        A state that this process has saved already, as a member of an older generation, still counts once it is
+        written. Raise `FencedError` if there is a newer generation; storage that fails is only reported, since the next
+        checkpoint fences as well.
         """
         self._writer.promote(generation)
         try:
@@ -122,8 +122,7 @@ class CheckpointManager:
             _log.warning("could not delete old checkpoints: %s", error)
 
     def load_latest(self) -> tuple[str, dict[str, Any]] | None:
-        """Return (folder, state) of the newest checkpoint that can be used, None if there is none. Others are named in
-        the log and passed over.
+        """Return (folder, state) of the newest usable checkpoint, None if there is none. Log those passed over.
 
         Raise `ConfigError` if all that are whole belong to another training, and `CheckpointError` if none could be
         used and storage would not let some be read: they may be good.
@@ -160,9 +159,7 @@ class CheckpointManager:
         return folder, self.load(folder)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Return the state in a folder, on the CPU, after its sha256 was checked against the manifest; nothing live is
-        touched.
-
+        """Return the state in a folder, on the CPU, with the sha256 of its manifest; nothing live is touched.
         Raise `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError if storage fails.
         """
         try:

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 SECRET_FILE = "DTRAIN_LAUNCH_SECRET_FILE"
 """In the environment of every rank: the path of a file of this user alone, with the secret as hexadecimal digits."""
 SECRET_URI = "DTRAIN_LAUNCH_SECRET_URI"
-"""The same where nodes share no disk: an address in storage, outside the run directory, that their identity reads."""
+"""The same if nodes share no disk: an address in storage, outside the run directory, that their identity reads."""
 SECRET_BYTES = 32
 _DIGITS = 2 * SECRET_BYTES
 _log = logging.getLogger(__name__)

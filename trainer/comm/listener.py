@@ -19,14 +19,14 @@ from typing import Generic, TypeVar
 from trainer.comm.framed_socket import FramedSocket, PeerError
 
 MOST_UNPROVEN = 128
-"""Connections that have not yet shown who they are. When there is one more, the oldest is closed: who belongs here
-needs a millisecond, so it is hardly ever the oldest; and who is closed comes again."""
+"""The most connections that have not yet authenticated. When there is one more, the oldest is closed: a member needs a
+millisecond, so it is hardly ever the oldest, and if it is closed it connects again."""
 SPEAK_SECONDS = 1.0
-"""For each of them, to show it."""
+"""The seconds that each of them has to authenticate."""
 BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_SECONDS = 0.05
-"""Before the next accept, where there is no room for one more and no unproven connection to give up."""
+"""The pause before the next accept if there is no room for one more and no unproven connection to close."""
 _LATE = "it said nothing in time"
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Door(Generic[T]):
     welcome: Callable[[FramedSocket], Generator[int, None, T]]
     speak_seconds: float = SPEAK_SECONDS
     refused: list[str] = field(default_factory=list)
-    """Why the latest ones were turned away."""
+    """The reasons for which the latest ones were turned away."""
     _guests: OrderedDict[int, _Guest[T]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:

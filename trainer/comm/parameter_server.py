@@ -45,7 +45,7 @@ with others."""
 TLS_SECONDS = 4.0
 """Additional seconds for a new connection at the server if TLS comes first."""
 TELL_SECONDS = 1.0
-"""How long the server tries to tell the workers why it fails."""
+"""The seconds for which the server tries to tell the workers why it fails."""
 
 _HEAD = struct.Struct("!c16sQ")
 SERVER = "server"
@@ -73,7 +73,7 @@ class ParameterServerGroup:
     def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._links = {peer: FramedSocket(peer, sockets[peer]) for peer in sorted(sockets)}
-        """By rank: all others at the server, the server alone elsewhere."""
+        """The links by rank: to all others at the server, to the server alone elsewhere."""
         self._error: ParameterServerError | None = None
         self._aborted = False
 

@@ -35,7 +35,7 @@ from trainer.runtime.step_timer import StepTimer
 PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
 RESIDENT_SHARE = 0.25
-"""Of a GPU's free memory, what the data may take: the model, its gradients and activations come after it."""
+"""The share of a GPU's free memory that the data may take: the model, its gradients and activations come after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Batch:
     micro_batches: tuple[tuple[int, Tensor, Tensor], ...]
     """(number, raw windows (b, W, F), targets (b,)) of this rank."""
     digest: int
-    """Of this rank's samples, see `trainer.data.coverage`."""
+    """The digest of this rank's samples, see `trainer.data.coverage`."""
 
     @property
     def local_samples(self) -> int:

@@ -1,7 +1,7 @@
 """The manifest of a dataset, checked before anything is made of it: names become paths, figures become addresses.
 
-Whoever can write a dataset's folder can write its manifest, and its digests with it. So none of what it says may lead
-out of a folder, past the end of an array, or into a number that is none.
+A user who can write a dataset's folder can write its manifest, and its digests with it. So no entry may lead out of a
+folder, past the end of an array, or to an invalid number.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TOLD = record(
     dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
     source=record(sha256=text, last_date=text, first_date=text, title=text),
 )  # fmt: skip
-"""What others than the trainer read in it."""
+"""The entries that other programs than the trainer read."""
 MOST_BYTES = 256 << 20
-"""Of a manifest: some hundred bytes for each ticker."""
+"""The largest manifest, in bytes: some hundred bytes for each ticker."""
 
 
 class DatasetError(ValueError):

@@ -1,4 +1,4 @@
-"""Which samples belong to which step, and which of them to this rank: stateless, the same at any world size.
+"""The assignment of samples to steps and ranks: stateless, and the same steps at any world size.
 
 The order of an epoch is a permutation computed on demand (a Feistel network keyed by seed and epoch), so nothing has
 to be stored or saved: position p of epoch e is sample ``permutation(p)``, for any rank at any time. Numpy only.

@@ -159,7 +159,7 @@ class DataShardManager:
         return np.array(starts, dtype=np.int64), np.cumsum(np.array(lengths, dtype=np.int64))
 
     def _cached(self, cache_dir: Path) -> Path:
-        """Folder of this dataset's arrays; made once per node, under a lock, by whoever comes first."""
+        """Return the folder of this dataset's arrays; the first process of a node makes it, under a lock."""
         name, content = self.manifest["dataset_id"], content_digest(self.manifest)
         folder = open_cache(cache_dir) / f"{name}-v{CACHE_VERSION}"
         if is_whole(folder, content):

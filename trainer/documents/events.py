@@ -64,7 +64,7 @@ class StepEvent(Event):
     learning_rate: float | None = None
     grad_norm: float | None = None
     samples_per_second: float | None = None
-    """Over all ranks."""
+    """Samples per second over all ranks."""
     step_seconds: float | None = None
     eta_seconds: float | None = None
 
@@ -111,7 +111,7 @@ class NodeEvent(Event):
     """Several nodes of a local cluster share one."""
     samples_per_second: float | None = None
     cpu_percent: float | None = None
-    """Of all processors of the machine, used by this node's ranks."""
+    """The share of all processors of the machine that this node's ranks use."""
     memory_used_bytes: int | None = None
     gpus: Sequence[Mapping[str, Any]] = ()
     """One mapping per GPU: ``memory_used_bytes``, ``memory_total_bytes`` and more."""
@@ -123,7 +123,7 @@ class NodeEvent(Event):
 
     @property
     def machine(self) -> str:
-        """The name of the machine that the node is on; the node's number where it did not tell."""
+        """The name of the machine that the node is on; the node's number if it is not known."""
         return self.hostname or str(self.node_id)
 
 
@@ -209,9 +209,9 @@ class WireTime:
     bytes: int
     wire_seconds: float
     waiting_seconds: tuple[float, ...] = ()
-    """Of each rank, for the last one to come."""
+    """The seconds that each rank waits for the last one."""
     overlapped_seconds: tuple[float, ...] = ()
-    """Of each rank: what the backward pass hid."""
+    """The seconds of each rank that the backward pass hid."""
     bandwidth_bytes_per_second: float | None = None
 
     @property
@@ -242,9 +242,9 @@ class TimingEvent(Event):
     step: int
     steps: int
     seconds: float
-    """Of one step, mean over ranks: what the segments sum to."""
+    """Seconds of one step, mean over ranks: the sum of the segments."""
     nodes: tuple[int, ...]
-    """Of each rank."""
+    """The node of each rank."""
     samples: tuple[int, ...]
     segments: Mapping[str, tuple[float, ...]]
     typical: Mapping[str, tuple[float, ...]]

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""What a dataset, a job or a cluster may be called: one component of a path, and never one of dots alone."""
+"""The form of the name of a dataset, a job or a cluster: one component of a path, and never one of dots alone."""
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}")
 
 

@@ -21,9 +21,10 @@ from trainer.storage.base import Storage
 MARK_BYTES, DOCUMENT_BYTES = 1 << 16, 16 << 20
 """The largest documents are of jobs on thousands of nodes: some MiB."""
 EVENTS_BYTES, EVENTS_LINES = 32 << 20, 100_000
-"""Of one file of events. It has what a rank had to say in a second, or while its storage did not answer."""
+"""The largest file of events, in bytes and lines. It holds the events of a second, or of a time in which storage did
+not answer."""
 LOG_BYTES = 16 << 20
-"""Of a log, its end: so much is shown at most."""
+"""The bytes at the end of a log that are shown at most."""
 
 _log = logging.getLogger(__name__)
 

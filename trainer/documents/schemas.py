@@ -280,7 +280,7 @@ DOCUMENTS: Mapping[str, Check] = {
     "checkpoints/LATEST.json": record(path=optional(text), step=optional(count), generation=count),
     "checkpoints/BEST.json": record(path=optional(text), step=optional(count), generation=count),
 }
-"""By name in the run directory. What is not here is any JSON."""
+"""The forms of documents, by name in the run directory. Others may be any JSON."""
 
 _who = {"rank": count, "generation": count}
 _step = {**_who, "step": count}
@@ -330,4 +330,4 @@ EVENTS: Mapping[str, Check] = {
     "profile": record(path=text, steps=count, top=many(obj), **_step),
     "tune": record(elapsed_seconds=number_between(), budget_seconds=number_between(), **_who),
 }
-"""By kind. Of other kinds, only ``kind`` and ``time`` are known."""
+"""The forms of events, by kind. Of other kinds, only ``kind`` and ``time`` are known."""

@@ -12,7 +12,7 @@ from typing import Literal
 START = "start"
 """The reason of a launch's first generation."""
 TOLD = "told by"
-"""How the reason of a process begins that only heard of it."""
+"""The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]
 
 
@@ -26,12 +26,12 @@ class Candidate:
     launch: int
     host: str
     port: int
-    """Where its `FailureDetector` listen."""
+    """The port at which its `FailureDetector` listens."""
     store_port: int = 0
-    """Where it would serve the group's store, or be the parameter server, as rank 0."""
+    """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
     ready: bool = False
-    """Data and model are there; until then it only says that it is coming."""
+    """Whether it has its data and model; until then it only announces itself."""
     was_in: int = 0
     """The generation that its state comes from, 0 for one that brings none."""
     rank: int = 0
@@ -39,15 +39,15 @@ class Candidate:
     step: int = 0
     """Optimizer steps that its state has behind it."""
     progress: int = 0
-    """Of two states at the same step, the one that is further in what follows a step (evaluation)."""
+    """Of two states at the same step, the higher one is further in the work after a step (evaluation)."""
     chunk: int | None = None
-    """Most samples that fit through its model at once; None: a whole micro-batch does."""
+    """The most samples that fit through its model at once; None: a whole micro-batch does."""
     activation_checkpointing: bool = False
     communication: bool = False
-    """It comes because communication failed, not because a member is gone or a newcomer is there."""
+    """Whether it asks because communication failed, not because a member is gone or a newcomer is there."""
     reason: str = ""
     view: dict[str, str] = field(default_factory=dict)
-    """How it sees others (`trainer.elastic.failure_detector.PeerStatus`)."""
+    """The states in which it sees others (`trainer.elastic.failure_detector.PeerStatus`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

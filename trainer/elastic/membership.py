@@ -75,8 +75,8 @@ class Membership:
         self.first = first
         self.poll_seconds = 0.02 if storage.is_local else 0.3
         self.slow_poll_seconds = 0.02 if storage.is_local else 1.5
-        """Once `HURRY_SECONDS` have passed: looks at remote storage are paid for, and who waits so long waits for
-        somebody who is still preparing."""
+        """The pause once `HURRY_SECONDS` have passed: looks at remote storage cost money, and a wait of that length is
+        for a member that is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
 

@@ -24,7 +24,7 @@ from trainer.runtime import clock
 
 PRESENCE = "DTRAIN_PRESENCE"
 LAST_WORD_SECONDS = 15.0
-"""How long the end of a process waits for its record of it."""
+"""The seconds for which the end of a process waits for its record of it."""
 _log = logging.getLogger(__name__)
 
 

@@ -49,7 +49,7 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
 def recover(session: Session, reason: str, communication: bool = False) -> None:
     """Join the next generation, ready for the next step, which may be the last one done again.
 
-    Raises `GroupError` where the new group fails as it forms, and `trainer.elastic.membership.NoGenerationError` where
+    Raise `GroupError` if the new group fails as it forms, and `trainer.elastic.membership.NoGenerationError` if
     communication keeps failing among members that are all there, in parameter-server mode too.
     """
     assert session.elastic is not None

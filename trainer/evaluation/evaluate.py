@@ -1,4 +1,4 @@
-"""How good the model is: a distributed pass over one split, and the report on the test split with its baselines.
+"""The evaluation of a model: a distributed pass over one split, and the report on the test split with its baselines.
 
 Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
 sums are reduced in float64, so the result does not depend on the world size. Memory does not grow with the split: sums

@@ -1,7 +1,7 @@
-"""The child of `trainer.isolation.runner`: ``python -I`` this file with a JSON file that says which model answers what.
+"""The child of `trainer.isolation.runner`: ``python -I`` this file with the JSON file of an order.
 
-It confines itself, loads a model, and answers windows with arrays. What it is told was written by the parent, and what
-it leaves is data that the parent checks; in between the model's own code may do as it likes.
+It confines itself, loads a model, and answers windows with arrays. The parent wrote the order, and checks the data that
+the child leaves; in between the model's own code may do anything that the sandbox allows.
 """
 
 from __future__ import annotations

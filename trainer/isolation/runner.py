@@ -30,9 +30,9 @@ from trainer.storage.regular_files import read_regular
 
 _log = logging.getLogger(__name__)
 _COLUMNS = 64
-"""Of an answer, at most."""
+"""The most columns of an answer."""
 _SAID = 2000
-"""Characters of what a child says that are told."""
+"""The characters of a child's message that are shown."""
 PROTECTIONS = {
     "network": "a network namespace",
     "files": "Landlock",
@@ -57,7 +57,7 @@ class Isolated:
     path: tuple[Path, ...] = ()
     """Folders in which the model's own code is found."""
     seconds: float = 300.0
-    """After so long the child is ended."""
+    """The seconds after which the child is ended."""
     memory_bytes: int = field(default_factory=lambda: max(2 << 30, psutil.virtual_memory().total // 2))
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 

@@ -1,9 +1,9 @@
-"""What a process takes from itself before it runs code that it does not trust: network, files, processes, memory.
+"""The limits that a process sets itself before it runs code that it does not trust: network, files, processes, memory.
 
 Linux only, by what an unprivileged process may do: an empty network namespace, Landlock for files and signals, seccomp
 for system calls, resource limits. Each of the first three may be missing on a kernel; `confine` and `forbid_calls` say
 which hold. Nothing but the standard library is imported here, since a namespace can be entered only while a process has
-one thread. There is no way back, and what is taken stays taken from all that the process starts.
+one thread. The limits cannot be lifted, and hold for all that the process starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SYSTEM = (
     *("/dev/null", "/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/os-release"),
     *("/opt/conda", "/sys/fs/cgroup"),
 )
-"""What Python and its libraries read of a system. None of it is a place for secrets."""
+"""The paths that Python and its libraries read of a system. None of them is a place for secrets."""
 _CALLS = {
     "x86_64": {
         "architecture": 0xC000003E, "socket": 41, "clone": 56, "clone3": 435, "prlimit64": 302,
@@ -73,10 +73,10 @@ _SERVED = {
     "sendmsg": ((32, 1 << 29, (0,)),),
     "sendmmsg": ((40, 1 << 29, (0,)),),
 }
-"""With which arguments a server may make a call: where in ``struct seccomp_data`` one is, which bits of it count, and
-their values. Sockets are TCP's, of the internet 4 and 6, whose ``connect`` Landlock sees: of the others, and of what is
-sent while a connection is made (MSG_FASTOPEN), it knows nothing. One of the file system leads to whatever listens on
-this machine, an ssh-agent or a container engine, from within any namespace; so does one of a pair that sends single
+"""The arguments with which a server may make a call: where in ``struct seccomp_data`` one is, which bits of it count,
+and their values. Only TCP sockets over IPv4 and IPv6 are allowed, whose ``connect`` Landlock checks. It does not check
+others, nor data that are sent while a connection is made (MSG_FASTOPEN). A Unix socket reaches every listener on this
+machine, such as an ssh-agent or a container engine, from within any namespace; so does one of a pair that sends single
 messages."""
 _THREAD = 0x00010000
 

@@ -1,4 +1,4 @@
-"""Which modules may be named as factories. A setting of the deployment, never of a job: ``DTRAIN_FACTORY_MODULES``.
+"""The modules that may be named as factories: a setting of the deployment, never of a job, ``DTRAIN_FACTORY_MODULES``.
 
 A factory is code that is imported and called by its name. A name may come from a launchpad, a ``job.json`` or a folder
 that nodes write, so nothing is imported for its sake but what the environment allows: modules, separated by commas,

@@ -17,7 +17,7 @@ from torch import nn
 from trainer.errors import ConfigError
 
 _COMPILER = "g++"
-"""What torch looks for where CXX names none."""
+"""The compiler that torch looks for if CXX names none."""
 
 
 def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:

@@ -1,4 +1,4 @@
-"""What training minimises, and the predictive distribution that comes out of it.
+"""The losses that training minimises, and the predictive distributions that they define.
 
 A loss is an ``nn.Module`` with an attribute ``outputs`` (how many numbers the model must yield per sample) and
 ``forward(outputs (B, K), target (B,)) -> (B,)``, one loss per sample, *not* reduced: the trainer divides by the global

@@ -93,11 +93,11 @@ class SavedModel:
 
 
 def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel:
-    """Load a job's model; ``read(name)`` gives the content of ``model.json`` and ``weights.pt``. ``modules``: those of
-    which its factories may be; None: those of the settings (`trainer.model.allowed_factories`).
+    """Load a job's model. ``read(name)`` returns the content of ``model.json`` and ``weights.pt``. ``modules``: the
+    modules that its factories may be in; None: those of the settings (`trainer.model.allowed_factories`).
 
-    Nothing is unpickled but tensors, and only once the sha256 is right. Raises `SavedModelError`, and `ConfigError` for
-    a factory that is not allowed or cannot be found.
+    Nothing is unpickled but tensors, and only once the sha256 is right. Raise `SavedModelError` if the files are
+    damaged, and `ConfigError` for a factory that is not allowed or cannot be found.
     """
     try:
         description = json.loads(read(DESCRIPTION))

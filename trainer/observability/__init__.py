@@ -1,4 +1,4 @@
-"""What a rank reports and measures: events and their sinks, communication, the node, traces, and the watchdog.
+"""The reports and measurements of a rank: events and their sinks, communication, the node, traces, and the watchdog.
 
-What is made of these figures later, alerts and advice, does not belong here: the orchestrator reads the events.
+Later uses of these figures, such as alerts and advice, do not belong here: the orchestrator reads the events.
 """

@@ -1,7 +1,7 @@
-"""`CommunicationProfiler`: what communication costs, told apart from waiting for slower ranks.
+"""`CommunicationProfiler`: the time that communication costs, apart from waiting for slower ranks.
 
 A rank that waits for a slow one looks, to itself, as if its network were slow. Yet all ranks leave a sum at about the
-same time, so the one that came last has waited for nobody: what it spent there is the wire's time. Hence, in each step,
+same time, so the one that came last has not waited: the time that it spent there is the network's. Hence, in each step,
 
     communication   exposed communication of the rank that has least of it (see `trainer.runtime.step_timer` for
                     «exposed»)

@@ -72,11 +72,11 @@ def opening(tracking_uri: str) -> Iterator[None]:
 
 
 def make_tables(path: Path, is_alone: bool = True) -> None:
-    """Make MLflow's database where there is none, whole or not at all.
+    """Create MLflow's database if there is none, whole or not at all.
 
-    One that was left without its tables, and holds nothing, is moved aside first, never deleted; one that holds
-    anything, or is no database, is left as it is: what is wrong with it MLflow says. ``is_alone``: nobody else makes
-    one at the same time, so what others have left half-made can be removed.
+    A file that was left without its tables, and holds nothing, is moved aside first, never deleted. A file that holds
+    anything, or is no database, is left as it is, and MLflow reports what is wrong with it. ``is_alone``: whether no
+    other process creates one at the same time, so that half-made files of others can be removed.
     """
     if _is_settled(path):
         return

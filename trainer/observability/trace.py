@@ -34,9 +34,9 @@ LOOK_SECONDS, REMOTE_LOOK_SECONDS = 2.0, 15.0
 """Between two looks for a request. A look at remote storage is paid for."""
 TOP = 10
 MOST_BYTES = 10_000
-"""Of a request; a larger file is none."""
+"""The largest request, in bytes; a larger file is refused."""
 CLOSE_SECONDS = 10.0
-"""How long the end of a training waits for a trace that is still being written."""
+"""The seconds that the end of a training waits for a trace that is still being written."""
 _TAKEN = re.compile(r"request-(\d{6,})\.json$")
 _log = logging.getLogger(__name__)
 

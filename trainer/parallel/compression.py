@@ -129,7 +129,7 @@ class FP16Compression:
             buffer.copy_(_as_single(theirs).view(-1)[: buffer.numel()])
 
     def _length(self, buffer: Tensor) -> int:
-        """Of a rank's part with its scale; even, so that scales lie where a float32 may."""
+        """Return the length of a rank's part with its scale; even, so that scales are aligned as a float32."""
         part = -(-buffer.numel() // self.ranks)
         return part + part % 2 + 2
 

@@ -23,7 +23,7 @@ _SECRET_PARAMETER = re.compile(
     r"(api|access|account|shared|subscription|function|private)?[-_]?(key|token))$"
 )
 _HARMLESS_PARAMETER = re.compile(r"(^|[-_.+:])(date|group|next|order|page|partition|primary|sort)[-_]?(key|token)$")
-"""What services of prices call columns and pages."""
+"""The names that price services use for columns and pages."""
 _CONNECTION = re.compile(
     r"(account_?key|shared_?access_?(?:key|signature)|(?:^|[;?&\s])(?:password|pwd)|client_?secret)\s*=\s*[^\s;&]",
     re.IGNORECASE,

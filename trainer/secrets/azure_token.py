@@ -21,7 +21,7 @@ TOKEN_SCOPE = "https://management.azure.com/.default"
 """The audience that Azure ML's MLflow address accepts, as Microsoft's own example of its REST API names it."""
 WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
 AUTH_NAME = "dtrain-azure"
-"""What MLFLOW_TRACKING_AUTH says while an Azure ML address is in use; it names a provider and holds no secret."""
+"""The value of MLFLOW_TRACKING_AUTH while an Azure ML address is in use; it names a provider and holds no secret."""
 
 _hosts: set[str] = set()
 _lock = threading.Lock()

@@ -32,8 +32,8 @@ def remember(value: str) -> None:
 
 
 def _forms(value: str) -> set[str]:
-    """How a secret may be written: as it is, percent-encoded, inside JSON. Of an address also what authorises in it by
-    itself, since clients take addresses apart: its password, its query, and the values in that."""
+    """Return the forms in which a secret may be written: as it is, percent-encoded, inside JSON. For an address also
+    its password, its query, and the values in that, since clients take addresses apart."""
     parts = {value}
     with contextlib.suppress(ValueError):  # "[" that closes nowhere: no address
         address = urllib.parse.urlsplit(value)

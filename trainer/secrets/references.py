@@ -1,4 +1,4 @@
-"""How a setting says where a secret is, instead of what it is: the grammar of references. Pure; nothing is fetched.
+"""The grammar of references, by which a setting names the place of a secret instead of its value. Pure; no fetching.
 
     keyvault://<vault-name>/<secret>            the newest version, from Azure Key Vault, with this machine's identity
     keyvault://<vault-name>/<secret>/<version>  that version

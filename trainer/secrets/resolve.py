@@ -1,7 +1,5 @@
-"""Secrets by reference: a setting says where a secret is, and it is fetched here, where it is used. How a reference is
-written says `trainer.secrets.references`; what was fetched is struck out of whatever is written by
-`trainer.secrets.redaction`.
-"""
+"""Secrets by reference: a setting names the place of a secret, and it is fetched here, when it is used. The grammar of
+references is in `trainer.secrets.references`; `trainer.secrets.redaction` removes fetched secrets from all output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which storage account, who we are there, what its errors mean, and when to try again."""
+"""The storage account, this machine's identity in it, the meaning of its errors, and when to try again."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from trainer.storage.base import StorageAccessError, StorageError
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
 SEND_SECONDS, ANSWER_SECONDS = 30, 30
-"""How long connecting, or sending one block, may take; and how long the account may be silent."""
+"""The most seconds for connecting, or for sending one block; and those for which the account may be silent."""
 RETRIES = RetryPolicy(
     first_pause_seconds=0.2, jitter=0.5, max_attempts=7, deadline_seconds=90.0, may_pause_at_deadline=True,
     longest_asked_seconds=60.0,
 )  # fmt: skip
-"""Of one request; callers have patience of their own."""
+"""The policy for one request; callers have a patience of their own."""
 _CONNECTIONS = 32
 _SIGNATURE = re.compile(r"(sig|se|sp|skoid)=[^&\s'\")]+", re.IGNORECASE)
 _T = TypeVar("_T")
@@ -92,10 +92,10 @@ class BlobError(StorageError):
 
 
 def attempt(what: str, action: Callable[[], _T]) -> _T:
-    """Do a request, as often as `RETRIES` allows while its failure is passing, and return its answer.
+    """Do a request, as often as `RETRIES` allows while its failure is transient, and return its answer.
 
-    ``action`` has to be one that can be done twice. Raises `trainer.storage.base.StorageAccessError` where we are not
-    let in, and `BlobError` for everything else.
+    ``action`` must have the same effect if it is done twice. Raise `trainer.storage.base.StorageAccessError` if access
+    is denied, and `BlobError` for every other failure.
     """
     try:
         return RETRIES.call(
@@ -114,7 +114,7 @@ def service() -> BlobServiceClient:
 
 @functools.lru_cache(maxsize=8)
 def _service(connection_string: str | None, url: str | None, pid: int) -> BlobServiceClient:
-    """One per process: after a fork, nobody may share a connection."""
+    """Return one client per process: after a fork, no two processes may share a connection."""
     logger = logging.getLogger("azure")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)  # it logs the headers of every request as information
@@ -178,7 +178,7 @@ def _asked_to_wait(error: BaseException) -> float:
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says, without the signature of an address."""
+    """Return the first line of an error, without the signature of an address."""
     text = str(error).strip() or type(error).__name__
     code = getattr(error, "error_code", None)
     line = text.splitlines()[0]

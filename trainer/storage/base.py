@@ -38,10 +38,11 @@ class StorageAccessError(ConfigError, OSError):
 
 
 class Storage:
-    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). `ConfigError` for an address that no
-    installed file system knows. Verbs raise OSError where storage fails. Any number of threads may use it.
+    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). Any number of threads may use it.
+    Methods raise OSError if storage fails. Raise `ConfigError` for an address that no installed file system knows.
 
-    `trainer.storage.open.open_storage` makes one for an address of any kind."""
+    `trainer.storage.open.open_storage` makes one for an address of any kind.
+    """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         import fsspec  # here, for it looks for file systems in all installed packages, which takes time

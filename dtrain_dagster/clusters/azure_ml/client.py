@@ -55,7 +55,7 @@ class ServiceRefused(ServiceError):
 
 
 class NotFound(ServiceRefused):
-    """There is no such thing."""
+    """The object that was asked for does not exist."""
 
 
 class Service:

@@ -84,7 +84,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self.jobs = Jobs(self.service, self.audit)
         self.compute_pools = Pools(self.provisioner, self.jobs)
         self.attempts: Sequence[Attempt] = ()
-        """What the last `provision_cluster` tried, in order; of one that was refused, see its `NoCapacityError`."""
+        """The attempts of the last `provision_cluster`, in order; for a refused one, see its `NoCapacityError`."""
         self._controllers: dict[str, JobController] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""What processes other than its supervisor do to a job on this machine: lock, watch, wait for, settle and end it.
+"""The actions of processes other than its supervisor on a job of this machine: lock, watch, settle and end it.
 
 `submit` starts a job; its supervisor's own work is in `supervisor`.
 """
