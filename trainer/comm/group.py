@@ -83,11 +83,13 @@ class CompletedCollective:
     error: GroupError | None = None
 
     def result(self) -> Any:
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
     def exception(self) -> GroupError | None:
+        """Return the error, None if there is none."""
         return self.error
 
 
