@@ -188,5 +188,5 @@ def _run_canaries(project: ProjectResource, uri: str) -> bytes:
     environment = os.environ | project.trainer_env()
     done = subprocess.run(command, capture_output=True, timeout=CANARY_SECONDS, env=environment, check=False)
     if done.returncode != 0:
-        raise dg.Failure(f"the canaries could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
+        raise dg.Failure(f"the leakage checks could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
     return done.stdout.splitlines()[-1]

@@ -34,7 +34,7 @@ def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") 
     from dtrain_dagster.reports.training_charts import markdown_image
 
     if latest is None:
-        return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown told of no run yet"})
+        return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown has reported no run yet"})
     job_id, last = latest
     if isinstance(last, str):
         return dg.AssetCheckResult(passed=True, metadata={"job_id": job_id, "why": f"not scored: {last}"})

@@ -83,7 +83,7 @@ def follow_training(
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
-            context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{told_error}")
+            context.log.warning(f"{job_id}: its progress could not be reported; it is followed further\n{told_error}")
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
             continue
         is_spent = ran_out(rundir)

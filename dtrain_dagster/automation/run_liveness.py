@@ -71,7 +71,7 @@ def read_owning_run(rundir: RunDir) -> str | None:
         found = rundir.read_json(OWNER)
         return found["dagster_run_id"] if found else None
     except DamagedError as error:
-        warn_once(f"the run that owns a job cannot be told: {error}")
+        warn_once(f"the run that owns a job cannot be determined: {error}")
         return None
 
 

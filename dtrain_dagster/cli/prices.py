@@ -85,7 +85,7 @@ def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) ->
     unknown = [sku for sku in skus if sku.casefold() not in by_name]
     if unknown:
         raise Refusal(
-            f"nobody here knows how {', '.join(unknown)} is made (GPUs, memory), which the price list does not tell; "
+            f"the GPUs and memory of {', '.join(unknown)} are not known, and the price list does not state them; "
             f"known are {', '.join(by_name.values())}"
         )
     asked = [by_name[sku.casefold()] for sku in skus] or list(by_name.values())

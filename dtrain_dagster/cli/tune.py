@@ -87,7 +87,7 @@ def tune(
     from trainer.tuning.search import LEAST_SECONDS
 
     if not LEAST_SECONDS <= seconds < math.inf:
-        raise Refusal(f"--seconds {seconds:g}: nothing can be told in less than {LEAST_SECONDS:g} s; try 300")
+        raise Refusal(f"--seconds {seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)
     settings = read_settings(procs_per_node)
     cluster, project = cluster_of(settings)
@@ -227,11 +227,11 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     training, evidence = document["training"], document["evidence"]
     cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]
     short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
-    untold = [f"{short} candidate(s) had too little time: a larger --seconds tells more"] if short else []
+    untold = [f"{short} candidate(s) had too little time: a larger --seconds compares more of them"] if short else []
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
     if not training:
         pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
-        return [*cut, *untold, f"keep the defaults: nothing that was told pays{pace}"]
+        return [*cut, *untold, f"keep the defaults: no measured change pays{pace}"]
     found = ", ".join(f"{name} = {value}" for name, value in training.items())
     gain = ""
     if baseline and chosen:

@@ -161,7 +161,7 @@ class Orphan:
         try:
             known = rundir.read_json(OWNER)
         except DamagedError as error:
-            raise InUseError(f"whose job {self.job_id} is cannot be told: {error}") from None
+            raise InUseError(f"the owner of job {self.job_id} cannot be determined: {error}") from None
         if known is not None and known["dagster_run_id"] != self.dagster_run_id:
             by = f"run {known['dagster_run_id']}" if known["dagster_run_id"] else "a person"
             raise InUseError(f"job {self.job_id} is followed by {by} by now")

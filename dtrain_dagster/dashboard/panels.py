@@ -73,7 +73,7 @@ PANELS = (
         about="Over the newest reports. The others wait for the rank that waits least.",
     ),
     Panel(
-        key="late", section="Where the time goes", title="Who is late, and when", unit="ms late", kind="heatmap",
+        key="late", section="Where the time goes", title="Late ranks over time", unit="ms late", kind="heatmap",
         wide=True,
         about="Median per report of how much less a rank waited than the one that waited most.",
         lines=(ChartLine("late", "*"),),

@@ -130,7 +130,7 @@ def _stands(items: Sequence[Report], furthest: int) -> str:
         if not _is_busy(item) and _sequence(item) < furthest:
             found.append(f"{who} is still in the {_name([item], _sequence(item))} before it")
         else:
-            found.append(f"{who} is in {item.get('where') or 'a place that it does not tell'}")
+            found.append(f"{who} is in {item.get('where') or 'an unknown place'}")
     return "; ".join(found)
 
 

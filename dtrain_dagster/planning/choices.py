@@ -328,7 +328,7 @@ def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bo
     if is_stand_in:
         found.append(
             "What was measured are local nodes, which share the cores of one machine: on nodes that are machines of "
-            "their own, several of them take less time than is told here."
+            "their own, several of them take less time than is shown here."
         )
     if any(row.sku != baseline.price.sku for row in rows):
         found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")

@@ -147,7 +147,7 @@ def _data(manifest: Mapping[str, Any]) -> str:
     lines = [
         f"{source['title']}: {source['tickers']} tickers, {source['rows']:,} rows, {source['first_date']} to "
         f"{source['last_date']}; dataset `{manifest['dataset_id']}`.",
-        f"Licence: {source['licence']}. It binds whoever uses this model.",
+        f"Licence: {source['licence']}. It binds every user of this model.",
         f"Checks that warned: {', '.join(warnings) or 'none'}.",
     ]
     rows = [[name, split["first"], split["last"], f"{samples[name]:,}"] for name, split in splits.items()]

@@ -44,7 +44,7 @@ def _struck_out(record: logging.LogRecord) -> bool:
 def notify_and_log(urls: Sequence[str], title: str, body: str, log: logging.Logger) -> None:
     """Call `notify`, and log the kinds of address that it did not reach, for readers of this log."""
     if lost := notify(urls, title, body):
-        log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
+        log.warning(f"nobody could be notified by {', '.join(lost)}; see DTRAIN_NOTIFY")
 
 
 def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:

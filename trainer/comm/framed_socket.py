@@ -159,9 +159,11 @@ def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until:
 def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
     """Return a connection to the address. Raise OSError if nothing listens there."""
     connection = socket.create_connection(address, timeout=max(0.001, timeout))
-    if connection.getsockname() == connection.getpeername():  # with nobody there, TCP on loopback can meet itself
+    if (
+        connection.getsockname() == connection.getpeername()
+    ):  # without a listener, TCP on loopback can connect to itself
         connection.close()
-        raise ConnectionRefusedError("nobody listens there")
+        raise ConnectionRefusedError("nothing listens there")
     return connection
 
 

@@ -56,8 +56,8 @@ def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: flo
     ]
     if false:
         raise AuthenticationError(
-            f"gloo's connections of rank {rank} to ranks {false} lead to somebody who does not know this launch's "
-            "secret: a stranger came before them"
+            f"gloo's connections of rank {rank} to ranks {false} lead to a process that does not know this "
+            "launch's secret: a stranger came before them"
         )
 
 

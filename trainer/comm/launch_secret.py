@@ -111,8 +111,8 @@ def warn_if_open(secret: LaunchSecret, rank: int, hosts: int | None, has_tls: bo
         return
     if not secret.is_given:
         _log.warning(
-            "this launch has no secret (%s is not set): connections between ranks are NOT authenticated, and whoever "
-            "reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all ranks "
+            "this launch has no secret (%s is not set): connections between ranks are NOT authenticated, and anyone "
+            "who reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all ranks "
             "a file of mode 0600 with the same 64 hexadecimal digits (openssl rand -hex 32)",
             SECRET_FILE,
         )

@@ -175,7 +175,7 @@ class Membership:
         if after and (newest is None or newest.number < after):
             raise RuntimeError(
                 f"{self.storage.uri}/{MEMBERSHIP} no longer holds generation {after}: the run directory was deleted or "
-                "changed while the job ran; without its records nobody can tell who may train"
+                "changed while the job ran; without its records it is unknown which processes may train"
             )
         if newest and mine.was_in and newest.number > after:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out

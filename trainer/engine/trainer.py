@@ -270,7 +270,7 @@ class DistributedTrainer:
             raise Regroup(LEAVING)
         if flags.regroup and not session.is_over:
             assert session.elastic is not None
-            again = "all-reduce is tried again" if session.world.topology == "star" else "somebody came"
+            again = "all-reduce is tried again" if session.world.topology == "star" else "a node came"
             raise Regroup(session.elastic.recovery_reason or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> TimingWindow | None:

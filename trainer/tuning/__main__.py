@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     if not options.seconds >= LEAST_SECONDS:
-        parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
+        parser.error(f"--seconds {options.seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g}")
     folder, slash, name = options.config.rpartition("/")
     try:
         job = parse_job(open_storage(folder or slash or ".").read(name).decode(), source=options.config)

@@ -98,7 +98,7 @@ def untold(baseline: LearningResult, steps: int) -> str:
         return ""
     return (
         f"not compared: {steps} steps take the validation loss of the baseline from {baseline.first:.5f} to "
-        f"{baseline.loss:.5f} only, so that nothing is told by what a candidate learns in them; give more --seconds"
+        f"{baseline.loss:.5f} only, so that nothing can be concluded from what a candidate learns; give more --seconds"
     )
 
 

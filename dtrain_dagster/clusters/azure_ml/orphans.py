@@ -65,8 +65,8 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
             record = rundir.read_json(LAUNCH)
             status = rundir.read_json(STATUS) or {}
             known_owner = rundir.read_json(OWNER)
-        except DamagedError as error:  # it may be somebody's, so it is not ended: a person has to look
-            warn_once(f"{job.name} runs, and whose it is cannot be told: {error}")
+        except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look
+            warn_once(f"{job.name} runs, and its owner cannot be determined: {error}")
             return None
         settled = (
             record is not None

@@ -351,7 +351,7 @@ class LocalClusterManager(GPUClusterManager):
             try:
                 owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
                 launch = rundir.read_json(LAUNCH) or {}
-            except DamagedError as error:  # whose it is cannot be told, so it is nobody's to end
+            except DamagedError as error:  # its owner cannot be determined, so no run may end it
                 warn_once(str(error))
                 continue
             if owner is None or owner in live_runs:

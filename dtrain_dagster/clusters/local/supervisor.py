@@ -271,7 +271,7 @@ class Supervisor:
         try:
             newest = presences.newest_generation(self.rundir)
         except DamagedError as error:  # the members will say so
-            return warn_once(f"nobody can be found frozen: {error}")
+            return warn_once(f"frozen nodes cannot be found: {error}")
         if newest is None or self.clock.now() - newest.formed_at < newest.patience_seconds:
             return
         for node_id, node in self.nodes.items():

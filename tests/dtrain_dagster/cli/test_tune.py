@@ -146,8 +146,8 @@ def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
     asked = ("tune", "--dataset", "walks")
     assert "--out folder cannot be written: it is a folder" in folder.refused(*asked, "--out", "folder")
     assert "--out nowhere/fast.json cannot be written" in folder.refused(*asked, "--out", "nowhere/fast.json")
-    assert "--seconds 1: nothing can be told in less than 10 s" in folder.refused(*asked, "--seconds", "1")
-    assert "nothing can be told" in folder.refused(*asked, "--seconds", "nan")
+    assert "--seconds 1: settings cannot be compared in less than 10 s" in folder.refused(*asked, "--seconds", "1")
+    assert "settings cannot be compared" in folder.refused(*asked, "--seconds", "nan")
     assert "give either --config or --dataset" in folder.refused("tune")
     assert "use fewer ranks" in folder.refused(*asked, "--set", "training.gradient_accumulation_steps=9999")
     assert not (folder.home / "storage" / "jobs").exists()
@@ -327,7 +327,7 @@ def test_the_result_is_said_in_sentences(tmp_path: Path):
     evidence = {"complete": True, "baseline": pace, "chosen": pace, "gain": spread, "candidates": rows}
     out = Path("fast.json")
     assert summary({"training": {}, "evidence": evidence}, out) == [
-        "keep the defaults: nothing that was told pays (1,000 samples/s)"
+        "keep the defaults: no measured change pays (1,000 samples/s)"
     ]
     rows.append({"verdict": "too few rounds to tell"})
     assert "1 candidate(s) had too little time" in summary({"training": {}, "evidence": evidence}, out)[0]

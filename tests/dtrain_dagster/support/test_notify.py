@@ -24,11 +24,11 @@ def test_the_message_arrives_and_who_is_not_reached_stops_nobody(hook: Hook, cap
     url, heard = hook
     assert notify(["json://127.0.0.1:9/secret-token", "nonsense", url], "it starts", "3 nodes") == ("json", "nonsense")
     assert [(item["title"], item["message"]) for item in heard] == [("it starts", "3 nodes")]
-    assert "nobody could be told" not in caplog.text
+    assert "nobody could be notified" not in caplog.text
     notify_and_log([url, "nonsense"], "it starts", "3 nodes", logging.getLogger("of the run"))
     assert len(heard) == 2
     assert [record.message for record in caplog.records if record.name == "of the run"] == [
-        "nobody could be told by nonsense; see DTRAIN_NOTIFY"
+        "nobody could be notified by nonsense; see DTRAIN_NOTIFY"
     ]
     assert "secret-token" not in caplog.text
 
