@@ -109,7 +109,7 @@ class JobCollector(Collector):
             ("node", "rank"), jobs, _lateness,
         )  # fmt: skip
         yield _gauge(
-            "dtrain_collective_seconds", "Time of a collective per step: on the network, waiting, hidden by computation",
+            "dtrain_collective_seconds", "Time of a collective per step: network, waiting, hidden by computation",
             ("collective", "part"), jobs, _collectives,
         )  # fmt: skip
         yield _gauge(

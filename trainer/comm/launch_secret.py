@@ -112,8 +112,8 @@ def warn_if_open(secret: LaunchSecret, rank: int, hosts: int | None, has_tls: bo
     if not secret.is_given:
         _log.warning(
             "this launch has no secret (%s is not set): connections between ranks are NOT authenticated, and anyone "
-            "who reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all ranks "
-            "a file of mode 0600 with the same 64 hexadecimal digits (openssl rand -hex 32)",
+            "who reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all "
+            "ranks a file of mode 0600 with the same 64 hexadecimal digits (openssl rand -hex 32)",
             SECRET_FILE,
         )
     if not has_tls and hosts != 1:
