@@ -134,7 +134,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
 
 
 def _training(settings: Settings, job_id: str) -> RunDir:
-    """The run directory of a training. `Refusal` where there is none."""
+    """Return the run directory of a training. Raise `Refusal` if there is none."""
     from trainer.config import JOB_ID
     from trainer.rundir import JOB
 

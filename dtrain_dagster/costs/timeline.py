@@ -322,7 +322,7 @@ def node_mixes(window: TimingEvent) -> dict[int, Mix]:
 
 
 def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[TimingEvent]]) -> dict[int, int]:
-    """Of each window, by its identity, the steps that were not done again later."""
+    """Return for each window, by its identity, the steps that were not done again later."""
     kept, earliest = {}, None
     for term in reversed(terms):
         for window in reversed(found.get(term.number) or []):

@@ -53,7 +53,7 @@ class AzureMLRegistry:
 
     @cached_property
     def tracking_uri(self) -> str:
-        """The workspace's MLflow address, ``azureml://…``, also for the job's ``tracking`` section. Raises
+        """The workspace's MLflow address, ``azureml://…``, also for the job's ``tracking`` section. Raise
         `RegistryError` without one."""
         with _explained("looking at the workspace"):
             workspace = self.client.workspaces.get(self.client.workspace_name)

@@ -188,7 +188,7 @@ def stage_for_serving(factories: Iterable[str], folder: Path) -> StagedCode:
 
 
 def _local_source(name: str) -> Path | None:
-    """The file or package folder of a module that was not installed; None for any other."""
+    """Return the file or package folder of a module that was not installed; None for any other."""
     try:
         top = importlib.util.find_spec(name.partition(".")[0])
         if top is None or _is_installed([top.origin or "", *(top.submodule_search_locations or ())]):

@@ -384,7 +384,7 @@ def _order(folder: str | None) -> tuple[int, int]:
 
 
 def _is_whole(storage: Storage, folder: str) -> bool:
-    """Has it a manifest, and files of the sizes in it? OSError where storage fails: nobody knows then."""
+    """Return whether it has a manifest, and files of the sizes in it. Raise OSError if storage fails."""
     try:
         files = read_checkpoint_manifest(storage, folder)["files"]
         return all(storage.size(f"{folder}/{name}") == file["bytes"] for name, file in files.items())

@@ -97,7 +97,7 @@ class BlockOrder:
         return ranges
 
     def _blocks(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which block stands at each place; the short one, if there is one, at the last."""
+        """Return the block at each place; the short one, if there is one, is at the last."""
         whole = self.size // self.block
         result = places.copy()
         inside = places < whole

@@ -40,7 +40,7 @@ from trainer.spec import spec_of
 from trainer.storage.open import open_storage
 
 _SAMPLES = ("features", "target")
-"""What training reads; the other arrays are read to judge."""
+"""The arrays that training reads; the others are read for evaluation."""
 _BUFFER = 1 << 20
 
 
@@ -229,7 +229,7 @@ class DataShardManager:
         return f"{self.storage.uri}: the manifest says {said} rows, the shards hold {held}; rebuild it"
 
     def _columns_of(self, table: Any, code: dict[str, int]) -> dict[str, NDArray[Any]]:
-        """What goes into each array from some rows of a shard."""
+        """Return the part of each array that some rows of a shard hold."""
         tickers = table.column("ticker").combine_chunks().dictionary_encode()
         codes = np.array([code[ticker] for ticker in tickers.dictionary.to_pylist()], dtype=np.int32)
         return {
@@ -241,7 +241,8 @@ class DataShardManager:
         }
 
     def _verified(self, shard: dict[str, Any], scratch: Path) -> IO[bytes]:
-        """The shard, open, of which the sha256 is what the manifest says: what is read is what was checked."""
+        """Return the shard, open, after its sha256 was checked against the manifest: the bytes that are read are those
+        that were checked."""
         name = shard["path"]
         try:
             if self.storage.is_local:
@@ -265,7 +266,7 @@ class DataShardManager:
 
 
 def _write_header(file: HashedFile, kind: type, shape: tuple[int, ...]) -> None:
-    """Of an npy file whose content follows."""
+    """Write the header of an npy file whose content follows."""
     description = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(cast(IO[bytes], file), description)
 

@@ -69,8 +69,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def _is_suspicious(data: bytes) -> bool:
-    """May half a character, a number out of range or deep nesting be in it? Seldom, so that its parts are not looked
-    at one by one."""
+    """Return whether half a character, a number out of range or deep nesting may be in it. That is rare, so most
+    documents are not looked at part by part."""
     return (
         data.count(b"[") + data.count(b"{") > DEPTH
         or _HALF.search(data) is not None

@@ -119,8 +119,8 @@ class TrainingStep:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
         that return.
 
-        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not
-        finite. Raises `trainer.comm.group.GroupError` where communication fails, and any error of the model: then the
+        Raise `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not
+        finite. Raise `trainer.comm.group.GroupError` where communication fails, and any error of the model: then the
         step is not done, and can be done again.
         """
         self.timer.mark("input")

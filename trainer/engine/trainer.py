@@ -63,14 +63,14 @@ class DistributedTrainer:
 
     @property
     def participant(self) -> Participant:
-        """This process among its peers. Raises RuntimeError before `initialize_distributed`."""
+        """Return this process among its peers. Raise RuntimeError before `initialize_distributed`."""
         if self._participant is None:
             raise RuntimeError("call initialize_distributed() first")
         return self._participant
 
     @property
     def session(self) -> Session:
-        """The state of the training. Raises RuntimeError before `setup`."""
+        """Return the state of the training. Raise RuntimeError before `setup`."""
         if self._session is None:
             raise RuntimeError("call setup() first")
         return self._session

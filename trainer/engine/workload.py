@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def loader(self) -> BatchLoader:
-        """The loader of this rank's batches in the present world. Raises RuntimeError before the first one."""
+        """Return the loader of this rank's batches in the present world. Raise RuntimeError before the first one."""
         if self._loader is None:
             raise RuntimeError("no world was entered yet")
         return self._loader

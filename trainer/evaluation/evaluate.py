@@ -63,7 +63,7 @@ def evaluate(
     """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets single forecasts.
     ``before_batch`` may raise, to end it.
 
-    Raises ValueError for an empty split.
+    Raise ValueError for an empty split.
     """
     count = shards.count(split)
     if count == 0:
@@ -119,7 +119,7 @@ _SUMS = ("samples", "loss", "nll", "pinball", "coverage_90", "squared_error", "z
 
 
 def _sums(table: NDArray) -> NDArray:
-    """What adds up over ranks; NaN where the loss predicts no such thing."""
+    """Return the figures that add up over ranks; NaN if the loss predicts no such thing."""
     predictions = _predictions(table)
     judged = {name: values.sum() for name, values in score_forecast(predictions.predictive, predictions.target).items()}
     named = {
@@ -157,7 +157,7 @@ def final_report(
     """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks.
 
     Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
-    names by code) and ``evaluation.json``. Raises ValueError where the loss is not finite, before anything is written.
+    names by code) and ``evaluation.json``. Raise ValueError where the loss is not finite, before anything is written.
     """
     evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
     if not math.isfinite(evaluation.loss):

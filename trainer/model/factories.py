@@ -27,7 +27,7 @@ def build_from_factory(
     """Return ``factory(*positional, **config.args)``, where the factory is one of ``stock`` or a user's own.
 
     ``kind`` (``model`` or ``loss``) is the section of ``job.json``, for messages. ``modules``: those that may be
-    imported; None: those of the settings. Raises `ConfigError` if the factory is not allowed, cannot be found, does not
+    imported; None: those of the settings. Raise `ConfigError` if the factory is not allowed, cannot be found, does not
     accept the arguments, or raises.
     """
     factory = _find(kind, config.factory, stock, modules_of_settings() if modules is None else modules)

@@ -141,7 +141,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
 
 
 def _refuse_unpacking(data: bytes) -> None:
-    """`SavedModelError` for a file that becomes larger by being read: `torch.save` compresses nothing."""
+    """Raise `SavedModelError` for a file that grows when it is read: `torch.save` compresses nothing."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -154,7 +154,7 @@ def _refuse_unpacking(data: bytes) -> None:
 
 
 def _check_shapes(weights: Any, model: nn.Module, config: FactoryConfig) -> None:
-    """`SavedModelError` for a tensor of another shape or kind than the model's: a few bytes may say that they are a
+    """Raise `SavedModelError` for a tensor of another shape or kind than the model's: a few bytes may claim to be a
     million times as many, which must not be copied."""
     if not isinstance(weights, dict):
         raise SavedModelError(f"{WEIGHTS} holds something else than tensors by name, and was not loaded")

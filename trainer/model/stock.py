@@ -164,7 +164,7 @@ def build_model(
     config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
 ) -> Standardize:
     """Return the model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
-    ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raises `ConfigError`.
+    ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
     ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
 
     Weights come from torch's global random state: seed it before.

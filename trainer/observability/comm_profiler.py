@@ -177,7 +177,7 @@ class CommunicationProfiler:
         }
 
     def _collectives_of(self, marks: Sequence[Mark]) -> list[Collective]:
-        """Those of a step: what was submitted after its batch was there."""
+        """Return the collectives of a step: those submitted after its batch was there."""
         if self.world.group is None:
             return []
         began = math.inf

@@ -280,7 +280,7 @@ def _counters(read: Callable[[], Any]) -> Any | None:
 
 
 def _told(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What the driver says; None where it does not tell."""
+    """Return the driver's value; None if it has none."""
     import pynvml
 
     try:

@@ -126,7 +126,7 @@ class Reporter:
         self._tracking.put(None)
 
     def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
-        """Events of the next second or seconds, and whether they are the last."""
+        """Return the events of the next second or seconds, and whether they are the last."""
         batch: list[dict[str, Any]] = []
         deadline = time.monotonic() + (FLUSH_SECONDS if self.rundir.storage.is_local else REMOTE_FLUSH_SECONDS)
         while (remaining := deadline - time.monotonic()) > 0:
@@ -294,7 +294,7 @@ class MLflowSink:
         self._scalars = Scalars()
 
     def _begin(self, job: JobConfig, rundir: RunDir) -> str:
-        """The run of this job: the one it had before, or a new one."""
+        """Return the run of this job: the one it had before, or a new one."""
         if known := rundir.read_json(TRACKING):
             self._client.update_run(known["mlflow_run_id"], status="RUNNING")
             return str(known["mlflow_run_id"])

@@ -87,7 +87,8 @@ class Scalars:
 
 
 def _timing(timing: TimingEvent) -> Iterable[tuple[str, float]]:
-    """Where a step's time goes, as a mean over ranks; how much of it is spent on the wire; who waits how long."""
+    """Yield the milliseconds of each segment of a step, mean over ranks; the share of communication; and the waiting of
+    each node."""
     for name, seconds in timing.segments.items():
         yield f"time/{name}_milliseconds", 1000 * mean(seconds)
     if "communication" in timing.segments:

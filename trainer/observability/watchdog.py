@@ -173,12 +173,12 @@ def _inside_out(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_own(file: str) -> bool:
-    """Neither Python's nor an installed package's, unless that is the trainer itself."""
+    """Return whether a file is neither Python's nor an installed package's, unless that is the trainer itself."""
     return file.startswith(_TRAINER) or not (file.startswith(_LIBRARIES) or file.startswith("<"))
 
 
 def _place(frame: FrameType) -> str:
-    """The file as seen from the nearest folder that Python imports from."""
+    """Return ``file:line function``, with the file as seen from the nearest folder that Python imports from."""
     file = frame.f_code.co_filename
     roots = [root for root in sys.path if root and file.startswith(f"{root}{os.sep}")]
     name = file[len(max(roots, key=len)) + 1 :] if roots else os.path.basename(file)

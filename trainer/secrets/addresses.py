@@ -77,7 +77,7 @@ def refuse_secret(setting: str, text: str, remedy: str = "") -> None:
 
 
 def _decoded(text: str) -> list[str]:
-    """The text as it is, and with its percent signs undone, as often as there are any (three times at most)."""
+    """Return the text as it is, and with its percent signs undone, as often as there are any (three times at most)."""
     forms = [text]
     while len(forms) < 4 and (plain := urllib.parse.unquote(forms[-1])) != forms[-1]:
         forms.append(plain)

@@ -17,7 +17,7 @@ AZURE_PREFIX = "az://"
 def open_storage(uri: str | os.PathLike[str]) -> Storage:
     """Return the storage at a path, at ``az://container/path`` or at any other fsspec address.
 
-    Raises `ConfigError` for an address that no installed file system knows, or whose packages are not installed.
+    Raise `ConfigError` for an address that no installed file system knows, or whose packages are not installed.
     """
     if not str(uri).startswith(AZURE_PREFIX):
         return Storage(uri)
