@@ -96,7 +96,7 @@ def clean(yes: bool) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
 def work(command: tuple[str, ...]) -> None:
-    """Run a command while nobody else works on DTRAIN_HOME; its exit code. `make run` is started by this.
+    """Run a command while no other works on DTRAIN_HOME, and exit with its code. `make run` is started by this.
 
     A second one at the same time is refused, in words. The command holds the home even if this process is killed. One
     that carries a password or key is refused as well, also in files that it names by --config: Dagster would store it.

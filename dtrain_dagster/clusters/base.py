@@ -184,7 +184,7 @@ class NodePool:
     used_at: float | None = None
     """The last time at which the cluster was provisioned, was given a job, or a job of it ended; Unix seconds."""
     trouble: str = ""
-    """Why its nodes are not removed automatically; "" where they should be, or where nodes always stay."""
+    """The reason for which its nodes are not removed automatically; "" if they should be, or if nodes always stay."""
     grace_seconds: float = 0.0
     """Idle time allowed beyond the limit, because the service that removes idle nodes is about to do so."""
 

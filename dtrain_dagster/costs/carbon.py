@@ -38,7 +38,7 @@ class Footprint:
     kg_co2e: float | None
     """Emissions in kg of CO2 equivalent; None where the grid is not known."""
     basis: str
-    """How the kWh were computed, in words: what was measured, and what was assumed."""
+    """In words, how the kWh were computed: what was measured, and what was assumed."""
     source: str
     """Source and year of the grid's intensity, or why there is none."""
     measured_share: float

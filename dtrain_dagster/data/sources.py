@@ -87,7 +87,7 @@ class PriceFile:
 
     @property
     def provenance(self) -> Provenance:
-        """Its origin, without secrets: the reference where the address is one."""
+        """The origin, without secrets: the reference if the address is one."""
         origin = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", redact(self.address))
         name = origin if is_reference(origin) else origin.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
         return Provenance(

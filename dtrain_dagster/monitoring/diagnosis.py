@@ -199,7 +199,7 @@ def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> 
         return [slow]
     wires, rests = (_shares_of(world, names) for names in (("communication",), ("optimizer", "other")))
     if too_much_communication(world) and _is_steadily_above(COMMUNICATION_LIMIT, wires):
-        text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
+        text = f"Communication takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
                 f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "

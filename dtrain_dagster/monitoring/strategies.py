@@ -126,7 +126,7 @@ def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[St
         return commit + exposed_seconds([fit.seconds(total / count)] * count, hiding)
 
     def then(count: int) -> StepModel:
-        """By the change that the model predicts, so that what it gets wrong about now does not count as a gain."""
+        """Return the step with the predicted change, so that an error of the model today does not count as a gain."""
         change = exposed(count) - exposed(len(buckets))
         return replace(now, communication=min(now.communication, max(0.0, now.communication + change)))
 

@@ -27,7 +27,7 @@ class Score:
     """The comparison of one finished run with its estimate."""
 
     at: float
-    """When it was scored; Unix seconds."""
+    """The time at which it was scored; Unix seconds."""
     job_id: str
     basis: Basis
     sku: str

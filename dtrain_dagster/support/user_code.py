@@ -25,7 +25,7 @@ from trainer.model.allowed_factories import is_module_allowed, modules_of_settin
 _INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, also of another environment that this one builds on."""
 SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "scipy", "torch")
-"""What `trainer.model.mlflow_model` imports, and nothing that only training needs."""
+"""The packages that `trainer.model.mlflow_model` imports, without those that only training needs."""
 
 
 class StagingError(ValueError):

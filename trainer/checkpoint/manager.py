@@ -259,7 +259,7 @@ class CheckpointManager:
             )
 
     def _read_pointer(self, name: str) -> tuple[dict[str, Any], bytes | None]:
-        """LATEST or BEST, and its bytes. One that is missing, or is none, points nowhere and fences nobody."""
+        """Return LATEST or BEST, and its bytes. A missing or invalid one points nowhere and fences no generation."""
         nowhere: dict[str, Any] = {"path": None, "step": None, "generation": 0}
         try:
             data = self.storage.read_bounded(name, MARK_BYTES)
@@ -281,8 +281,8 @@ class CheckpointManager:
     def _move(
         self, name: str, folder: str | None, authority: Callable[[], int], version: str | None = None
     ) -> dict[str, Any]:
-        """Let LATEST or BEST point to a folder (None: where it does) on behalf of a generation; the new pointer.
-        `FencedError` if there is a newer one."""
+        """Let LATEST or BEST point to a folder (None: the same one) on behalf of a generation; return the new pointer.
+        Raise `FencedError` if there is a newer one."""
         while True:
             pointer, data = self._read_pointer(name)
             generation = authority()

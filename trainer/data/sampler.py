@@ -140,7 +140,7 @@ class MicroBatch:
     """A part of one step's global batch."""
 
     number: int
-    """Its place among the step's micro-batches."""
+    """The place among the step's micro-batches."""
     positions: NDArray[np.int64]
     """Positions of its samples within the training split, shape (b,)."""
 

@@ -82,7 +82,7 @@ class EvaluationEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent(Event):
-    """A generation was formed: its nodes, what changed against the one before, and how long nobody trained."""
+    """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""
 
     kind: ClassVar[str] = "membership"
     nodes: Sequence[int]

@@ -55,7 +55,7 @@ class _Waiting:
     at_work: tuple[int, bytes] | None = None
     """The newest generation, and what it last said of being at work."""
     heard_at: float = 0.0
-    """When that changed."""
+    """The time at which that changed."""
     filed: tuple[int, Candidate] | None = None
     settled_at: float | None = None
 

@@ -264,8 +264,8 @@ def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
 
 
 def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
-    """Return whether the links should be probed. ``shares``: exposed wire time of the latest windows, as a share of a
-    step's."""
+    """Return whether the links should be probed. ``shares``: exposed communication of the latest windows, as a share of
+    a step's time."""
     return len(shares) == PROBE_WINDOWS and step >= probe_at and sum(shares) / len(shares) > PROBE_SHARE
 
 

@@ -287,7 +287,7 @@ class AzureMLClusterManager(GPUClusterManager):
         return self.jobs.end(orphan.name, orphan.reason, patience, deadline)
 
     def _mark_again(self, active: Sequence[ServiceJob]) -> None:
-        """Give jobs that the service runs their mark, where somebody has removed it."""
+        """Mark jobs again that the service runs and whose mark was removed."""
         marked = {read_mark(mark)[0] for mark in self._active.marks() or ()}
         for job in active:
             job_id = job.tags.get(JOB_TAG)
