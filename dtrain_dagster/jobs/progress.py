@@ -60,7 +60,7 @@ class KnownJob:
     claimed: bool
     has_checkpoint: bool = False
     damage: str = ""
-    """What is wrong with its run directory, where it cannot be read."""
+    """The damage of its run directory if it cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

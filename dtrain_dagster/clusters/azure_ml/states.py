@@ -49,7 +49,7 @@ class JobFacts:
     elastic: bool
     submitted_at: float
     phase_since: float
-    """When the phase began that `phase_of` gives for this look."""
+    """The time at which the phase began that `phase_of` gives for this look."""
     seen: bool = False
     """Whether the service has ever shown this launch."""
     result: dict[str, Any] | None = None
