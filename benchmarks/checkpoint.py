@@ -137,8 +137,8 @@ class Others:
         return max(0.0, now[1] - before[1]) / (now[0] - before[0]) if now[0] > before[0] else 0.0
 
     def wait_until_quiet(self, share: float, deadline: float) -> None:
-        """Wait until other processes take no more than ``share``; raise RuntimeError if they still do at the deadline.
-        """
+        """Wait until other processes take no more than ``share``; raise RuntimeError if they still do at the
+        deadline."""
         self.look()
         while True:
             time.sleep(1)

@@ -192,8 +192,8 @@ def gradient_bytes(events: Sequence[dict[str, Any]]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with these command-line arguments; return 0 if 95 % are right and nothing healthy was blamed.
-    """
+    """Run the benchmark with these command-line arguments; return 0 if 95 % are right and nothing healthy was
+    blamed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--plants", type=int, default=48, help="how many; causes take turns")
     parser.add_argument("--healthy", type=int, default=20, help="trainings without a plant")
