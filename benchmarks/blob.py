@@ -11,7 +11,7 @@ The account is Azurite on this machine, started for the measurement, unless ``--
 takes CPU time from the training, and answers without a network in between. Therefore the saves are also made through a
 proxy that delays every request by `DELAY_SECONDS`. No figure says what a real account does. Figures are medians.
 
-    save_seconds_*           from the begin of the background write to a complete checkpoint, nothing else running
+    save_seconds_*           from the start of the background write to a complete checkpoint, nothing else running
     delayed_save_seconds_*   the same, through the proxy (not with ``--uri``)
     busy_save_seconds_*      the same as the first, while the training runs (the writer has the lowest priority)
     stall_seconds_*          by which an interval of training with one save is longer
