@@ -187,7 +187,7 @@ class Torchrun:
         raise LookupError(f"no agent has rank {rank}")
 
     def begins_at(self, generation: int) -> int:
-        """Return 0: a restarted worker reports its own steps only."""
+        """Return 0: all steps that a generation reports are its own."""
         return 0
 
     @property

@@ -157,7 +157,7 @@ def settle(steps: Steps) -> None:
 
 def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: int, name: str) -> Figures:
     """Kill ``repeats`` nodes in all, distributed over ``jobs`` jobs that run one after the other; another job replaces
-    one that is lost. Raise `LostError` if the first kill is never reached."""
+    one that is lost. Raise `LostError` if a job is lost before the first kill."""
     figures = Figures()
     per_job = math.ceil(repeats / jobs)
     number = 0
