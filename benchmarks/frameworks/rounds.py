@@ -121,8 +121,8 @@ class Rounds:
         self._wanted = [name for name in self._wanted if name not in failed]
 
     def run(self, cell: Cell, rounds: int, until: float) -> None:
-        """Run all rounds of a cell, or as many as there is time for. A framework that fails has no measurements from
-        then on."""
+        """Run all rounds of a cell, or as many as there is time for. The measurements of a framework that fails are
+        dropped."""
         wanted = list(self.frameworks)
         for name in wanted:
             case = cell.case_of(name)
