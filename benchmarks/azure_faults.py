@@ -131,7 +131,7 @@ def _node_loss(dice: random.Random) -> dict[str, Any]:
 
 
 class Run:
-    """One run: its cluster, its job and its script."""
+    """A run of the campaign: its cluster, its job and its script."""
 
     def __init__(self, seed: int, emulator: Emulator, dataset: str, folder: Path) -> None:
         self.seed, self.emulator, self.folder = seed, emulator, folder

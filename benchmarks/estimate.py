@@ -60,7 +60,7 @@ NEAR = 0.10
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training of the benchmark."""
+    """A training of the benchmark."""
 
     model: FactoryConfig
     data: int

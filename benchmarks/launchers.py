@@ -54,7 +54,7 @@ class Launcher(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether the job still runs."""
+        """True while the job runs."""
         ...
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Ours:
 
     @property
     def running(self) -> bool:
-        """Whether the job is in no final state."""
+        """True while the job is in no final state."""
         return not self.cluster.job_status("job").state.is_final
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Torchrun:
 
     @property
     def running(self) -> bool:
-        """Whether an agent still runs."""
+        """True while an agent runs."""
         return any(agent.poll() is None for agent in self.agents.values())
 
     def close(self) -> None:

@@ -33,5 +33,5 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Whether something was tried and no attack succeeded."""
+        """True if something was tried and no attack succeeded."""
         return self.tried > 0 and not (self.accepted or self.outages or self.executed or self.leaked)

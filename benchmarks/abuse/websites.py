@@ -59,7 +59,7 @@ SIMPLE_TYPES = (
 
 @dataclass
 class Request:
-    """One request, as a client sends it over the network."""
+    """A request, as a client sends it over the network."""
 
     method: str = "GET"
     path: str = "/"

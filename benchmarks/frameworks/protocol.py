@@ -15,7 +15,7 @@ ADDRESS = "DTRAIN_BENCHMARK_TURNS"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training, equal for all frameworks but for the fields that each may choose."""
+    """A training, equal for all frameworks but for the fields that each may choose."""
 
     model: str
     batch: int
@@ -69,7 +69,7 @@ class Turns:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next call of `step` blocks."""
+        """True if the next call of `step` blocks."""
         return not self._left
 
     def step(self) -> bool:

@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Cell:
-    """One model with one batch, and the measurements of each framework, round by round."""
+    """A model with a batch, and the measurements of each framework, round by round."""
 
     case: Case
     steps: int = 0
