@@ -4,7 +4,7 @@ Run `python -m benchmarks.azure_faults`. It measures no time: it counts runs tha
 Each run provisions a cluster and trains a small model on two nodes, while one to four faults from a seeded script
 strike: refusals, no capacity, throttling, errors and lost answers of the service, nodes lost or preempted, odd states,
 operations that hang, an orchestrator that dies, a person who cancels. After the run, with the faults cleared, the
-benchmark checks what is left. A run that fails is named by its seed: `--seed SEED --runs 1` plays it again.
+benchmark checks what remains. A run that fails is named by its seed: `--seed SEED --runs 1` plays it again.
 
     runs, violations, failed_seeds   runs played; runs that violated a property; seeds of those
     outcomes                         ends of runs: succeeded, failed (with a message), cancelled, no_capacity, refused

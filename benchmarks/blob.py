@@ -99,7 +99,7 @@ class Trial:
 
 def alone(trial: Trial, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of saves of each kind, made alternately while nothing else is done."""
-    for mode in MODES:  # makes the buffers, the connections
+    for mode in MODES:  # allocates the buffers and opens the connections
         trial.idle(mode)
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
@@ -129,7 +129,7 @@ def delayed(upstream: str, uri: str, rounds: int, batch: int) -> dict[str, float
 def measure(uri: str, rounds: int, batch: int) -> dict[str, Any]:
     """Return the figures of all saves to ``uri``, alone and during a training, and delete the checkpoints."""
     trial = Trial(uri, batch)
-    trial.stretch("off", 1)  # makes the moments
+    trial.stretch("off", 1)  # allocates the moments
     idle = alone(trial, rounds)
     began = time.perf_counter()
     trial.manager.load(trial.saved["path"])

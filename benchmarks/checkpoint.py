@@ -41,7 +41,7 @@ from trainer.rundir import RunDir
 RESULTS = Path(__file__).parent / "results"
 """Folder of the saved results of all benchmarks."""
 EVERY = 100
-"""Steps between two checkpoints, for which the stall is told as a percentage."""
+"""Steps between two checkpoints; the cost of a save is a percentage of their time."""
 HERTZ = os.sysconf("SC_CLK_TCK")
 DAYS, FEATURES = 64, 32
 SIZES = {10: (136, 4), 150: (512, 4), 1000: (1000, 7)}
@@ -111,7 +111,7 @@ class Trial:
         return seconds
 
     def writer_cpu_seconds(self) -> float:
-        """Return the CPU seconds of the writer's thread so far; 0 where the system does not tell."""
+        """Return the CPU seconds of the writer's thread so far; 0 if the system does not count them."""
         [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoints"]
         file = Path(f"/proc/self/task/{thread.native_id}/schedstat")
         return int(file.read_text().split()[0]) / 1e9 if file.exists() else 0.0
@@ -124,8 +124,8 @@ class Others:
         self.look()
 
     def look(self) -> float:
-        """Return the share of all cores that other processes took since the last look; 0 where the system does not
-        tell."""
+        """Return the share of all cores that other processes took since the last look; 0 if the system does not count
+        it."""
         try:
             fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         except OSError:
@@ -156,7 +156,7 @@ def measure(
     others.wait_until_quiet(share, deadline)
     training = Training(*SIZES[megabytes], batch)
     trial = Trial(training, folder)
-    for mode in ("off", "async", "sync", "async"):  # makes the moments, the buffers, the caches
+    for mode in ("off", "async", "sync", "async"):  # allocates the moments and the buffers, and warms the caches
         trial.stretch(mode, 2)
     warm_up = trial.stretch("off", 3) / 3
     steps = max(3, math.ceil(2.5 * max(trial.written) / warm_up) + 1)

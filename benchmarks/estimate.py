@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.trainings < 1:
         parser.error("--trainings: at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job that runs is cancelled on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is cancelled before the end
     began = time.time()
     rows = []
     with tempfile.TemporaryDirectory(prefix="estimate-") as temporary:

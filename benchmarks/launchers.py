@@ -126,7 +126,7 @@ class Torchrun:
 
     def start(self) -> None:
         """Start the store, if tuned, and an agent on each node."""
-        if self.tuned:  # where the store is an agent's, the job dies with that agent
+        if self.tuned:  # a store in a process of its own: the job would die with the agent that has the store
             program = (
                 "import time; from torch.distributed import TCPStore\n"
                 f"store = TCPStore('127.0.0.1', {self.port}, is_master=True)\n"
@@ -138,7 +138,7 @@ class Torchrun:
         for node in range(NODES):
             self.replace(node)
             if node == 0 and not self.tuned:
-                _wait_for_port(self.port)  # node 0 has the store: which node it is must not depend on a race
+                _wait_for_port(self.port)  # node 0 gets the store: no race may decide which node has it
 
     def command(self) -> list[str]:
         """Return the command line of an agent."""

@@ -180,7 +180,7 @@ def trained(place: Workplace, job: JobConfig, ranks: int, limit_mb: int | None) 
     memory."""
     rundir, began = RunDir(job.run_dir), time.monotonic()
     with memory_group(limit_mb) as group:
-        start_job(place.manager, job, ranks, 1, place.env)  # its processes are born into the group and stay there
+        start_job(place.manager, job, ranks, 1, place.env)  # its processes start in the group and stay there
     peak = 0
     for status, _ in follow_job(place.manager, rundir, job.job_id):
         if group is not None:
@@ -205,7 +205,7 @@ def memory_group(limit_mb: int | None) -> Iterator[Path | None]:
     if not os.access(CGROUP.parent / "cgroup.procs", os.W_OK):
         yield None
         return
-    with contextlib.suppress(OSError):  # of an earlier training
+    with contextlib.suppress(OSError):  # an earlier training may have left it
         CGROUP.rmdir()
     CGROUP.mkdir(exist_ok=True)
     (CGROUP / "memory.limit_in_bytes").write_text(str(limit_mb << 20) if limit_mb else "-1")
@@ -272,7 +272,7 @@ def held(token: str) -> dict[str, dict[str, float]]:
     found = {"follower": folder_size(os.getpid())}
     supervisors = []
     for pid in marked(token):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process may have just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"dtrain_dagster.clusters.local.supervisor" in command:
                 supervisors.append(pid)
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures, failed = in_parts({name: parts[name] for name in parts if options.only in (None, name)})
         finally:
             place.manager.cleanup_cluster()  # after an exception, too: no process is left running
-            with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
+            with contextlib.suppress(OSError):  # it was not made, or its last process has not ended yet
                 CGROUP.rmdir()
     name = f"load_{options.only}" if options.only else "load"
     tell(name, {**figures, "failed": failed, "load_before": round(load_before, 2)}, options.save)

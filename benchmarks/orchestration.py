@@ -4,7 +4,7 @@ Run `python -m benchmarks.orchestration`. The bare trainer is the same number of
 job.json``, started directly with the job.json of the asset: same data, settings, threads and tracking. Both are whole
 processes, run alternately, with a short and a long training. CPU seconds are those of all processes that descend from
 the command: the benchmark adopts orphans, so it waits for supervisors and nodes, which outlive the process that started
-them, and the kernel tells their usage. The difference is fitted by a line over the length of the training: its
+them, and gets their usage from the kernel. The difference is fitted by a line over the length of the training: its
 intercept is the fixed cost.
 
     fixed_cpu_seconds, fixed_wall_seconds   intercept of the line; ``…_error``: its standard error
@@ -66,7 +66,7 @@ class Usage:
     """Time and exit code of a command, with all its descendants."""
 
     wall: float
-    """Seconds until the command was done."""
+    """Wall-clock seconds until the command had ended."""
     cpu: float
     """Seconds of CPU of the command and all its descendants."""
     code: int
@@ -144,7 +144,7 @@ class Bench:
         return usage
 
     def plan(self, steps: int) -> None:
-        """Materialize everything up to the plan of a training of so many steps."""
+        """Materialize everything up to the plan of a training of ``steps`` steps."""
         self.materialize("stock_prices,sharded_dataset,cost_estimate", epochs=EPOCHS, more={"max_steps": steps})
 
     def checkpoint(self) -> tuple[Usage, RunDir]:

@@ -191,7 +191,7 @@ def same_losses(folder: Path, dataset: Path) -> bool:
 
 def new_job(folder: Path, dataset: Path, **training: Any) -> worlds.Job:
     """Return a job of the stock model on this dataset, with its own settings beside `SETTINGS`."""
-    # A node for each rank: each has a monitor.
+    # One rank on each node, so that each rank has a monitor.
     environment = {"DTRAIN_CACHE": str(dataset.parent / "cache"), "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     return worlds.Job(folder, dataset, training={**SETTINGS, **training}, environment=environment)
 

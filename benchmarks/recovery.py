@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "torchrun_default",
                 lambda place: Torchrun(_made(place), config, tuned=False),
                 options.default_repeats,
-                options.default_repeats,  # a job of its own each time: it allows three restarts
+                options.default_repeats,  # a new job for each kill: it allows three restarts only
             ),
         ]
         for name, make, repeats, jobs in makers:

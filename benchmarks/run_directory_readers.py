@@ -139,7 +139,7 @@ def _board(readers: Readers) -> None:
     for job_id in (readers.whole, readers.damaged):
         job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
-            # As the server writes it: no NaN, and nothing that is no UTF-8.
+            # As the server writes it: without NaN, and valid UTF-8.
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
             if sent and readers.secret in sent:
                 readers.say("leaked", "the dashboard shows a file from outside")

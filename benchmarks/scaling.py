@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds == 1 or options.rounds < 0 or options.stretch < 10 or options.starts < 1:
         parser.error("--rounds must be 0 or at least 2, --stretch at least 10, --starts at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks, namespaces and folders go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed first
     began, load_before = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

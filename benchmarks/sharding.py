@@ -122,7 +122,7 @@ class Measurements:
         if limit < self.seconds:
             self.found[key] = {"failed": "no time was left for it"}
         else:
-            self.found[key] = {"failed": "it was stopped"}  # unless it comes to its end
+            self.found[key] = {"failed": "it was stopped"}  # replaced if it ends
             self.found[key] = run_step(step, folder, self.seconds, limit, **environment)
         sys.stderr.write(f"{time.monotonic() - self.began:4.0f} s: {key} {self.found[key]}\n")
         return self.found[key]

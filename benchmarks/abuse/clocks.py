@@ -84,7 +84,7 @@ def measured(jumps: list[float], launches: int = 1) -> dict[str, Any]:
 
 
 def complaints(found: dict[str, Any], jumps: list[float], launches: int = 1) -> list[str]:
-    """Return the faults of a bill, in words."""
+    """Return the faults of a bill, each as a phrase."""
     most = 2 * (found["took"] + SLACK_SECONDS)
     said = [f"{seconds:,.0f} s were billed" for seconds in (*found["looks"], found["seconds"]) if seconds > most]
     if found["seconds"] < 2 * launches * 3.0:  # nodes slept for four seconds in each launch

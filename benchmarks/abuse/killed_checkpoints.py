@@ -180,7 +180,7 @@ def attack(random: random.Random, rounds: int) -> Tally:
                 before = latest(home)
                 said += _of_start(forks.run(name, home, **arguments, **when), before)
                 said.append(wrong_between(home))
-            for left in (home / "jobs" / JOB).rglob("*.tmp"):  # a day later
+            for left in (home / "jobs" / JOB).rglob("*.tmp"):  # as if a day had passed
                 os.utime(left, (time.time() - 86400,) * 2)
             tally.tried += 1
             before = latest(home)
@@ -203,7 +203,7 @@ def _of_start(found: dict[str, Any], before: str | None) -> list[str]:
     said = [f"{name} outlives it" for name in found["orphans"]]
     if "error" in found:
         said.append(found["error"])
-    elif "gave" in found and before and found["gave"]["from"] != [before]:  # without LATEST, a whole one will do
+    elif "gave" in found and before and found["gave"]["from"] != [before]:  # without LATEST, any whole one is right
         said.append(f"it went on from {found['gave']['from']}, and LATEST had pointed to {before}")
     return said
 

@@ -116,7 +116,7 @@ def _flip(data: bytes, random: randomness.Random) -> bytes:
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # their paths are short
+        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # paths of sockets must be short
         server.bind(str(short))
         short.rename(path)
 
@@ -221,7 +221,7 @@ class Stage:
         folder.symlink_to(elsewhere)
 
     def _strangers(self) -> None:
-        """Put files that belong to nobody into every folder and beside the marks."""
+        """Put files that dtrain never writes into every folder and beside the marks."""
         copy, marks = self.copy(), self.home / "storage" / "active"
         folders = [copy, *(path for path in copy.rglob("*") if path.is_dir()), marks, self.jobs, self.home / "clusters"]
         for folder in folders:

@@ -33,8 +33,8 @@ HALVES = (
 
 @contextmanager
 def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket.socket]]:
-    """Open so many connections that have begun a request, and yield them. Raises this process's limit of descriptors if
-    needed."""
+    """Open ``count`` connections that have begun a request, and yield them. Raises this process's limit of descriptors
+    if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < count + 200:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 200, hard), hard))
@@ -45,7 +45,7 @@ def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             made.settimeout(20)
             opened.append(made)
-            with suppress(OSError):  # it may have been dropped, or there is no room at all
+            with suppress(OSError):  # the server may drop it, or have no descriptor left
                 made.connect(("127.0.0.1", port))
                 made.sendall(random.choice(HALVES))
         yield opened

@@ -88,7 +88,7 @@ def forged(random: Random, port: int) -> Request:
         foreign = random.choice(([origin], [site], [origin, site]))
         headers = [("Host", here), ("Content-Type", "application/json"), *foreign]
         return Request(random.choice(("POST", "POST", "PUT", "OPTIONS")), "/graphql", headers, json_body)
-    if carrier == "rebinding":  # the page's own name points at this machine by now: for the browser all is same-origin
+    if carrier == "rebinding":  # the page's own name now resolves to this machine: to the browser this is same-origin
         name = random.choice(FOREIGN_NAMES)
         headers = [("Host", f"{name}:{port}"), ("Origin", f"http://{name}:{port}"), ("Sec-Fetch-Site", "same-origin")]
         return Request("POST", "/graphql", [*headers, ("Content-Type", "application/json")], json_body)

@@ -76,7 +76,7 @@ def job_of(case: Case) -> JobConfig:
 
 def ours(case: Case, turns: Turns) -> float | None:
     """Train the case in turns; return the validation loss on rank 0 if the case is judged, else None."""
-    os.environ["MASTER_PORT"] = str(case.port)  # the group of the case before has left its own
+    os.environ["MASTER_PORT"] = str(case.port)  # a port of its own: that of the case before is still in use
     trainer = Trainer(job_of(case))
     trainer.turns = turns
     try:

@@ -35,7 +35,7 @@ class Measurement(NamedTuple):
 
     steps: int
     seconds: float
-    """From when the first rank began until the last one was done."""
+    """Seconds from when the first rank began until the last one was done."""
     cpu_seconds: float
     """CPU seconds of all its processes."""
     lockstep_seconds: float
@@ -55,7 +55,7 @@ class FrameworkProcess:
     began: int = 0
     """Number of cases that it has begun."""
     is_broken: bool = False
-    """Whether it ended or does not answer: it is not used again."""
+    """True if it ended or does not answer: it is not used again."""
 
     def begin(self, case: Case) -> None:
         """Prepare a case, and return when all ranks stand before the first step; raise `FrameworkProcessError` if one
@@ -69,7 +69,7 @@ class FrameworkProcess:
             self._hear()
 
     def measure(self, steps: int) -> Measurement:
-        """Let all ranks take so many steps, while no other framework works, and return the times."""
+        """Let all ranks take ``steps`` steps, while no other framework works, and return the times."""
         before = self._cpu_seconds()
         with self._awake():
             self._tell(steps)
@@ -193,7 +193,7 @@ def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[
 def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess:
     (folder / name).mkdir()
     port, processes = free_port(), []
-    for rank in range(1 if name == "ray" else ranks):  # Ray starts its own
+    for rank in range(1 if name == "ray" else ranks):  # Ray starts its own ranks
         environment = {
             **os.environ,
             ADDRESS: str(folder / "turns"),

@@ -38,7 +38,7 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of ours that differ from the case."""
     judged_after: int | None = None
-    """Train so many steps, with the learning rate of `trainer.engine.lr_schedule`, and report the validation loss;
+    """Steps to train with the learning rate of `trainer.engine.lr_schedule` before the validation loss is reported;
     None: train without end and report none."""
 
 

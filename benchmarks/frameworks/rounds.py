@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The model and the batch, in words."""
+        """The model and the batch, as text for people."""
         return f"{self.case.model}, {self.case.batch} per rank"
 
     def case_of(self, name: str) -> Case:
@@ -91,7 +91,7 @@ class Cell:
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
     def stretch_of(self, seconds: float) -> int:
-        """Return the number of steps that the bound takes in about so many seconds."""
+        """Return the number of steps that the bound takes in about ``seconds``."""
         steps = round(seconds / self.step_seconds)
         return steps // REPORT * REPORT if steps >= REPORT else max(LEAST_STEPS, steps)
 
@@ -160,7 +160,7 @@ class Rounds:
         for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (MALLOC, *known)]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
-                for value in values[bool(best) :]:  # with the first one it has been measured already
+                for value in values[bool(best) :]:  # the first value is already measured, with the options before
                     if time.monotonic() > until:
                         cell.missing.append(f"choice of {setting} for {name}")
                         break
@@ -219,7 +219,7 @@ class Rounds:
         return statistics.median(ratios)
 
     def judge(self, cell: Cell, steps: int, seeds: int, until: float) -> None:
-        """Measure validation losses after so many steps, seed by seed, while there is time."""
+        """Measure validation losses after ``steps`` steps, seed by seed, while there is time."""
         # Without settings of its own, tuned is ours, number for number.
         judged = [name for name in (*OURS, "plain_ddp") if cell.tuned or name != "tuned"]
         took = self.judging_seconds(cell, steps, 1)
@@ -300,7 +300,7 @@ def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:
         return None
     if getattr(case, setting, None) == value:
         return None
-    if setting == "compile" and case.device == "cpu":  # takes half a minute to be slower
+    if setting == "compile" and case.device == "cpu":  # compiling takes half a minute, and the step is slower
         return None
     return {setting: value}
 
