@@ -1,5 +1,4 @@
-"""Measure how long a training stands still when a node is killed: the local cluster, torchrun tuned, torchrun by
-default.
+"""Measure how long a training stops when a node is killed: local cluster, torchrun tuned, torchrun by default.
 
 Run `python -m benchmarks.recovery`. The same trainer trains the same model on three nodes of this machine; only the
 launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. Times
