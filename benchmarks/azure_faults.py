@@ -288,9 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.azure_faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=50, help="how many (50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; each next one is one more (0)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no run after this long (3600)")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs (50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run; others follow it (0)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no run begins (3600)")
     parser.add_argument("--out", action="store_true", help="also write the line to benchmarks/results")
     options = parser.parse_args(arguments)
     if why := missing():

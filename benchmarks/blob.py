@@ -174,8 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.blob", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, of the saves alone and of three stretches (5)")
-    parser.add_argument("--batch", type=int, default=2, help="samples of 64 days in a step (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of saves alone, and of three intervals (5)")
+    parser.add_argument("--batch", type=int, default=2, help="samples (of 64 days) in a step (2)")
     parser.add_argument("--uri", help="a folder on a real account, az://container/path (Azurite on this machine)")
     parser.add_argument("--out", nargs="?", const="blob.json", help="also write the line to benchmarks/results/OUT")
     options = parser.parse_args(arguments)

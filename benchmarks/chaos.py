@@ -109,11 +109,11 @@ def _tell(outcome: Outcome, wrong: Sequence[str], generation_count: int, differe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a tape failed or was not played, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tapes", type=int, default=200, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; each next one is one more")
-    parser.add_argument("--only", type=int, metavar="SEED", help="play this one tape")
+    parser.add_argument("--tapes", type=int, default=200, help="number of tapes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first tape; each further one has the next")
+    parser.add_argument("--only", type=int, metavar="SEED", help="play only the tape of this seed")
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process

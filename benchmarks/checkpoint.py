@@ -212,13 +212,13 @@ def main(arguments: list[str] | None = None) -> None:
         "python -m benchmarks.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="megabytes of state")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of three stretches, for each size (20)")
-    parser.add_argument("--others", type=float, default=5.0, help="percent of the CPU that others may take (5)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of three intervals, for each size (20)")
+    parser.add_argument("--others", type=float, default=5.0, help="percent of CPU that others may take (5)")
     parser.add_argument(
         "--patience", type=float, default=3600.0, help="seconds to wait for a quiet machine, for each size (3600)"
     )
-    parser.add_argument("--batch", type=int, default=8, help=f"samples of {DAYS} days in a step (8)")
-    parser.add_argument("--folder", help="where to write the checkpoints (a temporary folder)")
+    parser.add_argument("--batch", type=int, default=8, help=f"samples (of {DAYS} days) in a step (8)")
+    parser.add_argument("--folder", help="folder of the checkpoints (a temporary one)")
     parser.add_argument(
         "--out",
         nargs="?",

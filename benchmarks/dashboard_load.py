@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--jobs", type=int, default=10_000, help="synthetic jobs on disk (10000)")
     parser.add_argument("--browsers", type=int, default=100, help="pages that ask every two seconds (100)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for so long (60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the load (60)")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/dashboard_load.json")
     options = parser.parse_args(arguments)
     load_before = os.getloadavg()[0]

@@ -195,12 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 0 if 95 % are right and nothing healthy was
     blamed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--plants", type=int, default=48, help="how many; causes take turns")
+    parser.add_argument("--plants", type=int, default=48, help="number of plants; causes take turns")
     parser.add_argument("--healthy", type=int, default=20, help="trainings without a plant")
-    parser.add_argument("--seed", type=int, default=0, help="of the first plant; each next one is one more")
-    parser.add_argument("--only", type=int, metavar="SEED", help="this one plant")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
-    parser.add_argument("--json", action="store_true", help="nothing but the line of JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first plant; each further one has the next")
+    parser.add_argument("--only", type=int, metavar="SEED", help="only the plant of this seed")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process

@@ -231,10 +231,10 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 0 if error and coverage are good enough, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trainings", type=int, default=20, help="how many; models and node counts take turns")
-    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder, which must be new")
-    parser.add_argument("--json", action="store_true", help="nothing but the line of JSON")
+    parser.add_argument("--trainings", type=int, default=20, help="trainings; models and node counts take turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the run directories are kept")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     if options.trainings < 1:

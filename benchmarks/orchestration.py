@@ -266,12 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of each length (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of trainings of each length (3)")
     parser.add_argument("--short", type=int, default=48, help="steps of a short training (48)")
     parser.add_argument("--long", type=int, default=480, help="steps of a long training (480)")
-    parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each training (2)")
     parser.add_argument("--loads", type=int, default=7, help="times that each import is measured (7)")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the home, in this folder, which must be new")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the home is kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     if options.rounds < 2 or options.loads < 1 or options.long <= options.short:

@@ -201,9 +201,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=24, help="of three stretches (24)")
-    parser.add_argument("--steps", type=int, default=400, help="in a stretch, a multiple of 10 (400)")
-    parser.add_argument("--folder", help="where to train (a temporary folder)")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds of three intervals (24)")
+    parser.add_argument("--steps", type=int, default=400, help="steps in an interval, a multiple of 10 (400)")
+    parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
     parser.add_argument(
         "--out", nargs="?", const="overhead.json", help="also write the line to benchmarks/results/OUT (overhead.json)"
     )

@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=3, help="processes (3)")
-    parser.add_argument("--megabytes", type=float, default=38.0, help="of gradients on each rank, in 10^6 bytes (38)")
+    parser.add_argument("--ranks", type=int, default=3, help="number of ranks, each a process (3)")
+    parser.add_argument("--megabytes", type=float, default=38.0, help="gradients of each rank, in 10^6 bytes (38)")
     parser.add_argument("--rounds", type=int, default=30, help="sums of each kind (30)")
     parser.add_argument(
         "--out", nargs="?", const="star.json", help="also write the line to benchmarks/results/OUT (star.json)"

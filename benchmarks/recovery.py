@@ -205,9 +205,9 @@ def summary(name: str, figures: Figures) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=10, help="kills for ours and for the tuned torchrun")
-    parser.add_argument("--default-repeats", type=int, default=10, help="for torchrun's defaults: up to 3 minutes each")
-    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="measure this one alone")
+    parser.add_argument("--repeats", type=int, default=10, help="kills for the local cluster and for torchrun tuned")
+    parser.add_argument("--default-repeats", type=int, default=10, help="kills for its defaults: up to 3 minutes each")
+    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process

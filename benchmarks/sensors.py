@@ -174,9 +174,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sensors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON, and nothing else on stdout")
+    parser.add_argument("--json", action="store_true", help="print only one line of JSON on stdout")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/sensors.json")
-    parser.add_argument("--ticks", type=int, default=7, help="of each sensor (7)")
+    parser.add_argument("--ticks", type=int, default=7, help="ticks of each sensor (7)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of past jobs, ascending")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)

@@ -229,11 +229,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10], help="of the default data (1 10)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each reading ({SECONDS:g})")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds at most for one measurement (240)")
-    parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="that all of it may take (690)")
-    parser.add_argument("--folder", help="where to write, on a disk with 5 GB (a temporary folder)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10], help="multiples of the default data (1 10)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"seconds of each reading ({SECONDS:g})")
+    parser.add_argument("--timeout", type=float, default=240, help="longest time of one measurement, in seconds (240)")
+    parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="longest total time (690)")
+    parser.add_argument("--folder", help="folder of the data, on a disk with 5 GB (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/sharding.json")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -292,14 +292,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
-    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="all, where installed")
-    parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="that all of it may take (720)")
-    parser.add_argument("--rounds", type=int, default=6, help="at most, of one stretch of each framework (6)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="about so long is a stretch of the bound (0.5)")
-    parser.add_argument("--pairs", type=int, default=2, help="of stretches for each choice of a search (2)")
-    parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
-    parser.add_argument("--loss-steps", type=int, default=150, help="at the least batch, for the losses; 0: none (150)")
-    parser.add_argument("--loss-seeds", type=int, default=3, help="that the least batch is judged with (3)")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=FRAMEWORKS,
+        default=list(FRAMEWORKS),
+        help="others (all installed)",
+    )
+    parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="longest total time (720)")
+    parser.add_argument("--rounds", type=int, default=6, help="most rounds, of one interval of each framework (6)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of an interval of the bound, about (0.5)")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs of intervals for each candidate of a search (2)")
+    parser.add_argument("--tuned", metavar="FILE", help="file of `dtrain tune`, used instead of a search")
+    parser.add_argument("--loss-steps", type=int, default=150, help="loss steps at the smallest batch; 0: none (150)")
+    parser.add_argument("--loss-seeds", type=int, default=3, help="seeds of the losses at the smallest batch (3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")

@@ -32,8 +32,8 @@ def campaigns() -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the campaigns with these command-line arguments; exit with 0 if no attack succeeded, else with 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.abuse", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="which attacks are made (default 0)")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each kind of attack is varied (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the attacks (default 0)")
+    parser.add_argument("--rounds", type=int, default=20, help="variations of each kind of attack (default 20)")
     parser.add_argument("--only", choices=campaigns(), action="append", help="only this campaign (may be repeated)")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/abuse.json")
     options = parser.parse_args(arguments)
