@@ -1,6 +1,6 @@
 """Parts that benchmarks of whole jobs share: a home with the real dataset, the stock job, and the line of JSON.
 
-It has also the handling of signals, failed parts and stolen processor time. Nothing is measured here.
+The handling of signals, of failed parts and of stolen processor time belongs here, too; nothing is measured here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw docs/pictures/performance-*.png from the saved results of benchmarks, as far as they exist.
 
-Run `python -m benchmarks.pictures`. Nothing is measured here, and no figure is computed that a result does not have.
+Run `python -m benchmarks.pictures`. Nothing is measured here.
 """
 
 from __future__ import annotations

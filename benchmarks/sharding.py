@@ -1,5 +1,4 @@
-"""Measure building shards from prices and reading random windows: rows/s, samples/s and peak memory, beside other
-tools.
+"""Measure building shards and reading random windows: rows/s, samples/s and peak memory, beside other tools.
 
 Run `python -m benchmarks.sharding`. Prices are **synthetic** random walks in the shape of the default data (20 tickers
 of 8,313 days), and 10 times as many tickers; with ``--sizes 1 10 100`` also 100 times, which takes 5 GB of disk and,

@@ -1,8 +1,8 @@
-"""Real processes that start without imports: a server process that has imported everything (this module, run as a
-program) forks for each piece of work, and kills the fork with ``kill -9``, at a moment or just before a step of it.
+"""Kill real processes at chosen moments, without the cost of their imports.
 
-A step changes something: a file in the work's folder, or a database. Random moments hit the parts that take long; steps
-hit the points where something is half done.
+A server process, which is this module run as a program, imports everything once. It forks for each piece of work, and
+kills the fork with ``kill -9``, at a moment or just before a step of it. A step changes something: a file in the work's
+folder, or a database. Random moments hit the parts that take long; steps hit the points where something is half done.
 """
 
 from __future__ import annotations

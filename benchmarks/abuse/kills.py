@@ -1,7 +1,7 @@
-"""Kill processes at seeded moments of work that must not be left half-done; repeated, it must work, and have one
-result.
+"""Kill processes at seeded moments of work that must not be left half-done, and repeat the work.
 
-Each kind of work is a small program of its own (`WORK`), so that ``kill -9`` meets a real process.
+Repeated, it must succeed and have one result. Each kind of work is a small program of its own (`WORK`), so that ``kill
+-9`` meets a real process.
 """
 
 from __future__ import annotations
