@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
-    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="others (all installed)")
+    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="others (installed)")
     parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="longest total time (720)")
     parser.add_argument("--rounds", type=int, default=6, help="most rounds, of one interval of each framework (6)")
     parser.add_argument("--seconds", type=float, default=0.5, help="duration of an interval of the bound, about (0.5)")
