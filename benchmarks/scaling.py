@@ -97,7 +97,7 @@ class TimedTrainer(DistributedTrainer):
         super().__init__(job)
         self.pipe, self.stretch, self.ends_at = pipe, steps, WARM_UP
         self.began: list[float] = []
-        """Begin of each step of this interval."""
+        """Times at which the steps of this interval began, by `time.monotonic`."""
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train an epoch, and pause where an interval ends."""

@@ -1,8 +1,8 @@
 """Attack this project: ``python -m benchmarks.abuse --seed S`` prints one line of JSON.
 
-Each campaign is a module of this package with a function ``attack(random, rounds) -> Tally``. It makes everything that
-it attacks in a folder of its own, on loopback, and stops everything that it started. ``accepted``, ``outages``,
-``executed`` and ``leaked`` must be 0; otherwise the exit code is 1.
+Each campaign is a module of this package with a function ``attack(random, rounds) -> Tally``; ``--only NAME`` runs one
+of them. It makes everything that it attacks in a folder of its own, on loopback, and stops everything that it started.
+``accepted``, ``outages``, ``executed`` and ``leaked`` must be 0; otherwise the exit code is 1.
 """
 
 from __future__ import annotations

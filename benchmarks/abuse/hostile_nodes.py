@@ -35,7 +35,7 @@ TARGETS = (
 )
 """Factories that must not be imported."""
 HARMLESS = (sys.executable, "-I")
-"""Begin of the commands that the reading process starts by itself: it asks a model in a process of its own."""
+"""First words of the commands that the reading process starts by itself: it asks a model in a process of its own."""
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 """Audit events of a program that starts."""
 OWN_MODEL = """

@@ -54,7 +54,7 @@ class Turns:
         self._connection.send((name, rank))
         self._left = 0
         self._began: list[float] = []
-        """Begin of each step of this interval."""
+        """Times at which the steps of this interval began, by `time.monotonic`."""
         self.synchronize: Callable[[], Any] = lambda: None
         """Function that waits for the device, which may be behind."""
 
