@@ -1,5 +1,7 @@
-"""Measurements: each `python -m benchmarks.NAME` prints one line of JSON; what was measured is in `results/`.
+"""Measurements: each `python -m benchmarks.NAME` prints one line of JSON, and `results` keeps the saved lines.
 
-A benchmark asserts nothing: what has to hold is tested under `tests`. `frameworks` trains side by side with others for
-`throughput`, `abuse` attacks; `host`, `namespaces` and `sharding_programs` serve several or large benchmarks.
+A benchmark asserts nothing: what must hold is tested under `tests`. `frameworks` trains side by side with other
+frameworks for `throughput`, and `abuse` attacks the project. `host`, `namespaces`, `launchers`, `stranger`, `leaks`,
+`run_directory_readers`, `scaling_figures` and `sharding_programs` are parts of benchmarks and of tests; `pictures`
+draws saved results.
 """

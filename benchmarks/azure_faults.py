@@ -1,19 +1,21 @@
-"""Random fault scripts against the Azure path: real clients, an emulated workspace, real trainings on Blob (Azurite).
+"""Play random fault scripts against the Azure path, with real clients, an emulated workspace and trainings on Azurite.
 
+Run `python -m benchmarks.azure_faults`. It measures no time: it counts runs that violate a property, which must be 0.
 Each run provisions a cluster and trains a small model on two nodes, while one to four faults from a seeded script
 strike: refusals, no capacity, throttling, errors and lost answers of the service, nodes lost or preempted, odd states,
-operations that hang, an orchestrator that dies, a person who cancels. Afterwards, the faults over, it is asked what is
-left. A run that fails is named by its seed: `--seed SEED --runs 1` plays it again.
+operations that hang, an orchestrator that dies, a person who cancels. After the run, with the faults cleared, the
+benchmark checks what remains. A run that fails is named by its seed: `--seed SEED --runs 1` plays it again.
 
-    runs, violations, failed_seeds   played; that violated a property; which
-    outcomes                         how they ended: succeeded, failed (in words), cancelled, no_capacity, refused
-    faults                           by kind: how many were in the scripts
+    runs, violations, failed_seeds   runs played; runs that violated a property; seeds of those
+    outcomes                         ends of runs: succeeded, failed (with a message), cancelled, no_capacity, refused
+    faults                           number of faults in the scripts, by kind
     launches                         jobs that were bought, one for each launch that was asked for
-    orphan_node_minutes              that a job's nodes were alive after the job had ended for its owner
-    left_alive, left_failed          nodes alive after the idle time, computes left Failed
+    orphan_node_minutes              minutes that a job's nodes were alive after the job had ended for its owner
+    left_alive, left_failed          nodes alive after the idle time; computes left in state Failed
 
-The properties: every run ends, in success or in words; what succeeded did all its steps on equal weights; jobs bought
-are jobs asked for; nothing is alive afterwards, and no compute is left Failed.
+The properties: every run ends, in success or with a message; a run that succeeded did all its steps and has equal
+weights on all ranks; only jobs that were asked for were bought; nothing is alive afterwards, and no compute is left
+Failed.
 """
 
 from __future__ import annotations
@@ -50,22 +52,25 @@ STEPS, NODES, SKU = 40, 2, "Standard_NC6s_v3"
 LONGEST_SECONDS = 240.0
 ENDED, GONE = ("Completed", "Failed", "Canceled"), ("leaving", "preempted", "unusable")
 SETTLE_SECONDS = 30.0
-"""What may pass from the end of a job in its owner's eyes to the end of its nodes in the service's."""
+"""Longest time from the end of a job for its owner to the end of its nodes in the service."""
 OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
 
 
 @dataclass
 class Script:
-    """What goes wrong in one run. Seconds are of the emulator's clock, which here is the real one."""
+    """The faults of one run. Seconds are those of the emulator's clock, which here is the real one."""
 
     faults: list[dict[str, Any]]
     dies_after: float | None = None
-    """When the orchestrator is replaced by another one that knows nothing but the run directory."""
+    """Seconds until the orchestrator is replaced by another one, which knows the run directory only; None: never."""
     cancels_after: float | None = None
+    """Seconds until a person cancels the job; None: never."""
 
 
 @dataclass
 class Campaign:
+    """The counts of all runs so far, and the violations by seed."""
+
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     launches: int = 0
@@ -76,7 +81,7 @@ class Campaign:
 
 
 def make_script(seed: int) -> Script:
-    """The same for the same seed."""
+    """Return the script of a seed: the same seed gives the same script."""
     dice = random.Random(seed)
     kinds = {
         "throttle": lambda: {
@@ -126,7 +131,7 @@ def _node_loss(dice: random.Random) -> dict[str, Any]:
 
 
 class Run:
-    """One run: its cluster, its job, its script."""
+    """A run of the campaign: its cluster, its job and its script."""
 
     def __init__(self, seed: int, emulator: Emulator, dataset: str, folder: Path) -> None:
         self.seed, self.emulator, self.folder = seed, emulator, folder
@@ -151,10 +156,11 @@ class Run:
         )
 
     def manager(self, run_id: str) -> AzureMLClusterManager:
+        """Return a manager of this run's cluster, as the orchestrator of the Dagster run ``run_id`` has it."""
         return AzureMLClusterManager(self.options, self.folder / "home", dagster_run_id=run_id)
 
     def play(self) -> tuple[str, str]:
-        """(outcome, message): how it ended for whoever asked for it."""
+        """Play the script, and return (outcome, message): how the run ended for its owner."""
         began = time.monotonic()
         self.rundir.write_job(self.job)
         manager = self.manager("run-1")
@@ -187,12 +193,12 @@ class Run:
                 cancels = None
                 try:
                     manager.cancel_job(self.job_id)
-                except ClusterError as error:  # it says so, and the job is cancelled as soon as the service listens
+                except ClusterError as error:  # the job is cancelled as soon as the service answers again
                     print(f"seed {self.seed}: cancelling: {error}", file=sys.stderr)
             time.sleep(0.3)
 
     def judge(self, outcome: str, message: str, campaign: Campaign) -> list[str]:
-        """What is not as it must be, now that the run is over. Cleans up behind it."""
+        """Return the violated properties of a run that is over, add its counts to the campaign, and clean up."""
         wrong = []
         ended_at = self.emulator.control("bought")["now"]
         if outcome == "never_ended":
@@ -241,7 +247,7 @@ class Run:
         return {name: it for name, it in computes.items() if name.startswith(f"{self.options.cluster_name}-")}
 
     def _settle(self) -> None:
-        """Until the service has ended what has ended for us."""
+        """Wait until the service has ended all jobs that have ended for their owner."""
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:
             if all(job["status"] in ENDED for job in self._jobs().values()):
@@ -264,7 +270,7 @@ def _outcome(status: JobStatus) -> str:
 
 @contextmanager
 def emulated(folder: Path) -> Iterator[Emulator]:
-    """The emulator, which this process takes for Azure."""
+    """Run the emulator and yield it; meanwhile this process takes it for Azure."""
     import runpy
 
     with Emulator(folder) as emulator:
@@ -278,12 +284,13 @@ def emulated(folder: Path) -> Iterator[Emulator]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if a run violated a property, else 0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.azure_faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=50, help="how many (50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; each next one is one more (0)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no run after this long (3600)")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs (50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run; others follow it (0)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no run begins (3600)")
     parser.add_argument("--out", action="store_true", help="also write the line to benchmarks/results")
     options = parser.parse_args(arguments)
     if why := missing():

@@ -1,24 +1,24 @@
-"""What saving a checkpoint to Azure Blob Storage takes, with blocks side by side and one after the other.
+"""Measure how long saving a checkpoint to Azure Blob Storage takes, with blocks in parallel and one after the other.
 
-A transformer is trained with AdamW: 150 MB of weights and moments. First saves follow each other in turn while nothing
-else is done, with several blocks on their way at once and with one. Then come rounds of three stretches of training, in
-random order: one without a save, one that begins with `CheckpointManager.save` on a run directory on Blob, and one that
-begins with the same while only one block is on its way at a time. The save is written in the background; a stretch is
-meant to be long enough for it, and by how much it is longer than the one without is the stall of the training: the
-copy, and the CPU time that is taken from it.
+Run `python -m benchmarks.blob`. A transformer is trained with AdamW: 150 MB of weights and moments. First, saves follow
+each other while nothing else is done, alternately with several blocks in flight at once and with one. Then come rounds
+of three intervals of training, in random order: one without a save, one that begins with `CheckpointManager.save` on a
+run directory on Blob, and one that begins with the same save while only one block is in flight at a time. The save is
+written in the background; an interval is meant to be long enough for it. The stall of the training is the time by which
+this interval is longer than the one without a save: the copy, and the CPU time that the save takes from the training.
 
 The account is Azurite on this machine, started for the measurement, unless ``--uri az://…`` gives another. Azurite
-takes CPU time from the training, and answers without a network in between: so the saves are also made by way of a proxy
-that holds every request up for `DELAY_SECONDS`. None of this says what a real account does. Figures are medians.
+takes CPU time from the training, and answers without a network in between. Therefore the saves are also made through a
+proxy that delays every request by `DELAY_SECONDS`. No figure says what a real account does. Figures are medians.
 
-    save_seconds_*           beginning of the background write to a checkpoint that counts, nothing else being done
-    delayed_save_seconds_*   the same, by way of that proxy (not with ``--uri``)
-    busy_save_seconds_*      the same as the first while the training runs (the writer has the lowest priority)
-    stall_seconds_*          by which a stretch of training with one save is longer
-    stall_error_*            half the distance between the quartiles of that
-    call_seconds             of the stall the time inside `save` (copying the state)
-    load_seconds             reading it back, parallel blocks, with its sha256 checked
-    unfinished               stretches that were too short for their save
+    save_seconds_*           from the start of the background write to a complete checkpoint, nothing else running
+    delayed_save_seconds_*   the same, through the proxy (not with ``--uri``)
+    busy_save_seconds_*      the same as the first, while the training runs (the writer has the lowest priority)
+    stall_seconds_*          by which an interval of training with one save is longer
+    stall_error_*            half the distance between the quartiles of the stalls
+    call_seconds             part of the stall: time inside `save` (copying the state)
+    load_seconds             reading the checkpoint back in parallel blocks, with its sha256 checked
+    unfinished               intervals that were too short for their save
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ from trainer.rundir import RunDir
 from trainer.storage.azure_blob import PARALLEL, BlobStorage
 
 MEGABYTES = 150
+"""Size of the state: model and optimizer."""
 DELAY_SECONDS = 0.05
+"""Delay of each request by the proxy."""
 MODES = {"parallel": PARALLEL, "serial": 1}
+"""Kinds of save, and the number of blocks in flight at once of each."""
 
 
 class Trial:
-    """Stretches of one training, with saves to one folder."""
+    """Intervals of one training, with saves to one folder."""
 
     def __init__(self, uri: str, batch: int) -> None:
         self.training = Training(*SIZES[MEGABYTES], batch)
@@ -75,13 +78,13 @@ class Trial:
         self.calls.append(time.perf_counter() - began)
 
     def idle(self, mode: str) -> float:
-        """Seconds of a save while nothing else is done."""
+        """Return the seconds of a save while nothing else is done."""
         self.save(mode)
         self.manager.wait()
         return self.saved["seconds"]
 
     def stretch(self, mode: str, steps: int) -> float:
-        """Seconds of this many steps, after a save of this kind ("off": none)."""
+        """Return the seconds of this many steps, after a save of this kind ("off": no save)."""
         began = time.perf_counter()
         if mode != "off":
             self.save(mode)
@@ -95,8 +98,8 @@ class Trial:
 
 
 def alone(trial: Trial, rounds: int) -> dict[str, list[float]]:
-    """Seconds of saves of each kind, in turn, while nothing else is done."""
-    for mode in MODES:  # makes the buffers, the connections
+    """Return the seconds of saves of each kind, made alternately while nothing else is done."""
+    for mode in MODES:  # allocates the buffers and opens the connections
         trial.idle(mode)
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
@@ -106,7 +109,7 @@ def alone(trial: Trial, rounds: int) -> dict[str, list[float]]:
 
 
 def delayed(upstream: str, uri: str, rounds: int, batch: int) -> dict[str, float]:
-    """`alone` by way of a proxy that holds up every request; medians."""
+    """Return the medians of `alone` through a proxy that delays every request."""
     from tests.azure.blob_proxy import BlobProxy
 
     with BlobProxy(upstream) as proxy:
@@ -124,8 +127,9 @@ def delayed(upstream: str, uri: str, rounds: int, batch: int) -> dict[str, float
 
 
 def measure(uri: str, rounds: int, batch: int) -> dict[str, Any]:
+    """Return the figures of all saves to ``uri``, alone and during a training, and delete the checkpoints."""
     trial = Trial(uri, batch)
-    trial.stretch("off", 1)  # makes the moments
+    trial.stretch("off", 1)  # allocates the moments
     idle = alone(trial, rounds)
     began = time.perf_counter()
     trial.manager.load(trial.saved["path"])
@@ -166,11 +170,12 @@ def measure(uri: str, rounds: int, batch: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.blob", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, of the saves alone and of three stretches (5)")
-    parser.add_argument("--batch", type=int, default=2, help="samples of 64 days in a step (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of saves alone, and of three intervals (5)")
+    parser.add_argument("--batch", type=int, default=2, help="samples (of 64 days) in a step (2)")
     parser.add_argument("--uri", help="a folder on a real account, az://container/path (Azurite on this machine)")
     parser.add_argument("--out", nargs="?", const="blob.json", help="also write the line to benchmarks/results/OUT")
     options = parser.parse_args(arguments)

@@ -1,12 +1,12 @@
-"""Plays tapes of faults against real trainings, and counts what is violated afterwards (0 is the only good number).
+"""Play tapes of faults against real trainings, and count those that violate a property afterwards, which must be 0.
 
-A tape is made from its seed (`tests/faults/tape.py`); `tests/faults/properties.py` says what has to be true after it. A
-seed that fails is named, and `--only SEED` plays it again.
+Run `python -m benchmarks.chaos`. A tape is made from its seed (`tests/faults/tape.py`); `tests/faults/properties.py`
+says what must hold after it. A seed that fails is named, and `--only SEED` plays it again.
 
-    tapes, violations, failed_seeds   played; that violated a property; which
-    not_played                        because the campaign itself broke down
-    faults                            by kind: how many did happen
-    generations, launches             agreed; starts of a job (a tape may end all nodes)
+    tapes, violations, failed_seeds   tapes played; tapes that violated a property; their seeds
+    not_played                        tapes left because the campaign itself broke down
+    faults                            number of faults that happened, by kind
+    generations, launches             generations agreed; starts of a job (a tape may end all nodes)
     parameter_server                  generations in parameter-server mode
     largest_weight_difference         from the undisturbed run, relative to each tensor's largest weight
     skipped                           tapes that need a network of hosts, where the kernel does not allow one
@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Campaign:
-    """The seeds that are left, and what has been counted so far."""
+    """The seeds that are left, and the counts so far."""
 
     folder: Path
     seeds: SimpleQueue[int] = field(default_factory=SimpleQueue)
@@ -59,7 +59,7 @@ class Campaign:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self, name: str) -> None:
-        """Play tapes until there are none left; one thread of several."""
+        """Play tapes until none is left; one of several threads runs this."""
         stage = Stage(self.folder / name)
         try:
             while True:
@@ -70,6 +70,7 @@ class Campaign:
             stage.close()
 
     def one(self, stage: Stage, seed: int) -> None:
+        """Play the tape of one seed on this stage, and count its result."""
         try:
             outcome, wrong = stage.run(tapes.make(seed))
         except NoNetworkError as error:
@@ -106,12 +107,13 @@ def _tell(outcome: Outcome, wrong: Sequence[str], generation_count: int, differe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if a tape failed or was not played, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tapes", type=int, default=200, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; each next one is one more")
-    parser.add_argument("--only", type=int, metavar="SEED", help="play this one tape")
+    parser.add_argument("--tapes", type=int, default=200, help="number of tapes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first tape; each further one has the next")
+    parser.add_argument("--only", type=int, metavar="SEED", help="play only the tape of this seed")
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process

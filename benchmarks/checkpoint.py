@@ -1,19 +1,19 @@
-"""What a checkpoint every 100 steps costs a training on this machine, and what a synchronous torch.save would cost.
+"""Measure what a checkpoint every 100 steps costs a training on this machine, beside a synchronous torch.save.
 
-A transformer is trained with AdamW (weights and its two moments: 10 MB, 150 MB and 1 GB), in stretches of a few steps.
-In each round three stretches follow each other in random order: one without a save, one that begins with
-`CheckpointManager.save`, one that begins with `torch.save` (a file overwritten each time, not hashed, not synced to the
-disk). A stretch is long enough for the background writer to finish in it, so the stall of a save is the time by which
-its stretch is longer than the one of the same round without: the copy, the CPU time and the memory bandwidth taken by
-the writer, all of it. Before each round the benchmark waits until the machine is quiet, and rounds in which other
-processes took more than a few percent of it are thrown away and repeated. Given are the means over rounds with the
-outermost tenth cut off at both ends, and their standard errors.
+Run `python -m benchmarks.checkpoint`. A transformer is trained with AdamW (weights and their two moments: 10 MB, 150 MB
+and 1 GB), in intervals of a few steps. In each round three intervals follow each other in random order: one without a
+save, one that begins with `CheckpointManager.save`, one that begins with `torch.save` (a file overwritten each time,
+not hashed, not synced to the disk). An interval is long enough for the background writer to finish in it. The stall of
+a save is therefore the time by which its interval is longer than the one of the same round without a save: the copy,
+and the CPU time and memory bandwidth that the writer takes. Before each round the benchmark waits until the machine is
+quiet; rounds in which other processes took more than a few percent of it are discarded and repeated. Figures are means
+over rounds with the outermost tenth cut off at both ends, and their standard errors.
 
-    stall_percent_*        of training time that one asynchronous save every 100 steps costs; sync_…: torch.save
+    stall_percent_*        percent of training time that one asynchronous save every 100 steps costs; sync_…: torch.save
     stall_seconds_*        by which one save lengthens training
     stall_error_percent_*  standard error of stall_percent
-    call_seconds_*         of that the time inside `save` (copying the state)
-    writer_cpu_seconds_*   of the writer's thread for each save: an upper limit for the rest of the stall
+    call_seconds_*         part of the stall: time inside `save` (copying the state)
+    writer_cpu_seconds_*   CPU time of the writer's thread for each save: an upper limit for the rest of the stall
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
 
 RESULTS = Path(__file__).parent / "results"
+"""Folder of the saved results of all benchmarks."""
 EVERY = 100
+"""Steps between two checkpoints; the cost of a save is a percentage of their time."""
 HERTZ = os.sysconf("SC_CLK_TCK")
 DAYS, FEATURES = 64, 32
 SIZES = {10: (136, 4), 150: (512, 4), 1000: (1000, 7)}
-"""Megabytes of state: width and layers of the model."""
+"""Megabytes of state → width and layers of the model."""
 
 
 class Training:
-    """A model that is trained on random windows of prices."""
+    """A transformer that is trained on random windows of prices."""
 
     def __init__(self, width: int, layers: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -62,6 +64,7 @@ class Training:
         self.steps = 0
 
     def step(self) -> None:
+        """Do one optimizer step."""
         batch = self.batches[self.steps % len(self.batches)]
         self.optimizer.zero_grad()
         (self.model(batch)[..., 0] - batch.mean(-1)).square().mean().backward()
@@ -70,11 +73,12 @@ class Training:
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
+        """Return the state of model and optimizer, as a checkpoint saves it."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 class Trial:
-    """Stretches of a training with and without saves."""
+    """Intervals of a training with and without saves."""
 
     def __init__(self, training: Training, folder: str) -> None:
         self.training, self.file = training, f"{folder}/sync.pt"
@@ -91,7 +95,7 @@ class Trial:
             self.failures.append(fields["message"])
 
     def stretch(self, mode: str, steps: int) -> float:
-        """Seconds of this many steps, after a save of this kind."""
+        """Return the seconds of this many steps, after a save of this kind."""
         began = time.perf_counter()
         if mode == "async":
             assert self.manager.save(self.training.state(), self.training.steps, 1)
@@ -107,20 +111,21 @@ class Trial:
         return seconds
 
     def writer_cpu_seconds(self) -> float:
-        """What the writer's thread has used so far (0 where the system does not tell)."""
+        """Return the CPU seconds of the writer's thread so far; 0 if the system does not count them."""
         [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoints"]
         file = Path(f"/proc/self/task/{thread.native_id}/schedstat")
         return int(file.read_text().split()[0]) / 1e9 if file.exists() else 0.0
 
 
 class Others:
-    """CPU time that other processes take on this machine, since the last look."""
+    """The CPU time that other processes take on this machine between two looks."""
 
     def __init__(self) -> None:
         self.look()
 
     def look(self) -> float:
-        """Their share of all cores since the last look; 0 where the system does not tell."""
+        """Return the share of all cores that other processes took since the last look; 0 if the system does not count
+        it."""
         try:
             fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         except OSError:
@@ -132,7 +137,8 @@ class Others:
         return max(0.0, now[1] - before[1]) / (now[0] - before[0]) if now[0] > before[0] else 0.0
 
     def wait_until_quiet(self, share: float, deadline: float) -> None:
-        """RuntimeError if they do not become quiet by then."""
+        """Wait until other processes take no more than ``share``; raise RuntimeError if they still do at the
+        deadline."""
         self.look()
         while True:
             time.sleep(1)
@@ -145,12 +151,12 @@ class Others:
 def measure(
     megabytes: int, rounds: int, batch: int, folder: str, share: float, patience_seconds: float
 ) -> dict[str, Any]:
-    """All figures of one size of state, their names without the size."""
+    """Return all figures of one size of state, under names without the size."""
     others, deadline, discarded = Others(), time.monotonic() + patience_seconds, 0
     others.wait_until_quiet(share, deadline)
     training = Training(*SIZES[megabytes], batch)
     trial = Trial(training, folder)
-    for mode in ("off", "async", "sync", "async"):  # makes the moments, the buffers, the caches
+    for mode in ("off", "async", "sync", "async"):  # allocates the moments and the buffers, and warms the caches
         trial.stretch(mode, 2)
     warm_up = trial.stretch("off", 3) / 3
     steps = max(3, math.ceil(2.5 * max(trial.written) / warm_up) + 1)
@@ -159,7 +165,7 @@ def measure(
     order = random.Random(0)
     while len(seconds["off"]) < rounds:
         others.wait_until_quiet(share, deadline)
-        trial.training.step()  # the round before left warm caches
+        trial.training.step()  # warms the caches, as each interval does for the next one
         found = {mode: trial.stretch(mode, steps) for mode in order.sample(sorted(seconds), 3)}
         if others.look() > share:
             discarded += 1
@@ -192,7 +198,7 @@ def measure(
 
 
 def trimmed(values: list[float]) -> tuple[float, float]:
-    """Mean without the outermost tenth at both ends, and its standard error (by winsorised variance)."""
+    """Return the mean without the outermost tenth at both ends, and its standard error (by winsorised variance)."""
     values, cut = sorted(values), len(values) // 10
     kept = values[cut : len(values) - cut]
     winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
@@ -201,17 +207,18 @@ def trimmed(values: list[float]) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="megabytes of state")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of three stretches, for each size (20)")
-    parser.add_argument("--others", type=float, default=5.0, help="percent of the CPU that others may take (5)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of three intervals, for each size (20)")
+    parser.add_argument("--others", type=float, default=5.0, help="percent of CPU that others may take (5)")
     parser.add_argument(
         "--patience", type=float, default=3600.0, help="seconds to wait for a quiet machine, for each size (3600)"
     )
-    parser.add_argument("--batch", type=int, default=8, help=f"samples of {DAYS} days in a step (8)")
-    parser.add_argument("--folder", help="where to write the checkpoints (a temporary folder)")
+    parser.add_argument("--batch", type=int, default=8, help=f"samples (of {DAYS} days) in a step (8)")
+    parser.add_argument("--folder", help="folder of the checkpoints (a temporary one)")
     parser.add_argument(
         "--out",
         nargs="?",
@@ -237,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
                 figures = measure(
                     megabytes, options.rounds, options.batch, folder, options.others / 100, options.patience
                 )
-        except RuntimeError as error:  # the other sizes are worth as much without it
+        except RuntimeError as error:  # the figures of the other sizes stay valid
             figures = {"not_measured": str(error)}
         for key, value in figures.items():
             result[f"{key}_{name}"] = round(value, 4) if isinstance(value, float) else value

@@ -1,14 +1,14 @@
-"""The dashboard with 10,000 jobs on disk and 100 browsers that each ask every two seconds, as the page does.
+"""Measure the dashboard with 10,000 jobs on disk and 100 browsers that each ask every two seconds, as the page does.
 
-The jobs are synthetic run directories, as a cluster of two nodes and the trainer leave them; one of them trains and
-writes events all the time. The server is `dtrain dashboard` as a process of its own. Half of the browsers look at the
-job that trains, the others at jobs that have ended, each at another one; every tenth searches the list. The first
-seconds, when all pages are opened at once, are told apart.
+Run `python -m benchmarks.dashboard_load`. The jobs are synthetic run directories, as a cluster of two nodes and the
+trainer leave them; one of them is live and gets events all the time. The server is `dtrain dashboard` in a process of
+its own. Half of the browsers look at the live job, the others each at a different job that has ended; every tenth
+browser searches the list. The first seconds, in which all pages are opened, are reported separately.
 
     poll_seconds_p95      of the list and the job together, after all pages were opened; wanted: below 2
-    opening_seconds_max   the slowest first load of a page: HTML, scripts (compressed), list, job
+    opening_seconds_max   slowest first load of a page: HTML, scripts (compressed), list, job
     list_seconds_cold     from starting the server to a complete list
-    memory_mib            resident memory of the server: once all pages are open, and at the end
+    memory_mib            resident memory of the server, MiB: once all pages are open, and at the end
     busy_cores            processor time of the server per second
 """
 
@@ -37,12 +37,14 @@ import psutil
 from benchmarks.checkpoint import RESULTS, _cpu
 
 LIVE = "train-11111111-live0000"
+"""Id of the job that trains."""
 EVERY_SECONDS = 2.0
+"""Seconds between two requests of a browser."""
 HOUR = 3600.0
 
 
 def write_jobs(jobs: Path, count: int, now: float) -> None:
-    """So many jobs that ended, one an hour. Written without fsync: they need not outlive a power cut."""
+    """Write ``count`` jobs that ended, one an hour, without fsync: they need not outlive a power cut."""
     events = "".join(json.dumps(item) + "\n" for item in told(0, 40, now))
     for number in range(1, count + 1):
         job_id, ended = f"train-{number % 97:08x}-{number:08x}", now - number * HOUR
@@ -52,7 +54,7 @@ def write_jobs(jobs: Path, count: int, now: float) -> None:
 
 
 def write_job(folder: Path, job_id: str, events: str, times: dict[str, Any], state: str) -> None:
-    """A run directory, without checkpoints and predictions."""
+    """Write a run directory, without checkpoints and predictions."""
     (folder / "nodes").mkdir(parents=True)
     (folder / "events").mkdir()
     launch = {"job_id": job_id, "node_count": 2, "launch": 1, "sku": "Standard_NC6s_v3",
@@ -75,7 +77,7 @@ def write_job(folder: Path, job_id: str, events: str, times: dict[str, Any], sta
 
 
 def told(first: int, count: int, now: float) -> list[dict[str, Any]]:
-    """So many reports of a training on two nodes."""
+    """Return ``count`` reports, from number ``first`` on, of a training on two nodes."""
     events: list[dict[str, Any]] = []
     for number in range(first, first + count):
         at, step = now + number, 5 * (number + 1)
@@ -93,7 +95,7 @@ def told(first: int, count: int, now: float) -> list[dict[str, Any]]:
 
 
 class LiveJob:
-    """A job that trains, as far as its run directory tells: a file of events every second."""
+    """A job that trains, as far as its run directory shows: it gets a file of events every second."""
 
     def __init__(self, jobs: Path) -> None:
         self.folder = jobs / LIVE
@@ -129,7 +131,7 @@ class Browser:
     _connection: http.client.HTTPConnection | None = None
 
     def run(self, begins: float, ends: float, rest: threading.Event) -> None:
-        """Open the page, then ask until the end."""
+        """Open the page at ``begins``, then ask every two seconds until ``ends`` (both of `time.monotonic`)."""
         rest.wait(max(0.0, begins - time.monotonic()))
         began = time.monotonic()
         for path in ("/", "/dashboard.css", "/plotly.js", "/dashboard.js"):
@@ -174,7 +176,7 @@ class Browser:
 
 
 def start_server(home: Path) -> tuple[subprocess.Popen[str], int]:
-    """`dtrain dashboard` over this home, and its port."""
+    """Start `dtrain dashboard` over this home, and return its process and port."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
     command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", "dashboard", "--port", "0"]
     process = subprocess.Popen(
@@ -185,7 +187,7 @@ def start_server(home: Path) -> tuple[subprocess.Popen[str], int]:
 
 
 def complete_list(port: int, limit_seconds: float = 300.0) -> int:
-    """Wait until the server has read all run directories; how many jobs it lists."""
+    """Wait until the server has read all run directories, and return the number of jobs that it lists."""
     ends = time.monotonic() + limit_seconds
     while time.monotonic() < ends:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit_seconds)
@@ -199,11 +201,12 @@ def complete_list(port: int, limit_seconds: float = 300.0) -> int:
 
 
 def percentile(values: list[float], share: float) -> float:
+    """Return the value below which this share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def measure(jobs: int, browsers: int, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Figures of one run; everything is made in a temporary folder and removed."""
+    """Return the figures of one run; everything is made in a temporary folder and removed."""
     home = Path(tempfile.mkdtemp(prefix="dtrain-dashboard-"))
     rest = threading.Event()
     live = process = None
@@ -275,12 +278,13 @@ def measure(jobs: int, browsers: int, seconds: float, seed: int = 0) -> dict[str
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.dashboard_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=10_000, help="synthetic jobs on disk (10000)")
     parser.add_argument("--browsers", type=int, default=100, help="pages that ask every two seconds (100)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for so long (60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the load (60)")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/dashboard_load.json")
     options = parser.parse_args(arguments)
     load_before = os.getloadavg()[0]

@@ -1,15 +1,15 @@
-"""Plants causes of slowness in real trainings of three ranks, and counts how often the report names what was planted.
+"""Plant causes of slowness in real trainings of three ranks, and count how often the report names the planted cause.
 
-A plant is made from its seed: a rank that computes, reads or saves slowly, a link that is throttled (hosts are network
-namespaces), batches that are too small, a rank that never enters a collective, or nothing at all. Compute is emulated:
-the stock model with a pause for each micro-batch, as on a processor of another kind, so that three ranks fit on few
-cores; the delays, collectives, links and records are real.
+Run `python -m benchmarks.diagnosis`. A plant is made from its seed: a rank that computes, reads or saves slowly, a link
+that is throttled (hosts are network namespaces), batches that are too small, a rank that never enters a collective, or
+no fault at all. Compute is emulated: the stock model with a pause for each micro-batch, as on a processor of another
+kind, so that three ranks fit on few cores. The delays, collectives, links and records are real.
 
-    plants, right_percent   planted causes; named right (cause, and rank where it is one rank's)
-    healthy, false_alarms   trainings without a plant; in which something was blamed
-    mild_right_percent      of the plants that cost less than 15 % of a step
-    confusion               planted cause → named cause → how often
-    wrong                   seed, what was planted, what was named and why
+    plants, right_percent   planted causes; percent named right (the cause, and the rank where it is one rank's)
+    healthy, false_alarms   trainings without a plant; those in which the report blamed something
+    mild_right_percent      percent named right of the plants that cost less than 15 % of a step
+    confusion               planted cause → named cause → number of plants
+    wrong                   seed, planted cause, named cause, and the evidence given for it
     skipped                 plants that need a network of hosts, where the kernel does not allow one
 """
 
@@ -44,8 +44,9 @@ RESULTS = Path(__file__).parent / "results"
 STEPS, WARM_UP, WINDOW = 72, 8, 6
 PAUSE_SECONDS, MICRO_BATCHES = 0.02, 2
 STEP_SECONDS = 0.048
-"""Of a healthy step, about: what shares are shares of when a plant is made."""
+"""Seconds of a healthy step, about: the share of a plant refers to it."""
 LIMIT_SECONDS = 60.0
+"""Longest time of one training."""
 HANG_SECONDS = 2.0
 ELASTIC = {"health_check_seconds": 0.5, "peer_timeout_seconds": 30.0, "collective_timeout_seconds": 12.0}
 TRAINING = {
@@ -75,18 +76,18 @@ CAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What is wrong with one training."""
+    """The fault of one training."""
 
     seed: int
     cause: SlowdownCause
     share: float = 0.0
-    """Of a healthy step, that it costs in each step, about."""
+    """Cost of the plant in each step, about, as a share of a healthy step."""
     node: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     pause_seconds: float = PAUSE_SECONDS
     bytes_per_second: float | None = None
-    """Of the node's links, both ways."""
+    """Rate of the node's links in both directions; None: not throttled."""
 
     def __str__(self) -> str:
         where = "" if self.node is None else f" on node {self.node}"
@@ -94,7 +95,7 @@ class Plant:
 
 
 def make(seed: int, gradient_bytes: int) -> Plant:
-    """The plant of a seed: causes in turn, strength and place by chance."""
+    """Return the plant of a seed: causes take turns, strength and place are random."""
     chance = random.Random(f"diagnosis {seed}")
     cause, node = CAUSES[seed % len(CAUSES)], chance.randrange(NODES)
     share = round(chance.choice((0.05, 0.07, 0.1, 0.2, 0.5, 1.0)), 3)
@@ -126,19 +127,21 @@ def _sleep(at: str, node: int, seconds: float) -> dict[str, Any]:
 
 
 class Clinic:
-    """For one training after the other; what is needed is made when it is needed, and kept."""
+    """Runs one training after the other; dataset, processes and network are made when needed, and kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.network = folder, None
         self.dataset, self.preload = build(folder), Preload()
 
     def close(self) -> None:
+        """End the processes and remove the network."""
         self.preload.close()
         if self.network is not None:
             self.network.close()
 
     def events(self, plant: Plant, name: str) -> list[dict[str, Any]]:
-        """Train with this plant; what the run recorded. `NoNetworkError` where it wants hosts and there are none."""
+        """Train with this plant and return the recorded events; raise `NoNetworkError` if it needs hosts and there are
+        none."""
         network = self._network() if plant.bytes_per_second else None
         config = {
             "dataset": {"uri": str(self.dataset)},
@@ -161,7 +164,7 @@ class Clinic:
                     plant.cause is SlowdownCause.HANG
                     and len({item["rank"] for item in hosts.rundir.events("hang")}) == NODES
                 ):
-                    break  # all have said what they see: nobody has to wait for the timeout
+                    break  # all ranks have reported the hang: no need to wait for the timeout
                 time.sleep(0.05)
         finally:
             hosts.close()
@@ -176,26 +179,28 @@ class Clinic:
 
 
 def is_right(plant: Plant, found: Diagnosis) -> bool:
-    """The cause that costs most is the one that was planted, and so is its place."""
+    """Return whether the diagnosis names the planted cause as the one that costs most, and its place."""
     if found.cause is not plant.cause:
         return False
     return plant.node is None or found.node_id == plant.node
 
 
 def gradient_bytes(events: Sequence[dict[str, Any]]) -> int:
-    """Of one step, as a healthy run has recorded it."""
+    """Return the bytes of gradients that one step sums, as a healthy run has recorded them."""
     timing = next(item for item in events if item["kind"] == "timing")
     return sum(entry["bytes"] for entry in timing["collectives"] if entry["name"].startswith("bucket"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 0 if 95 % are right and nothing healthy was
+    blamed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--plants", type=int, default=48, help="how many; causes take turns")
+    parser.add_argument("--plants", type=int, default=48, help="number of plants; causes take turns")
     parser.add_argument("--healthy", type=int, default=20, help="trainings without a plant")
-    parser.add_argument("--seed", type=int, default=0, help="of the first plant; each next one is one more")
-    parser.add_argument("--only", type=int, metavar="SEED", help="this one plant")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
-    parser.add_argument("--json", action="store_true", help="nothing but the line of JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first plant; each further one has the next")
+    parser.add_argument("--only", type=int, metavar="SEED", help="only the plant of this seed")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process

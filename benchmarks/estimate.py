@@ -1,11 +1,12 @@
-"""Trainings of different sizes on the local cluster, each estimated first, then run: how good are the estimates?
+"""Estimate trainings of different sizes on the local cluster, then run them: measure how good the estimates are.
 
-Model, batch, data, epochs and one to three nodes are made from a seed. Each is probed on the cluster as `cost_estimate`
-does it, and learns from those before it as an instance does; then it is trained as `trained_checkpoint` does it.
+Run `python -m benchmarks.estimate`. Model, batch, data, epochs and one to three nodes are made from a seed. Each
+training is probed on the cluster as `cost_estimate` does it, and its estimate learns from the trainings before it, as
+an instance of Dagster does. Then it is trained as `trained_checkpoint` does it.
 
-    median_error_percent      of the wall time, absolute
+    median_error_percent      absolute error of the wall time
     coverage_90_percent       trainings that lay within their 90 % interval
-    unlearned                 the same two, had nothing been learned from the trainings before
+    unlearned                 the same two, without learning from the trainings before
     first_epoch_times_epochs  the same for the time of the first epoch times the epochs (no interval: within 10 %)
     one_hour                  the same for «a training takes an hour»
     rows                      each training: sizes, interval, actual seconds, and both phase by phase
@@ -49,29 +50,30 @@ from trainer.rundir import RunDir
 RESULTS = Path(__file__).parent / "results"
 SKU = "Standard_NC6s_v3"
 MARKETS = ((8, 1000, 20), (24, 1200, 20), (24, 1200, 40))
-"""Tickers, days, window."""
+"""Tickers, days and window of each dataset."""
 MODELS = (("tcn", {}, 1500), ("lstm", {}, 700), ("transformer", {}, 700))
-"""Factory, arguments, and how many steps a training has about; heavier ones have fewer."""
+"""Factory, arguments, and the number of steps of a training, about; heavier models have fewer."""
 HOUR = 3600.0
 NEAR = 0.10
+"""Relative error up to which an estimate without an interval counts as right."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training of the benchmark."""
+    """A training of the benchmark."""
 
     model: FactoryConfig
     data: int
-    """Which of `MARKETS`."""
+    """Index of its dataset in `MARKETS`."""
     nodes: int
     batch_size: int
     accumulation: int
     steps: int
-    """About so many; whole epochs."""
+    """Number of steps, about: a training consists of whole epochs."""
 
 
 def make(seed: int, number: int) -> Training:
-    """Nodes and models in turn, the rest by chance."""
+    """Return training ``number`` of a seed: nodes and models take turns, the rest is random."""
     chance = random.Random(f"estimate {seed} {number}")
     factory, arguments, steps = MODELS[number % len(MODELS)]
     return Training(
@@ -85,7 +87,7 @@ def make(seed: int, number: int) -> Training:
 
 
 def write_market(folder: Path, tickers: int, days: int, window: int) -> BuiltDataset:
-    """Random walks as a dataset, built by the product itself."""
+    """Build a dataset of random walks, by the product's own code."""
     folder.mkdir()
     chance = np.random.default_rng(tickers * days + window)
     dates = np.busday_offset("2015-01-01", np.arange(days), roll="forward")
@@ -98,7 +100,7 @@ def write_market(folder: Path, tickers: int, days: int, window: int) -> BuiltDat
 
 
 class Course:
-    """Estimates and runs one training after the other, and remembers how that went."""
+    """Estimates and runs one training after the other, and keeps the scores of the estimates."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -109,7 +111,7 @@ class Course:
         self.scores: list[Score] = []
 
     def warm_up(self) -> None:
-        """Libraries are read from disk for the first time, and the tracking database is made."""
+        """Run one training that does not count: it reads the libraries from disk and makes the tracking database."""
         self.one(
             Training(model=FactoryConfig(factory="tcn"), data=0, nodes=1, batch_size=64, accumulation=1, steps=1),
             "warm-up",
@@ -117,7 +119,7 @@ class Course:
         self.scores.clear()
 
     def one(self, training: Training, name: str) -> dict[str, Any]:
-        """What was expected of it, and what it took."""
+        """Estimate this training, run it, and return its row: the expected and the actual times."""
         job, sizes = self._job(training, name)
         count = training.nodes
         learned = learn(self.scores, "probe", SKU)
@@ -199,12 +201,13 @@ class Course:
 
 
 def first_epoch_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """From when the group stood until the first evaluation was done: what a person reads off a progress bar."""
+    """Return the seconds from the first generation to the end of the first evaluation, as a progress bar shows them."""
     [formed, *_], [judged, *_] = (read_events(kind, events) for kind in (MembershipEvent, EvaluationEvent))
     return judged.time - formed.time
 
 
 def summary(rows: Sequence[Mapping[str, Any]], error: str, within: str | None = None) -> dict[str, float]:
+    """Return the median error and the coverage over all rows, in percent, of the estimate whose columns are given."""
     errors = [abs(row[error]) for row in rows]
     inside = [row[within] if within else abs(row[error]) <= 100 * NEAR for row in rows]
     return {
@@ -226,16 +229,17 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 0 if error and coverage are good enough, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trainings", type=int, default=20, help="how many; models and node counts take turns")
-    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder, which must be new")
-    parser.add_argument("--json", action="store_true", help="nothing but the line of JSON")
+    parser.add_argument("--trainings", type=int, default=20, help="trainings; models and node counts take turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the run directories are kept")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     if options.trainings < 1:
         parser.error("--trainings: at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job that runs is cancelled on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is cancelled before the end
     began = time.time()
     rows = []
     with tempfile.TemporaryDirectory(prefix="estimate-") as temporary:

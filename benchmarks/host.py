@@ -1,4 +1,7 @@
-"""What benchmarks of whole jobs share: a folder with the real dataset, the stock job, and what processes have used."""
+"""Parts that benchmarks of whole jobs share: a home with the real dataset, the stock job, and the line of JSON.
+
+The handling of signals, of failed parts and of stolen processor time belongs here, too; nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,14 @@ from dtrain_dagster.data.validation import validate_prices
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 
 CALENDAR = "XNYS"
+"""Exchange calendar of the bundled prices."""
 _BEFORE = psutil.cpu_times()
-"""Of this machine, when the benchmark began."""
+"""Processor times of this machine when the benchmark began."""
 
 
 class Workplace:
-    """A home of its own in ``folder``, with a local cluster. ``dataset``: None makes shards of the bundled prices."""
+    """A home of its own in ``folder``, with a local cluster. Without ``dataset`` it makes shards of the bundled
+    prices."""
 
     def __init__(self, folder: Path, dataset: DatasetRef | None = None, threads_per_rank: int = 1) -> None:
         self.home, self.dataset = folder, dataset or real_dataset(folder)
@@ -39,7 +44,8 @@ class Workplace:
         self.env = {"DTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
 
     def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
-        """The stock model as `trained_checkpoint` trains it, tracked as there; ``training`` changes its settings."""
+        """Return the stock model's job as `trained_checkpoint` trains and tracks it; ``training`` changes its
+        settings."""
         settings = DistributedTrainingConfig(world_size=ranks, threads_per_rank=self.manager.threads_per_rank)
         return JobConfig(
             job_id=job_id,
@@ -51,6 +57,7 @@ class Workplace:
 
 
 def real_dataset(folder: Path) -> DatasetRef:
+    """Build a dataset of the bundled prices in ``folder``, with the default parameters."""
     prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
     validation = validate_prices(prices, CALENDAR)
     built = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
@@ -58,8 +65,8 @@ def real_dataset(folder: Path) -> DatasetRef:
 
 
 def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures of all parts of a benchmark, and of those that failed, why: the others are told all the same. A part
-    that is stopped by a signal is the last one."""
+    """Run all parts of a benchmark, and return their figures and, of those that failed, the reasons: the figures of the
+    others are reported all the same. After a part that is stopped by a signal no other one begins."""
     figures: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, part in parts.items():
@@ -77,8 +84,8 @@ def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
 
 
 def stop_on_signals(seconds: float = 0.0) -> None:
-    """SIGTERM, SIGINT and the end of so many seconds (0: for ever) raise SystemExit, the first of them alone: what was
-    found is told then, and what runs is ended."""
+    """Make SIGTERM, SIGINT and the end of ``seconds`` (0: never) raise SystemExit. Only the first of them counts: the
+    benchmark then reports its figures so far and ends its processes."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 
     def stop(number: int, _: object) -> None:
@@ -92,13 +99,14 @@ def stop_on_signals(seconds: float = 0.0) -> None:
 
 
 def note(text: str) -> None:
-    """Progress, for people."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def stolen_percent(before: Any, after: Any) -> float | None:
-    """Of the processor time that was wanted between two ``psutil.cpu_times()``, what a host gave to other machines
-    instead; None where nobody counts that. Ranks that wait for each other lose it as often as it is taken from any."""
+    """Return the percentage of the processor time wanted between two ``psutil.cpu_times()`` that the host gave to other
+    machines instead; None where the system does not count it. Ranks that wait for each other lose it as often as it is
+    taken from any of them."""
     if not hasattr(after, "steal"):
         return None
     spent = {name: getattr(after, name) - getattr(before, name) for name in ("user", "nice", "system", "steal")}
@@ -107,14 +115,14 @@ def stolen_percent(before: Any, after: Any) -> float | None:
 
 
 def lockstep(ranks: Sequence[Sequence[float]]) -> float:
-    """Seconds that steps take if each ends on all ranks when it does on the last of them. ``ranks``: of each rank, the
-    seconds of its steps where nobody waits."""
+    """Return the seconds that steps take if each ends on all ranks when it ends on the last of them. ``ranks``: of each
+    rank, the seconds of its steps without any waiting."""
     return sum(map(max, zip(*ranks, strict=True)))
 
 
 def tell(name: str, figures: dict[str, Any], save: bool) -> None:
-    """The one line on stdout, with date and machine, and ``partial`` where something failed or is missing; ``save``: to
-    ``benchmarks/results/<name>.json`` as well."""
+    """Print the one line on stdout, with date and machine, and ``partial`` where something failed or is missing; if
+    ``save``, write it to ``benchmarks/results/<name>.json`` as well."""
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,7 @@
-"""Ways to keep three nodes at one training: ours, and torchrun. The trainer, the model and the machine are the same."""
+"""Launchers of a training on three nodes: the local cluster and torchrun, with the same trainer, model and machine.
+
+`benchmarks.recovery` kills their nodes and measures; nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -24,34 +27,43 @@ NODES = 3
 
 
 class Launcher(Protocol):
-    """Starts a job on three nodes, kills one of them, and has another take its place."""
+    """A launcher that starts a job on three nodes, kills one of them, and lets another take its place."""
 
     rundir: RunDir
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Start the job on all nodes."""
+        ...
 
     def kill(self, node: int) -> None:
-        """SIGKILL to all processes of a node."""
+        """Send SIGKILL to all processes of a node."""
 
     def replace(self, node: int) -> None:
-        """See to it that another node takes the place of one that was killed; where that goes by itself, nothing."""
+        """Start another node in the place of a killed one; do nothing where the launcher does it by itself."""
 
     def replaced_at(self, node: int) -> float:
-        """Unix seconds: when the process of the newest node in this place was started."""
+        """Return when the process of the newest node in this place was started, in Unix seconds."""
 
-    def node_of_rank(self, rank: int) -> int: ...
+    def node_of_rank(self, rank: int) -> int:
+        """Return the node on which a rank runs."""
+        ...
 
     def begins_at(self, generation: int) -> int:
-        """Steps behind a generation when it begins: what it reports of those is news of the one before."""
+        """Return the steps done when a generation begins: steps up to there that it reports belong to the one
+        before."""
 
     @property
-    def running(self) -> bool: ...
+    def running(self) -> bool:
+        """True while the job runs."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the job and all its processes."""
+        ...
 
 
 class Ours:
-    """The local cluster: its supervisor starts another node a second after one is lost."""
+    """The local cluster, whose supervisor starts another node a second after one is lost."""
 
     def __init__(self, home: Path, config: dict[str, Any]) -> None:
         self.cluster = LocalClusterManager(home, max_replacements=1000)
@@ -60,39 +72,47 @@ class Ours:
         self.rundir.write_json("job.json", {"job_id": "job", "run_dir": self.rundir.uri, **config})
 
     def start(self) -> None:
+        """Submit the job to the local cluster."""
         command = (sys.executable, "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
         self.cluster.submit_job(
             JobSpec(job_id="job", run_dir=self.rundir.uri, command=command, node_count=NODES, elastic=True)
         )
 
     def kill(self, node: int) -> None:
+        """Send SIGKILL to the process group of the node's newest stay."""
         launch = self.rundir.read_json(LAUNCH) or {}
         stay = max(item.stay for item in self.rundir.nodes() if item.node_id == node)
         [pid] = [pid for pid in marked(node_mark(launch, node, stay)) if os.getpgid(pid) == pid]
         os.killpg(pid, signal.SIGKILL)
 
     def replace(self, node: int) -> None:
-        """The supervisor does."""
+        """Do nothing: the supervisor replaces the node."""
 
     def replaced_at(self, node: int) -> float:
+        """Return the start of the node's newest stay, in Unix seconds."""
         return max(item.started_at for item in self.rundir.nodes() if item.node_id == node)
 
     def node_of_rank(self, rank: int) -> int:
+        """Return the node of a rank in the newest generation."""
         return generations(self.rundir.storage)[-1].members[rank].node
 
     def begins_at(self, generation: int) -> int:
+        """Return the step that the members of the generation agreed on."""
         return generations(self.rundir.storage)[generation - 1].step
 
     @property
     def running(self) -> bool:
+        """True while the job is in no final state."""
         return not self.cluster.job_status("job").state.is_final
 
     def close(self) -> None:
+        """Cancel the job."""
         self.cluster.cancel_job("job")
 
 
 class Torchrun:
-    """One agent per node; a node is an agent and all its processes. ``tuned``: as fast as its options allow."""
+    """Torchrun with one agent per node: a node is an agent and all its processes. ``tuned`` makes it as fast as its
+    options allow."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tuned: bool) -> None:
         self.folder, self.tuned = folder, tuned
@@ -105,7 +125,8 @@ class Torchrun:
         self.store: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        if self.tuned:  # where the store is an agent's, the job dies with that agent
+        """Start the store, if tuned, and an agent on each node."""
+        if self.tuned:  # a store in a process of its own: the job would die with the agent that has the store
             program = (
                 "import time; from torch.distributed import TCPStore\n"
                 f"store = TCPStore('127.0.0.1', {self.port}, is_master=True)\n"
@@ -117,9 +138,10 @@ class Torchrun:
         for node in range(NODES):
             self.replace(node)
             if node == 0 and not self.tuned:
-                _wait_for_port(self.port)  # node 0 has the store: which node it is must not depend on a race
+                _wait_for_port(self.port)  # node 0 gets the store: no race may decide which node has it
 
     def command(self) -> list[str]:
+        """Return the command line of an agent."""
         options = ["--nnodes=1:3", "--max-restarts=3"]
         if self.tuned:
             conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
@@ -131,6 +153,7 @@ class Torchrun:
         ]  # fmt: skip
 
     def kill(self, node: int) -> None:
+        """Send SIGKILL to the agent of a node and to all its descendants."""
         agent = self.agents.pop(node)
         for process in [agent, *agent.children(recursive=True)]:
             try:
@@ -140,6 +163,7 @@ class Torchrun:
         agent.wait()
 
     def replace(self, node: int) -> None:
+        """Start an agent in the place of this node."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if self.tuned:
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -151,10 +175,11 @@ class Torchrun:
             )  # fmt: skip
 
     def replaced_at(self, node: int) -> float:
+        """Return when the newest agent of a node was started, in Unix seconds."""
         return self.started[node]
 
     def node_of_rank(self, rank: int) -> int:
-        """By the environment of its worker."""
+        """Return the node of a rank, found by the environment of its worker; raise LookupError if no agent has it."""
         for node, agent in self.agents.items():
             for process in agent.children(recursive=True):
                 if process.environ().get("RANK") == str(rank):
@@ -162,13 +187,16 @@ class Torchrun:
         raise LookupError(f"no agent has rank {rank}")
 
     def begins_at(self, generation: int) -> int:
+        """Return 0: all steps that a generation reports are its own."""
         return 0
 
     @property
     def running(self) -> bool:
+        """True while an agent runs."""
         return any(agent.poll() is None for agent in self.agents.values())
 
     def close(self) -> None:
+        """End all agents and the store."""
         for node in list(self.agents):
             try:
                 self.kill(node)

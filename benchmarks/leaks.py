@@ -1,9 +1,9 @@
-"""Where are these secrets? A search of everything that was written, in whatever form it was written.
+"""Search everything that was written for secrets, in whatever form they were written.
 
-Shared by the tests of leaks and by the campaign `benchmarks.abuse.planted_secrets`. Looked into are files of any kind,
-every cell of every table of SQLite databases, what gzip, zlib and zip have packed, and what base64 hides, one inside
-the other; secrets are looked for as they are and as JSON, HTML, addresses, UTF-16, hexadecimal digits and base64 write
-them.
+The tests of leaks and the campaign `benchmarks.abuse.planted_secrets` share it. It searches files of any kind, every
+cell of every table of SQLite databases, data packed by gzip, zlib, zip, tar and Parquet, and data encoded in base64,
+one inside the other. It finds secrets as they are, and as JSON, HTML, addresses, UTF-16, hexadecimal digits and base64
+write them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ZLIB = (b"x\x01", b"x\x5e", b"x\x9c", b"x\xda")
 
 
 def leaks(places: Iterable[Path], secrets: Iterable[str]) -> list[str]:
-    """«file: secret» for each file under ``places`` (folders or files) that holds one of the secrets, in its name or
-    its content."""
+    """Return «file: secret» for each file under ``places`` (folders or files) that holds one of the secrets, in its
+    name or its content."""
     wanted = [(secret, tuple(forms(secret))) for secret in secrets]
     found = []
     for place in places:
@@ -48,7 +48,7 @@ def leaks(places: Iterable[Path], secrets: Iterable[str]) -> list[str]:
 
 
 def forms(secret: str) -> Iterator[bytes]:
-    """How a secret may be written."""
+    """Yield every way in which a secret may be written."""
     raw = secret.encode()
     quoted = urllib.parse.quote(secret, safe="")
     yield from {
@@ -70,7 +70,7 @@ def _contents(path: Path) -> Iterator[bytes]:
 
 
 def unpacked(data: bytes, depth: int = _DEPTH) -> Iterator[bytes]:
-    """The data, and what is packed in it, packed in that, and so on."""
+    """Yield the data, and all data packed in it, down to ``depth`` layers."""
     yield data
     if not depth:
         return
@@ -110,7 +110,7 @@ def _parquet(data: bytes) -> Iterator[bytes]:
 
 
 def _cells(path: Path) -> Iterator[bytes]:
-    """Every value of every table, from a copy, with what its write-ahead log holds."""
+    """Yield every value of every table, from a copy of the database that includes its write-ahead log."""
     with tempfile.TemporaryDirectory() as scratch:
         for suffix in ("", "-wal"):
             beside = path.with_name(path.name + suffix)

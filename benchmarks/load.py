@@ -1,21 +1,22 @@
-"""Trainings under load: many at once, one for very long, and one on a machine that others use up.
+"""Measure trainings under load: many at once, one for hours, and one on a machine that other processes use up.
 
-All train the stock model on the bundled prices, on the local cluster, as `trained_checkpoint` does.
+Run `python -m benchmarks.load`. All trainings train the stock model on the bundled prices, on the local cluster, as
+`trained_checkpoint` does.
 
-    jobs_ended, jobs_lost   of ``--jobs`` started at once: how many succeeded; how many of them lack something:
-                            the result, weights that are what they are said to be, the last checkpoint, a step, a
-                            sample, an event, the run in MLflow, a microsecond of the bill
-    jobs                    what was found of each, and how the machine was shared (``seconds`` of the first and the
+    jobs_ended, jobs_lost   of ``--jobs`` started at once: jobs that succeeded; jobs that lack something: the result,
+                            weights with the digest that is reported, the last checkpoint, a step, a sample, an event,
+                            the run in MLflow, a microsecond of the bill
+    jobs                    figures of all of them, and how the machine was shared (``seconds`` of the first and the
                             last to end; ``fairness`` of their samples per second, 1 where all had the same)
-    contention_same_weights a training with busy loops on every core, a process that writes over ``--hog`` megabytes all
-                            the time and, where control groups can be made, little more memory than it has to have:
-                            ends with the weights (sha256) of one that was left alone
+    contention_same_weights whether a training ends with the weights (sha256) of an undisturbed one beside busy loops on
+                            every core and a process that writes over ``--hog`` megabytes all the time, and, where
+                            control groups can be made, with little more memory than it needs
     rss_slope_mb_per_hour   of all processes of a job of ``--minutes`` or ``--hours`` together: ranks, supervisor,
                             reaper. Theil and Sen's slope over medians of blocks of samples after warm-up, which is
                             the first quarter; ``…_error`` is half the width of its 95 % interval
-    failed                  parts that nothing can be said of, and why
-    memory                  the same for each process, also of anonymous memory alone (``anon``, which nothing can take
-                            back), and for the one that follows the job; with what each held at first and at last
+    failed                  parts without figures, and the reasons
+    memory                  the same for each process, also of anonymous memory alone (``anon``, which the kernel cannot
+                            reclaim), and for the process that follows the job; with the first and the last size of each
 """
 
 from __future__ import annotations
@@ -48,12 +49,17 @@ from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SAMPLE_SECONDS = 5.0
+"""Seconds between two samples of memory."""
 BLOCKS = 40
+"""Number of blocks into which the samples are divided before the slope is fitted."""
 LEAST_SAMPLES = 5
+"""Fewest samples after warm-up that give a slope."""
 WARM_UP = 0.25
-"""Of a run: libraries are opened, the first evaluations and checkpoints are made, buffers grow to their size."""
+"""Share of a run that counts as warm-up: it opens libraries, makes the first evaluations and checkpoints, and lets
+buffers grow to their size."""
 FOREVER = 10**6
 CGROUP = Path("/sys/fs/cgroup/memory/dtrain-load")
+"""Control group of the training under contention."""
 BUSY = "while True: pass"
 HOG = """
 import sys
@@ -62,10 +68,11 @@ while True:
     for at in range(0, len(held), 4096):
         held[at] = (held[at] + 1) % 256
 """
+"""Program that writes over its memory all the time."""
 
 
 def measure_together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
-    """So many jobs at once, of one rank each; all of them are followed, each as a Dagster run would."""
+    """Start ``count`` jobs of one rank each at once, follow each as a Dagster run does, and return their figures."""
     jobs = [
         place.job(f"job-{number:02d}", 1, epochs=FOREVER, max_steps=steps, seed=number, checkpoint_frequency=20)
         for number in range(count)
@@ -75,7 +82,7 @@ def measure_together(place: Workplace, count: int, steps: int) -> dict[str, Any]
         try:
             errors = [future.exception() for future in futures]
         except SystemExit:
-            place.manager.cleanup_cluster()  # the pool waits for those who follow the jobs, and they for the jobs' end
+            place.manager.cleanup_cluster()  # the pool waits for its threads, and these for the end of the jobs
             raise
     found = [lost_job(error) if error else future.result() for future, error in zip(futures, errors, strict=True)]
     rates = [row["samples_per_second"] for row in found]
@@ -100,15 +107,17 @@ def measure_together(place: Workplace, count: int, steps: int) -> dict[str, Any]
 
 
 def bill(place: Workplace, job: JobConfig) -> CostTracker:
+    """Return the cost tracker of a job that has ended."""
     return CostTracker(place.manager.cluster_name, place.manager.node_usage(job.job_id), "dedicated")
 
 
 def lost_job(error: BaseException) -> dict[str, Any]:
-    """What is known of a job that could not be started, or followed to its end."""
+    """Return the row of a job that could not be started, or not be followed to its end."""
     return {"state": None, "seconds": 0.0, "samples_per_second": 0.0, "lacks": [f"{type(error).__name__}: {error}"]}
 
 
 def one_of_many(place: Workplace, job: JobConfig) -> dict[str, Any]:
+    """Start one job and follow it to its end; return its row: state, seconds, samples per second, missing parts."""
     rundir, began = RunDir(job.run_dir), time.monotonic()
     start_job(place.manager, job, 1, 1, place.env)
     followed: list[dict[str, Any]] = []
@@ -123,7 +132,7 @@ def one_of_many(place: Workplace, job: JobConfig) -> dict[str, Any]:
 
 
 def find_lacking(rundir: RunDir, job: JobConfig, followed: Sequence[dict[str, Any]]) -> list[str]:
-    """What should be there after a training and is not."""
+    """Return the parts that a training must leave behind and that are missing."""
     result, training = rundir.read_json(RESULT) or {}, job.training
     model, steps = rundir.read_json(MODEL) or {}, training.max_steps or 0
     weights = hashlib.sha256(rundir.storage.read(WEIGHTS)).hexdigest() if rundir.storage.exists(WEIGHTS) else ""
@@ -143,7 +152,7 @@ def find_lacking(rundir: RunDir, job: JobConfig, followed: Sequence[dict[str, An
 
 
 def is_tracked(job: JobConfig) -> bool:
-    """Is the job's run there, ended, with its last step?"""
+    """Return whether the job's run in MLflow exists, has ended, and has its last step."""
     from mlflow import MlflowClient
 
     run_id = (RunDir(job.run_dir).read_json(RESULT) or {}).get("mlflow_run_id")
@@ -156,7 +165,7 @@ def is_tracked(job: JobConfig) -> bool:
 
 
 def contention(place: Workplace, ranks: int, steps: int, hog_mb: int) -> dict[str, Any]:
-    """The same training alone and in a crowd: its weights, and how much longer it took."""
+    """Train alone and beside a crowd, and return whether the weights are equal, with the figures of both trainings."""
     alone = trained(place, place.job("alone", ranks, epochs=FOREVER, max_steps=steps), ranks, limit_mb=None)
     limit = round(1.15 * alone["anon_mb"]) if alone["anon_mb"] else None
     with crowd(hog_mb):
@@ -167,9 +176,11 @@ def contention(place: Workplace, ranks: int, steps: int, hog_mb: int) -> dict[st
 
 
 def trained(place: Workplace, job: JobConfig, ranks: int, limit_mb: int | None) -> dict[str, Any]:
+    """Train a job within a memory limit, and return its state, seconds, digest of weights and peak of anonymous
+    memory."""
     rundir, began = RunDir(job.run_dir), time.monotonic()
     with memory_group(limit_mb) as group:
-        start_job(place.manager, job, ranks, 1, place.env)  # its processes are born into the group and stay there
+        start_job(place.manager, job, ranks, 1, place.env)  # its processes start in the group and stay there
     peak = 0
     for status, _ in follow_job(place.manager, rundir, job.job_id):
         if group is not None:
@@ -189,11 +200,12 @@ def trained(place: Workplace, job: JobConfig, ranks: int, limit_mb: int | None) 
 
 @contextlib.contextmanager
 def memory_group(limit_mb: int | None) -> Iterator[Path | None]:
-    """Whatever is started within gets its memory from a control group; None where there can be none."""
+    """Put processes that are started within into a control group with this memory limit; yield None where none can be
+    made."""
     if not os.access(CGROUP.parent / "cgroup.procs", os.W_OK):
         yield None
         return
-    with contextlib.suppress(OSError):  # of an earlier training
+    with contextlib.suppress(OSError):  # an earlier training may have left it
         CGROUP.rmdir()
     CGROUP.mkdir(exist_ok=True)
     (CGROUP / "memory.limit_in_bytes").write_text(str(limit_mb << 20) if limit_mb else "-1")
@@ -208,7 +220,7 @@ def memory_group(limit_mb: int | None) -> Iterator[Path | None]:
 
 @contextlib.contextmanager
 def crowd(hog_mb: int) -> Iterator[None]:
-    """Two busy loops on every core, and a process that writes over so much memory all the time."""
+    """Run two busy loops on every core, and a process that writes over ``hog_mb`` megabytes all the time."""
     programs = [("-c", BUSY)] * (2 * (os.cpu_count() or 1)) + [("-c", HOG, str(hog_mb))]
     others = [subprocess.Popen([sys.executable, *arguments]) for arguments in programs]
     try:
@@ -220,7 +232,7 @@ def crowd(hog_mb: int) -> Iterator[None]:
 
 
 def memory(place: Workplace, ranks: int, seconds: float) -> dict[str, Any]:
-    """Train for so long, then end the job; how its processes' memory grew."""
+    """Train for ``seconds``, then end the job, and return how the memory of its processes grew."""
     job = place.job("memory", ranks, epochs=FOREVER)
     rundir, manager = RunDir(job.run_dir), place.manager
     start_job(manager, job, ranks, 1, place.env)
@@ -256,11 +268,11 @@ def memory(place: Workplace, ranks: int, seconds: float) -> dict[str, Any]:
 
 
 def held(token: str) -> dict[str, dict[str, float]]:
-    """Megabytes of each process of the job, by its role, and of this one, which follows it."""
+    """Return the megabytes of each process of the job, by its role, and of this process, which follows it."""
     found = {"follower": folder_size(os.getpid())}
     supervisors = []
     for pid in marked(token):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process may have just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"dtrain_dagster.clusters.local.supervisor" in command:
                 supervisors.append(pid)
@@ -276,12 +288,14 @@ def held(token: str) -> dict[str, dict[str, float]]:
 
 
 def folder_size(pid: int) -> dict[str, float]:
+    """Return resident and anonymous memory of a process, in MB."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {name: int(lines[field].split()[0]) / 1024 for name, field in (("rss", "VmRSS"), ("anon", "RssAnon"))}
 
 
 def growth(samples: Sequence[tuple[float, dict[str, dict[str, float]]]]) -> dict[str, Any]:
-    """Slopes of the whole job and of each process that was there throughout."""
+    """Return the slopes of the whole job and of each process that lived throughout; raise RuntimeError if there are too
+    few samples."""
     last = samples[-1][0] if samples else 0.0
     settled = [(at, sizes) for at, sizes in samples if at >= WARM_UP * last]
     if len(settled) < LEAST_SAMPLES:
@@ -302,6 +316,7 @@ def growth(samples: Sequence[tuple[float, dict[str, dict[str, float]]]]) -> dict
 
 
 def fitted(points: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+    """Return slope, its error, first and last size of resident and anonymous memory, from points (seconds, MB, MB)."""
     size = max(1, len(points) // BLOCKS)
     blocks = [points[first : first + size] for first in range(0, len(points) - size + 1, size)]
     hours = [statistics.median(at for at, *_ in block) / 3600 for block in blocks]
@@ -319,18 +334,20 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if a part failed or a job lacks something, else
+    0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=2.0, help="of the run whose memory is watched (2)")
-    parser.add_argument("--hours", type=float, help="the same in hours")
-    parser.add_argument("--ranks", type=int, default=2, help="of that run (2)")
-    parser.add_argument("--jobs", type=int, default=10, help="that are started at once (10)")
-    parser.add_argument("--steps", type=int, default=60, help="of each of these, and under contention (60)")
-    parser.add_argument("--hog", type=int, default=2048, metavar="MB", help="that another process writes over (2048)")
-    parser.add_argument("--only", choices=("jobs", "contention", "memory"), help="one part of it, saved beside others")
-    parser.add_argument("--budget", type=float, default=0, metavar="SECONDS", help="after which it is stopped (never)")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder, which must be new")
+    parser.add_argument("--minutes", type=float, default=2.0, help="duration of the run whose memory is measured (2)")
+    parser.add_argument("--hours", type=float, help="the same duration in hours")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of that run (2)")
+    parser.add_argument("--jobs", type=int, default=10, help="jobs that are started at once (10)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each of these jobs, and under contention (60)")
+    parser.add_argument("--hog", type=int, default=2048, metavar="MB", help="size of the other process (2048)")
+    parser.add_argument("--only", choices=("jobs", "contention", "memory"), help="only this part, with its own result")
+    parser.add_argument("--budget", type=float, default=0, metavar="SECONDS", help="stops it after this time (never)")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the run directories are kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     seconds = 3600 * options.hours if options.hours else 60 * options.minutes
@@ -346,8 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             figures, failed = in_parts({name: parts[name] for name in parts if options.only in (None, name)})
         finally:
-            place.manager.cleanup_cluster()  # whatever raises: nothing runs on
-            with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
+            place.manager.cleanup_cluster()  # after an exception, too: no process is left running
+            with contextlib.suppress(OSError):  # it was not made, or its last process has not ended yet
                 CGROUP.rmdir()
     name = f"load_{options.only}" if options.only else "load"
     tell(name, {**figures, "failed": failed, "load_before": round(load_before, 2)}, options.save)

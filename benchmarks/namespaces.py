@@ -1,7 +1,7 @@
 """Hosts as network namespaces of this machine, joined by a bridge, each behind a link of a given rate.
 
-Made with ``ip`` and ``tc`` (token buckets in both directions), all of it in the kernel, so that 10 Gbit/s are possible.
-Needs root, and nothing is left of it.
+They are made with ``ip`` and ``tc`` (token buckets in both directions), all in the kernel, so that 10 Gbit/s are
+possible. This needs root; `Hosts.close` removes everything.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import subprocess
 from types import TracebackType
 
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 100e6}
-"""As ``tc`` calls them, in bits per second."""
+"""Names of rates for ``tc``, and the rates in bits per second."""
 
 
 class NoNamespacesError(RuntimeError):
-    """This machine does not let us make them. The message says why."""
+    """Network namespaces cannot be made on this machine. The message says why."""
 
 
 class Hosts:
-    """``count`` hosts; `paths` are those of their namespaces."""
+    """A number of hosts on one network, each a network namespace; raises `NoNamespacesError` where none can be made."""
 
     def __init__(self, count: int) -> None:
         self._switch = f"dtrain-{os.getpid()}-switch"
@@ -49,19 +49,22 @@ class Hosts:
 
     @property
     def paths(self) -> list[str]:
+        """Paths of the namespaces, host by host."""
         return [f"/run/netns/{name}" for name in self.names]
 
     def address(self, host: int) -> str:
+        """Return the IP address of a host."""
         return f"10.79.0.{host + 1}"
 
     def limit(self, rate: str) -> None:
-        """What each host sends and receives at most: one of `RATES`."""
-        burst = max(128 * 1024, round(RATES[rate] / 8 / 250))  # what comes between two ticks of the kernel's clock
+        """Limit the rate at which each host sends and receives to one of `RATES`."""
+        burst = max(128 * 1024, round(RATES[rate] / 8 / 250))  # bytes between two ticks of the kernel's clock
         for number, name in enumerate(self.names):
             for where, device in ((name, "eth0"), (self._switch, f"port{number}")):
                 _do(f"tc -n {where} qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 100ms")
 
     def close(self) -> None:
+        """Remove all namespaces, and with them the bridge and the links."""
         for name in (*self.names, self._switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 

@@ -1,20 +1,21 @@
-"""What it costs to train under Dagster: `dagster asset materialize` of ``trained_checkpoint`` against the bare trainer.
+"""Measure the cost of training under Dagster: materializing ``trained_checkpoint`` against the bare trainer.
 
-The bare trainer is the same ranks of ``python -m trainer --config job.json``, started at once by hand with the job.json
-of the asset: same data, same settings, same threads, same tracking. Both are whole processes, in turn, at a short and a
-long training. Seconds of CPU are those of every process that comes of the command: this one takes in orphans, so that
-supervisors and nodes, which outlive what started them, are waited for here and their usage is known to the kernel. The
-difference is a line over the length of the training: where it begins is what is fixed.
+Run `python -m benchmarks.orchestration`. The bare trainer is the same number of ranks of ``python -m trainer --config
+job.json``, started directly with the job.json of the asset: same data, settings, threads and tracking. Both are whole
+processes, run alternately, with a short and a long training. CPU seconds are those of all processes that descend from
+the command: the benchmark adopts orphans, so it waits for supervisors and nodes, which outlive the process that started
+them, and gets their usage from the kernel. The difference is fitted by a line over the length of the training: its
+intercept is the fixed cost.
 
-    fixed_cpu_seconds, fixed_wall_seconds   where the line begins; ``…_error``: its standard error
-    cpu_seconds_per_minute                  its slope: what it costs to follow a job
-    import_ratio                            loading the code location against ``import dagster``, CPU, each left by
-                                            ``os._exit``: without what a process's end takes. Bytecode of both is
-                                            there, as where Python may write it: beside installed packages it always is
-    load_ratio                              the same with whole processes, each with its garbage collector frozen, as
-                                            the code location has it: unfrozen, the end of the other takes far longer
-    phases                                  where the wall-clock time of a short run goes, by its records, seconds
-    failed                                  parts that nothing can be said of, and why
+    fixed_cpu_seconds, fixed_wall_seconds   intercept of the line; ``…_error``: its standard error
+    cpu_seconds_per_minute                  slope of the line: the cost of following a job
+    import_ratio                            CPU of loading the code location over that of ``import dagster``, each ended
+                                            by ``os._exit``, without the cost of a process's end. Bytecode of both is
+                                            cached, as where Python may write it: installed packages always have it
+    load_ratio                              the same with whole processes, each with its garbage collector frozen, as in
+                                            the code location: unfrozen, the end of the other one takes far longer
+    phases                                  wall-clock seconds of the phases of a short run, from its records
+    failed                                  parts without figures, and the reasons
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ BIN = Path(sys.executable).parent
 PR_SET_CHILD_SUBREAPER = 36
 MODULE = "dtrain_dagster.definitions"
 QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+"""Run configuration that makes Dagster log warnings only."""
 EPOCHS = 10**4
 LOADS = {
     "dagster": "import dagster, gc; gc.freeze()",
@@ -56,16 +58,19 @@ LOADS = {
     "dagster_import": "import dagster, os; os._exit(0)",
     "location_import": f"import {MODULE}, os; os._exit(0)",
 }
+"""Programs whose CPU time is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of a command with all that comes of it."""
+    """Time and exit code of a command, with all its descendants."""
 
     wall: float
-    """Seconds until the command was done."""
+    """Wall-clock seconds until the command had ended."""
     cpu: float
+    """Seconds of CPU of the command and all its descendants."""
     code: int
+    """Exit code: the largest of all commands in absolute value."""
 
 
 def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
@@ -81,13 +86,13 @@ def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
             while True:
                 try:
                     pid, status, used = os.wait4(-1, 0)
-                except ChildProcessError:  # nobody is left
+                except ChildProcessError:  # no child is left
                     return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
                 cpu += used.ru_utime + used.ru_stime
                 if pid in started:
                     wall = time.monotonic() - began
                     codes.append(os.waitstatus_to_exitcode(status))
-        finally:  # this process is to end: all that came of the commands does
+        finally:  # after an exception some may be left: all descendants end with this process
             while left := psutil.Process().children(recursive=True):
                 for process in left:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -97,7 +102,7 @@ def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
 
 @dataclass
 class Bench:
-    """A home of its own, with everything up to the plan materialized."""
+    """A home of its own, in which everything up to the plan is materialized."""
 
     home: Path
     ranks: int
@@ -119,6 +124,7 @@ class Bench:
         self.log = self.home / "benchmark.log"
 
     def materialize(self, assets: str, **options: Any) -> Usage:
+        """Materialize these assets by the command line; raise RuntimeError with the end of the log if that fails."""
         path = self.home / "run.yaml"
         path.write_text(yaml.safe_dump(QUIET | ({"ops": {"cost_estimate": {"config": options}}} if options else {})))
         command = [
@@ -138,17 +144,18 @@ class Bench:
         return usage
 
     def plan(self, steps: int) -> None:
+        """Materialize everything up to the plan of a training of ``steps`` steps."""
         self.materialize("stock_prices,sharded_dataset,cost_estimate", epochs=EPOCHS, more={"max_steps": steps})
 
     def checkpoint(self) -> tuple[Usage, RunDir]:
-        """Materialize ``trained_checkpoint`` alone; what it took, and the job that it started."""
+        """Materialize ``trained_checkpoint`` alone; return its usage and the job that it started."""
         before = set(self.jobs.glob("train-*"))
         usage = self.materialize("trained_checkpoint")
         [made] = set(self.jobs.glob("train-*")) - before
         return usage, RunDir(str(made))
 
     def bare(self, like: RunDir, name: str) -> Usage:
-        """The job again, without anything around it."""
+        """Train the same job without Dagster and supervisor, and return its usage."""
         job, launch = like.read_json(JOB), like.read_json(LAUNCH)
         rundir = RunDir(str(self.home / "bare" / name))
         rundir.write_json(JOB, job | {"job_id": name, "run_dir": rundir.uri})
@@ -165,7 +172,7 @@ class Bench:
 
 
 def phases(began: float, usage: Usage, rundir: RunDir, env: Mapping[str, str]) -> dict[str, float]:
-    """From the command to the shell's next prompt: what was reached when, as the records say."""
+    """Return the seconds of each phase from the command to the shell's next prompt, from the records of the run."""
     from dagster import DagsterEventType, DagsterInstance
 
     launch, status, claim = (rundir.read_json(name) or {} for name in (LAUNCH, STATUS, CLAIM))
@@ -190,7 +197,8 @@ def phases(began: float, usage: Usage, rundir: RunDir, env: Mapping[str, str]) -
 
 
 def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """(where the line begins, its standard error, its slope) of points (length, with, without)."""
+    """Return (intercept, its standard error, slope) of the line through the differences of points (length, with,
+    without)."""
     lengths, gaps = [length for length, *_ in pairs], [with_it - without for _, with_it, without in pairs]
     mean, count = statistics.fmean(lengths), len(pairs)
     spread = sum((length - mean) ** 2 for length in lengths)
@@ -201,7 +209,7 @@ def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 
 
 def runs(bench: Bench, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
-    """Trainings under Dagster and bare ones in turn, short and long; what the former take more."""
+    """Train under Dagster and bare alternately, short and long; return what the former costs more."""
     rows, marks = [], []
     for steps in lengths:
         bench.plan(steps)
@@ -231,6 +239,7 @@ def runs(bench: Bench, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def loads(rounds: int, log: Path) -> dict[str, float]:
+    """Return the medians of CPU seconds of `LOADS` over ``rounds``, and the two ratios."""
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in LOADS}
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -251,17 +260,18 @@ def loads(rounds: int, log: Path) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if a part failed, else 0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.orchestration",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of each length (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of trainings of each length (3)")
     parser.add_argument("--short", type=int, default=48, help="steps of a short training (48)")
     parser.add_argument("--long", type=int, default=480, help="steps of a long training (480)")
-    parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each training (2)")
     parser.add_argument("--loads", type=int, default=7, help="times that each import is measured (7)")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the home, in this folder, which must be new")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the home is kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     if options.rounds < 2 or options.loads < 1 or options.long <= options.short:

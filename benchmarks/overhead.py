@@ -1,20 +1,22 @@
-"""What it costs a training to be timed and watched: segments of every step, ``timing`` and ``node`` events.
+"""Measure what timing and monitoring cost a training: the segments of every step, ``timing`` and ``node`` events.
 
-Two ranks on this machine train the stock model. In each round three stretches of steps follow each other in random
-order, in the same processes, so that other work on the machine disturbs them alike: with timing and the node's monitor,
-with the monitor alone, and with neither. Between stretches the ranks wait until all events are written, so that each
-stretch pays for its own. Given are means over rounds with the outermost tenth cut off at both ends, and their standard
-errors.
+Run `python -m benchmarks.overhead`. Two ranks on this machine train the stock model. In each round three intervals of
+steps follow each other in random order, in the same processes, so that other work on the machine disturbs them alike:
+with timing and the node's monitor, with the monitor alone, and with neither. Between intervals the ranks wait until all
+events are written, so that each interval pays for its own. Figures are means over rounds with the outermost tenth cut
+off at both ends, and their standard errors.
 
-    overhead_percent       by which the wall-clock time of a stretch is longer with timing and monitor
+    overhead_percent       by which the wall-clock time of an interval is longer with timing and monitor
     sampling_percent       by which it is longer with the monitor alone
-    cpu_…_percent          by which the CPU time of all ranks is more; less disturbed by other work than the clock
-    code_percent           CPU time in the added code itself, counted in three more stretches, of the CPU time of one
-                           without: hardly disturbed by other work; it holds what the sum of losses takes anyway
-    same_losses            two short trainings, timed and not, have the same losses and weights, bit for bit
+    cpu_…_percent          by which the CPU time of all ranks is more; other work disturbs it less than the clock
+    code_percent           CPU time in the added code itself, counted in three more intervals, as a percentage of the
+                           CPU time of an interval without it: hardly disturbed by other work; it includes the sum of
+                           losses, which is needed anyway
+    same_losses            whether two short trainings, with and without timing, have equal losses and weights, bit for
+                           bit
 
 All settings are the defaults. Each world exchanges its first windows at every report, which costs more: these are
-warm-up here, so what is measured is the rest of a training, that lasts.
+warm-up here, so the figures hold for the rest of a long training.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ ADDED = (
     (StepTimer, "mark"), (CommunicationProfiler, "add"), (CommunicationProfiler, "exchange"),
     (CommunicationProfiler, "report"), (NodeMonitor, "sample"), (NodeMonitor, "update"), (Reporter, "emit"),
 )  # fmt: skip
+"""Methods that timing and monitoring add to a training."""
 SETTINGS = {
     "world_size": RANKS, "batch_size_per_gpu": 128, "gradient_accumulation_steps": 2, "epochs": 1000,
     "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9,
@@ -63,10 +66,11 @@ SETTINGS = {
 
 
 class Trial(DistributedTrainer):
-    """A training in stretches: ``modes`` says which of them are timed and watched ("on"), are watched only ("sampled"),
-    are neither ("off"), or are both with the CPU time of the added code counted ("count")."""
+    """A training in intervals: ``modes`` says which of them are timed and monitored ("on"), monitored only ("sampled"),
+    neither ("off"), or both with the CPU time of the added code counted ("count")."""
 
     def plan(self, modes: list[str], steps: int) -> None:
+        """Set the modes of the intervals after warm-up, and the steps in each."""
         self.modes, self.stretch_steps = ["on", *modes], steps
         self.found: list[dict[str, Any]] = []
         self._ends_at, self._before = WARM_UP, (0.0, 0.0)
@@ -74,6 +78,7 @@ class Trial(DistributedTrainer):
         self._patches: list[Any] = []
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        """Train an epoch, and change the mode where an interval ends."""
         return super().train_epoch(self._in_stretches(dataloader), epoch)
 
     def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
@@ -127,7 +132,7 @@ class Trial(DistributedTrainer):
 
 
 def clock_cost() -> float:
-    """Seconds that reading the clock adds to what it measures."""
+    """Return the seconds that reading the clock adds to a measurement."""
     began = time.thread_time()
     for _ in range(9999):
         time.thread_time()
@@ -135,7 +140,7 @@ def clock_cost() -> float:
 
 
 def be_a_rank(config: str, modes: list[str], steps: int) -> None:
-    """One rank of the training; writes what it found beside the configuration."""
+    """Run one rank of the training; it writes its figures beside the configuration."""
     job = parse_job(Path(config).read_text())
     trainer = Trial(job)
     trainer.plan(modes, steps)
@@ -147,6 +152,7 @@ def be_a_rank(config: str, modes: list[str], steps: int) -> None:
 
 
 def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Return overhead and sampling, in percent with errors, from one training of ``rounds`` rounds."""
     order = random.Random(0)
     modes = [mode for _ in range(rounds) for mode in order.sample(("on", "sampled", "off"), 3)] + ["count"] * 3
     job = new_job(folder / "run", dataset, max_steps=WARM_UP + len(modes) * steps + 1)
@@ -169,10 +175,12 @@ def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, A
 
 
 def indices(modes: list[str], mode: str) -> list[int]:
+    """Return the positions of a mode among all intervals."""
     return [number for number, value in enumerate(modes) if value == mode]
 
 
 def same_losses(folder: Path, dataset: Path) -> bool:
+    """Return whether trainings with and without timing have equal losses and weights."""
     jobs = [new_job(folder / str(timing), dataset, max_steps=30, timing=timing) for timing in (True, False)]
     for job in jobs:
         if (codes := job.run(RANKS)) != [0] * RANKS:
@@ -182,18 +190,20 @@ def same_losses(folder: Path, dataset: Path) -> bool:
 
 
 def new_job(folder: Path, dataset: Path, **training: Any) -> worlds.Job:
-    # A node for each rank: each has a monitor.
+    """Return a job of the stock model on this dataset, with its own settings beside `SETTINGS`."""
+    # One rank on each node, so that each rank has a monitor.
     environment = {"DTRAIN_CACHE": str(dataset.parent / "cache"), "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     return worlds.Job(folder, dataset, training={**SETTINGS, **training}, environment=environment)
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=24, help="of three stretches (24)")
-    parser.add_argument("--steps", type=int, default=400, help="in a stretch, a multiple of 10 (400)")
-    parser.add_argument("--folder", help="where to train (a temporary folder)")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds of three intervals (24)")
+    parser.add_argument("--steps", type=int, default=400, help="steps in an interval, a multiple of 10 (400)")
+    parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
     parser.add_argument(
         "--out", nargs="?", const="overhead.json", help="also write the line to benchmarks/results/OUT (overhead.json)"
     )

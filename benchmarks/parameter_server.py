@@ -1,8 +1,9 @@
-"""How long it takes to sum gradients over ranks of this machine: parameter-server mode, plain and with TLS, and gloo.
+"""Measure how long summing gradients over ranks takes: parameter-server mode, plain and with TLS, against gloo.
 
-All three are set up in the same processes and used in turn, in an order that changes from round to round, so that other
-work on the machine disturbs them alike. Each sums a tensor of the same size in place. After a
-barrier, a sum lasts from when the first rank begins to when the last one has the result, which is checked.
+Run `python -m benchmarks.parameter_server`. All three are set up in the same processes and used alternately, in an
+order that changes from round to round, so that other work on the machine disturbs them alike. Each sums a tensor of the
+same size in place. After a barrier, a sum lasts from when the first rank begins to when the last one has the result,
+which is checked. In the keys of the line, ``star`` is parameter-server mode.
 
     star_p50_seconds, star_tls_p50_seconds, gloo_p50_seconds    medians over rounds; *_p90_seconds likewise
     star_times_gloo, star_tls_times_gloo, star_tls_times_star   ratios of the medians
@@ -41,15 +42,17 @@ from trainer.comm.torch_transport import ParameterServerTransport, Transport, ma
 from trainer.config import TLSConfig  # noqa: E402
 
 KINDS = ("star", "star_tls", "gloo")
+"""Ways to sum; these names are keys of the saved results."""
 SECONDS = 300.0
-"""How long a rank waits for the others."""
+"""Seconds for which a rank waits for the others."""
 WARM_UP = 3
+"""Rounds that do not count."""
 
 
 def be(
     pipe: Connection, listeners: dict[str, socket.socket], rank: int, size: int, numel: int, rounds: int, tls: TLSConfig
 ) -> None:
-    """One rank: says when it began and ended each sum, by the machine's clock (s)."""
+    """Run one rank: it sends when it began and ended each sum, by the machine's clock (s)."""
     torch.set_num_threads(1)
     transports = {kind: connect(kind, listeners[kind], rank, size, tls) for kind in KINDS}
     order = random.Random(0)
@@ -65,10 +68,11 @@ def be(
             if number >= WARM_UP:
                 times.append((kind, began, ended))
     pipe.send(times)
-    transports["star"].barrier(SECONDS)  # nobody leaves before all are done
+    transports["star"].barrier(SECONDS)  # no rank leaves before all are done
 
 
 def connect(kind: str, listener: socket.socket, rank: int, size: int, tls: TLSConfig) -> Transport:
+    """Return this rank's transport of one kind."""
     address = listener.getsockname()
     if kind == "gloo":
         options: dict[str, Any] = {"master_listen_fd": listener.detach()} if rank == 0 else {}
@@ -89,7 +93,7 @@ def connect(kind: str, listener: socket.socket, rank: int, size: int, tls: TLSCo
 
 
 def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every sum, by kind."""
+    """Return the seconds of every sum, by kind."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="star-") as folder:
         tls = Authority(Path(folder)).node()
@@ -114,13 +118,14 @@ def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.parameter_server",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=3, help="processes (3)")
-    parser.add_argument("--megabytes", type=float, default=38.0, help="of gradients on each rank, in 10^6 bytes (38)")
+    parser.add_argument("--ranks", type=int, default=3, help="number of ranks, each a process (3)")
+    parser.add_argument("--megabytes", type=float, default=38.0, help="gradients of each rank, in 10^6 bytes (38)")
     parser.add_argument("--rounds", type=int, default=30, help="sums of each kind (30)")
     parser.add_argument(
         "--out", nargs="?", const="star.json", help="also write the line to benchmarks/results/OUT (star.json)"

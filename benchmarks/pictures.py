@@ -1,4 +1,7 @@
-"""Draw docs/pictures/performance-*.png from benchmarks/results: of each benchmark whose result is there."""
+"""Draw docs/pictures/performance-*.png from the saved results of benchmarks, as far as they exist.
+
+Run `python -m benchmarks.pictures`. Nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,20 @@ NAMES = {
     "ours": "dtrain", "plain_ddp": "plain DDP", "plain_ddp_malloc": "plain DDP, malloc set", "lightning": "Lightning",
     "accelerate": "Accelerate", "ray": "Ray Train",
 }  # fmt: skip
+"""Names of frameworks in results, and in pictures."""
 SHARDERS = {"ours": "dtrain", "pandas": "pandas + Parquet", "mosaic": "mosaicml-streaming"}
 READERS = {
     "ours": "dtrain", "ours_blocks": "dtrain, in blocks", "dataloader_0": "DataLoader", "dataloader_2": "… 2 workers",
     "mosaic_0": "mosaicml-streaming", "mosaic_2": "… 2 workers",
 }  # fmt: skip
 MODES = ("allreduce", "fp16", "topk", "hierarchical", "auto")
+"""Ways to sum gradients, in the order of the bars."""
 LIGHT = "#d0d7de"
 
 
 def throughput(result: Mapping[str, Any]) -> Figure:
-    """At equal settings each framework's pace as a share of the bound's, and tuned, which may train in another
-    precision than the bound, as a multiple of plain DDP's: model by model and batch by batch."""
+    """Draw, model by model and batch by batch, each framework's samples per second at equal settings as a share of the
+    bound's, and dtrain tuned, which may train in another precision than the bound, as a multiple of plain DDP."""
     cells = [cell for cell in result["cells"] if cell["vs_bound"]]
     picture = new_figure(11, 3.8)
     axis, multiples = picture.subplots(1, 2, width_ratios=(2.4, 1))
@@ -88,8 +93,8 @@ def _multiples(axis: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def scaling(result: Mapping[str, Any]) -> Figure:
-    """A step of the wide model on three hosts, rate by rate and way by way: the mean over rounds, and where there are
-    several, each of them as a dot."""
+    """Draw a step of the wide model on three hosts, for each rate and way to sum: the mean over rounds, and each round
+    as a dot where there are several."""
     rows = [row for row in result["rows"] if row["model"] == "wide" and row["ranks"] == 3]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     picture = new_figure(9, 3.4)
@@ -118,7 +123,7 @@ def scaling(result: Mapping[str, Any]) -> Figure:
 
 
 def sharding(result: Mapping[str, Any]) -> Figure:
-    """Rows per second and peak memory over the size of the data; samples per second of random windows."""
+    """Draw rows per second and peak memory over the size of the data, and samples per second of random windows."""
     picture = new_figure(9, 3.6)
     pace, memory, reading = picture.subplots(1, 3, width_ratios=(1, 1, 1.1))
     sizes = sorted({int(key.split("_")[1][:-1]) for key in result if key.startswith("shard_")})
@@ -152,7 +157,7 @@ def sharding(result: Mapping[str, Any]) -> Figure:
 
 
 def orchestration(result: Mapping[str, Any]) -> Figure:
-    """A training under Dagster beside the bare one, short and long; and where a short run's time goes."""
+    """Draw a training under Dagster beside the bare one, short and long, and the phases of a short run."""
     picture = new_figure(10, 3.4)
     cpu, wall, parts = picture.subplots(1, 3, width_ratios=(1.15, 1.15, 1.3))
     lengths = sorted({row["steps"] for row in result["rows"]})
@@ -180,16 +185,17 @@ def orchestration(result: Mapping[str, Any]) -> Figure:
 DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
     "throughput": throughput, "scaling": scaling, "sharding": sharding, "orchestration": orchestration,
 }  # fmt: skip
+"""Functions that draw a picture, by benchmark."""
 
 NEEDED = {
     "throughput": ("cells",), "scaling": ("rows",), "sharding": ("shard_1x_ours", "read_ours"),
     "orchestration": ("rows",),
 }  # fmt: skip
-"""Of a benchmark that was stopped early, what there has to be some of."""
+"""Keys by benchmark, of which a result of a benchmark that was stopped early must have at least one."""
 
 
 def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
-    """Horizontal bars from top to bottom, with their values."""
+    """Draw horizontal bars from top to bottom, with their values."""
     places = range(len(names))
     axis.barh(places, values, color=colours, height=0.65)
     axis.set_yticks(places, names)
@@ -207,6 +213,7 @@ def _thousands(axis: Axes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw all pictures whose results exist, and print their paths."""
     parser = argparse.ArgumentParser("python -m benchmarks.pictures", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results (benchmarks/results)")
     parser.add_argument("--to", type=Path, default=PICTURES, help="folder of pictures (docs/pictures)")

@@ -1,17 +1,18 @@
-"""How long a training stands still when a node is killed: ours, torchrun tuned, torchrun as it comes.
+"""Measure how long a training stops when a node is killed: local cluster, torchrun tuned, torchrun by default.
 
-The same trainer trains the same model on three nodes of this machine; only who keeps the nodes together differs (see
-`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. Times come from the
-events of the trainer: each optimizer step is one, with its generation (a world that was formed anew) and its time.
+Run `python -m benchmarks.recovery`. The same trainer trains the same model on three nodes of this machine; only the
+launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. Times
+come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
+formed) and its time.
 
     *_p50_seconds, *_p95_seconds     from SIGKILL to the end of the survivors' first step (p95: nearest rank)
-    *_rank0_p50_seconds              of these, where rank 0 was killed
-    *_back_to_three_p50_seconds      from the start of the node that replaces it to the first step of all three
-    *_steps_redone_max               completed steps that had to be done once more
+    *_rank0_p50_seconds              the same where rank 0 was killed
+    *_back_to_three_p50_seconds      from the start of the replacement node to the first step of all three
+    *_steps_redone_max               completed steps that had to be repeated
     *_repeats                        kills
-    *_survivors_lost                 after which no step came for `LIMIT_SECONDS`, or the job ended
-    *_never_back_to_three            after which the survivors went on, and the job was lost when it was to grow again
-    ours_times_faster_than_default   by the medians
+    *_survivors_lost                 kills after which no step came for `LIMIT_SECONDS`, or the job ended
+    *_never_back_to_three            kills after which the survivors went on, and the job failed when it was to grow
+    ours_times_faster_than_default   ratio of the medians
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from trainer.rundir import SeenFiles  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 180.0
+"""Seconds without a step after which a job counts as lost."""
 CALM_SECONDS = 3.0
-"""Between two kills: the nodes work undisturbed."""
+"""Seconds between two kills, in which the nodes work undisturbed."""
 POLL_SECONDS = 0.05
 TRAINING = {
     "world_size": NODES,
@@ -63,7 +65,7 @@ class LostError(RuntimeError):
 
 @dataclass
 class Figures:
-    """Of one way to launch, over all kills."""
+    """The figures of one launcher, over all its kills."""
 
     pauses: list[float] = field(default_factory=list)
     rank_0_pauses: list[float] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Figures:
 
 
 class Steps:
-    """The steps of a job, as they are reported."""
+    """The steps of a job, as its ranks report them."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -82,6 +84,7 @@ class Steps:
         self._ranks: dict[int, set[int]] = defaultdict(set)
 
     def look(self) -> None:
+        """Read the events that are new."""
         for event in self.launcher.rundir.follow(self._seen):
             self._ranks[event["generation"]].add(event["rank"])
             if event["kind"] == "step":
@@ -90,10 +93,12 @@ class Steps:
 
     @property
     def generation(self) -> int:
+        """The newest generation that reported a step; 0 if none did."""
         return max((event["generation"] for event in self.steps), default=0)
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first step like this. `LostError` if there is none for too long."""
+        """Return the first step for which ``what`` holds; raise `LostError` if none comes for too long or the job
+        ends."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             self.look()
@@ -105,18 +110,19 @@ class Steps:
             time.sleep(POLL_SECONDS)
 
     def is_new(self, event: dict[str, Any], before: int) -> bool:
-        """Is it a step of a generation after ``before``? Who becomes rank 0 reports as well what the one before had
-        done and had no time to write; that is not."""
+        """Return whether it is a step of a generation after ``before``. A new rank 0 also reports steps that the
+        generation before had done and had no time to write; those are not new."""
         generation = event["generation"]
         return generation > before and event["step"] > self.launcher.begins_at(generation)
 
     def is_of_three(self, event: dict[str, Any]) -> bool:
-        """Was it a step of a generation with three ranks? Known once each has reported something."""
+        """Return whether it is a step of a generation with three ranks, which is known once each has reported
+        something."""
         return len(self._ranks[event["generation"]]) == NODES
 
 
 def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -> None:
-    """Kill the node of a rank, have it replaced, and wait until all is as before."""
+    """Kill the node of a rank, let another replace it, and wait until all three ranks train again."""
     node = launcher.node_of_rank(rank)
     steps.look()
     before = steps.generation
@@ -143,14 +149,14 @@ def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -
 
 
 def settle(steps: Steps) -> None:
-    """Wait until all three have worked undisturbed for a while."""
+    """Wait until all three ranks have worked undisturbed for a while."""
     steps.wait_for(lambda event: event["generation"] == steps.generation and steps.is_of_three(event))
     time.sleep(CALM_SECONDS)
 
 
 def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: int, name: str) -> Figures:
-    """Kill ``repeats`` nodes in all, in as many ``jobs`` started one after the other; a job that is lost is replaced
-    by another one."""
+    """Kill ``repeats`` nodes in all, distributed over ``jobs`` jobs that run one after the other; another job replaces
+    one that is lost. Raise `LostError` if a job is lost before the first kill."""
     figures = Figures()
     per_job = math.ceil(repeats / jobs)
     number = 0
@@ -176,12 +182,13 @@ def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: 
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """By nearest rank."""
+    """Return the percentile by nearest rank; None if there is no value."""
     ordered = sorted(values)
     return ordered[math.ceil(percent / 100 * len(ordered)) - 1] if ordered else None
 
 
 def summary(name: str, figures: Figures) -> dict[str, Any]:
+    """Return the figures of one launcher under the names of the saved results."""
     values = {
         "p50_seconds": statistics.median(figures.pauses) if figures.pauses else None,
         "p95_seconds": percentile(figures.pauses, 95),
@@ -196,13 +203,14 @@ def summary(name: str, figures: Figures) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=10, help="kills for ours and for the tuned torchrun")
-    parser.add_argument("--default-repeats", type=int, default=10, help="for torchrun's defaults: up to 3 minutes each")
-    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="measure this one alone")
+    parser.add_argument("--repeats", type=int, default=10, help="kills for the local cluster and for torchrun tuned")
+    parser.add_argument("--default-repeats", type=int, default=10, help="kills for its defaults: up to 3 minutes each")
+    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the nodes along
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         folder = Path(temporary)
         config = {
@@ -220,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "torchrun_default",
                 lambda place: Torchrun(_made(place), config, tuned=False),
                 options.default_repeats,
-                options.default_repeats,  # a job of its own each time: it allows three restarts
+                options.default_repeats,  # a new job for each kill: it allows three restarts only
             ),
         ]
         for name, make, repeats, jobs in makers:

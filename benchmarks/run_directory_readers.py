@@ -1,5 +1,7 @@
-"""Everything of this project that reads run directories, run over a whole job and a damaged one beside it, for
-`benchmarks.abuse.run_directories`."""
+"""All readers of run directories in this project, run over a whole job and a damaged one beside it.
+
+`benchmarks.abuse.run_directories` damages the jobs; here they are only read and judged.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,17 @@ from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import RunDir
 
 STEPS = 18
-"""Of the whole job."""
+"""Steps of the whole job."""
 OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal would obey. A carriage return is looked for by itself: CSV has them."""
+"""Characters that a terminal would obey, without the carriage return, which CSV has."""
 MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
-"""What a reader of a damaged job may raise."""
+"""Errors that a reader of a damaged job may raise."""
 Wrong = list[tuple[str, str]]
-"""(count of `benchmarks.abuse.tally.Tally`, words)"""
+"""Faults: (count of `benchmarks.abuse.tally.Tally`, description)."""
 
 
 class Readers:
-    """Of one home."""
+    """The readers of one home, and the faults that they showed."""
 
     def __init__(self, home: Path, whole: str, damaged: str, secret: str) -> None:
         self.home, self.whole, self.damaged, self.secret = home, whole, damaged, secret
@@ -52,17 +54,18 @@ class Readers:
         self.wrong: Wrong = []
 
     def say(self, kind: str, words: str) -> None:
+        """Record a fault."""
         self.wrong.append((kind, words))
 
     def look(self, what: str, text: str) -> None:
-        """Text that a person or a browser gets."""
+        """Check a text that a person or a browser gets: it shows no secret, and no character that a terminal obeys."""
         if self.secret in text:
             self.say("leaked", f"{what} shows a file from outside")
         if found := OBEYED.search(text):
             self.say("accepted", f"{what} passes on {found[0]!r}")
 
     def of_damaged(self, what: str, read: Callable[[], object]) -> Any:
-        """A reader of the damaged job alone: it may refuse, in words."""
+        """Run a reader of the damaged job alone, which may refuse it with an error in `MEANT`."""
         try:
             return read()
         except MEANT as error:
@@ -73,7 +76,7 @@ class Readers:
         return None
 
     def of_all(self, what: str, read: Callable[[], object]) -> Any:
-        """A reader of all jobs: it may not fail."""
+        """Run a reader of all jobs, which may not fail."""
         try:
             return read()
         except Exception:
@@ -81,7 +84,7 @@ class Readers:
             return None
 
     def command(self, *words: str, may_refuse: bool = True) -> str:
-        """A command of `dtrain`, and what it printed."""
+        """Run a command of `dtrain`, and return its output."""
         done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(self.home)})
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             where = "".join(traceback.format_exception(done.exception, limit=-4))
@@ -93,7 +96,7 @@ class Readers:
 
 
 def read_everything(home: Path, whole: str, damaged: str, secret: str) -> Wrong:
-    """What was not as it must be; empty where all was."""
+    """Run all readers, and return the faults that they showed; empty for none."""
     readers = Readers(home, whole, damaged, secret)
     _lists(readers)
     _board(readers)
@@ -136,7 +139,7 @@ def _board(readers: Readers) -> None:
     for job_id in (readers.whole, readers.damaged):
         job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
-            # As the server writes it: no NaN, and nothing that is no UTF-8.
+            # As the server writes it: without NaN, and valid UTF-8.
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
             if sent and readers.secret in sent:
                 readers.say("leaked", "the dashboard shows a file from outside")

@@ -1,37 +1,38 @@
-"""What more ranks gain: two on two cores, and three hosts at 10 Gbit/s, 1 Gbit/s and 100 Mbit/s, with each way to sum.
+"""Measure the gain from more ranks: two on two cores, and three hosts on links of three rates, with each way to sum.
 
-Two ranks: three worlds train the stock model at its default batch, one thread to a rank, in stretches of steps that
-take turns in random order: one rank with nobody beside it, two worlds of one rank at once, and one world of two.
+Run `python -m benchmarks.scaling`. Two ranks: three worlds train the stock model at its default batch, one thread to a
+rank, in intervals of steps that alternate in random order: one rank alone, two worlds of one rank at once, and one
+world of two.
 
     efficiency_2_ranks           samples per second of the world of two, over the sum of those of two worlds of one that
-                                 train at the same time, with nothing between them: what summing gradients and waiting
-                                 for each other cost. What the cores take from each other is in both
+                                 train at the same time without a connection: the cost of summing gradients and of
+                                 waiting for each other. Both sides share the cores alike
     efficiency_2_ranks_lockstep  the same for a world that exchanges nothing, but where each step ends when the later of
-                                 two ranks is done: computed of the single steps of those two worlds of one. How far
-                                 synchronous training can come where two cores are not equally fast at each moment
+                                 two ranks is done: computed from the single steps of those two worlds of one. It limits
+                                 synchronous training where two cores are not equally fast at each moment
     efficiency_2_ranks_by_start  the first one, for each start of the worlds
-    efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: what the
-                                 cores take from each other (caches, memory, clocks) is in this as well
+    efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: this includes
+                                 what the cores take from each other (caches, memory, clocks)
 
-Three hosts: network namespaces with a rank each, joined by links of a given rate; real prices; the stock model at its
-default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per rank and step**: chosen
-so that the link is what a step waits for. With larger batches, communication weighs less. (Sums by node differ from
-plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two hosts.) At the
-lowest rate, allreduce and auto train twice, once at each end of the series. Needs root.
+Three hosts: network namespaces with a rank each, joined by links of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s; real prices;
+the stock model at its default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per
+rank and step**: chosen so that a step waits for the link. With larger batches, communication weighs less. (Sums by node
+differ from plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two
+hosts.) At the lowest rate, allreduce and auto train twice, once at each end of the series. This part needs root.
 
-    auto_vs_allreduce_100mbit              how many times as long a step of the wide model takes with allreduce as with
-                                           what auto has settled on: geometric mean of the two rounds; ``…_rounds``
-    auto_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: steps before auto has settled,
-                                           what it tries, and whatever else happens between steps included
-    …_stock                                both of the stock model
+    auto_vs_allreduce_100mbit              duration of a step of the wide model with allreduce over that with the choice
+                                           of auto: geometric mean of the two rounds; ``…_rounds``: each of them
+    auto_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: it includes steps before auto has
+                                           settled, its trials, and everything that happens between steps
+    …_stock                                both for the stock model
     auto_loss_difference_100mbit_percent   how much worse the wide model's validation is after the same samples: a
                                            difference of d nats is a sample whose likelihood is lower by 1 - exp(-d).
-                                           Of trainings of their own, ``--loss-steps`` long, with allreduce and with
-                                           what auto settled on at the lowest rate, set by hand from the first step on;
-                                           over the quickest link, which changes no number of these
+                                           From two separate trainings, ``--loss-steps`` long, with allreduce and with
+                                           the choice of auto at the lowest rate, set from the first step on; over the
+                                           fastest link, which changes no number of these
     loss_rows                              these two trainings; auto_loss_samples: samples of each
     rows                                   all others: seconds of a step, exposed communication, losses
-    failed                                 parts that nothing can be said of, and why
+    failed                                 parts without figures, and the reasons
 """
 
 from __future__ import annotations
@@ -71,31 +72,35 @@ from trainer.data.loader import Batch  # noqa: E402
 from trainer.engine.trainer import DistributedTrainer  # noqa: E402
 
 WARM_UP = 220
-"""Steps before the first stretch: windows end with each report in the beginning."""
+"""Steps before the first interval: at the beginning, every report ends a window of the communication profile."""
 MODELS = {
     "stock": ({"factory": "tcn", "args": {}}, 128, 2),
     "wide": ({"factory": "tcn", "args": {"channels": 256}}, 8, 1),
 }
 """Model, samples in a micro-batch, micro-batches of a rank."""
 MODES = ("allreduce", "fp16", "topk", "auto")
+"""Ways to sum gradients that are compared."""
 SETTLING = 10
 """Steps at the beginning of a training that its typical step leaves out; with auto, those before its last choice."""
 COMMON = {
     "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "warmup_steps": 10,
     "threads_per_rank": 1, "collective_timeout_seconds": 120, "hang_seconds": 1e6,
 }  # fmt: skip
+"""Settings of all trainings."""
 
 
 class TimedTrainer(DistributedTrainer):
-    """A training in stretches: after each it says how long its steps took, and waits for the word to begin the next."""
+    """A training in intervals: after each it sends the seconds of its steps, and waits for the order to begin the
+    next."""
 
     def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
         super().__init__(job)
         self.pipe, self.stretch, self.ends_at = pipe, steps, WARM_UP
         self.began: list[float] = []
-        """When each step of this stretch did."""
+        """Times at which the steps of this interval began, by `time.monotonic`."""
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        """Train an epoch, and pause where an interval ends."""
         return super().train_epoch(self._in_stretches(dataloader), epoch)
 
     def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
@@ -111,7 +116,7 @@ class TimedTrainer(DistributedTrainer):
 
 
 def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connection, steps: int) -> None:
-    """A rank that trains in stretches until it is ended."""
+    """Run a rank that trains in intervals until its process is ended."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -124,7 +129,8 @@ def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connectio
 
 
 def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int) -> dict[str, Any]:
-    """All three worlds are started several times: what one start finds, another, minutes later, has not confirmed."""
+    """Return the efficiencies of two ranks. All three worlds are started several times: another start, minutes later,
+    has not always confirmed the figures of one."""
     found: dict[str, list[float]] = {"alone": [], "busy": [], "both": [], "lockstep": []}
     for start in range(starts):
         print(f"two ranks: start {start + 1} of {starts}", file=sys.stderr, flush=True)
@@ -150,8 +156,8 @@ def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int)
 
 
 def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step, round by round: in one world of one, in each of two at once, in the world of two; and what a
-    world that waits for the later of those two at once would take."""
+    """Return the seconds of a step, round by round: in one world of one, in each of two worlds at once, in the world of
+    two; and those of a world that waits for the later of the two worlds at once."""
     model, batch, accumulation = MODELS["stock"]
     settings = {**COMMON, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation}
     processes, pipes = [], {}
@@ -190,13 +196,14 @@ def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -
 
 
 def took(pipes: dict[str, list[Connection]], name: str) -> list[float]:
-    """Seconds of each step of a world's stretch: of the rank that took longest."""
+    """Return the seconds of each step of a world's interval, of the rank that took longest."""
     return max((pipe.recv() for pipe in pipes[name]), key=sum)
 
 
 def ranks_environment(
     rank: int, local: int, size: int, per_node: int, address: str, port: int, dataset: Path
 ) -> dict[str, str]:  # fmt: skip
+    """Return the environment variables of a rank."""
     facts = {
         "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": min(size, per_node),
         "NODE_RANK": rank // per_node, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
@@ -205,7 +212,7 @@ def ranks_environment(
 
 
 def be_host(namespace: str, config: str, environment: dict[str, str], log: str) -> None:
-    """A rank on one of the hosts."""
+    """Run a rank on one of the hosts."""
     switch.enter(namespace)
     worlds.be_rank(["--config", config], {**os.environ, **environment, "GLOO_SOCKET_IFNAME": "eth0"}, log)
 
@@ -221,7 +228,7 @@ def train(
     per_host: int = 1,
     turn: int = 0,
 ) -> dict[str, Any]:
-    """One training, and its row of the table."""
+    """Train once, and return the row of the table; raise RuntimeError if a rank fails."""
     size = 3 if per_host == 1 else 2 * per_host
     factory, batch, accumulation = MODELS[model]
     settings = {
@@ -252,10 +259,12 @@ def train(
 
 
 def samples_per_rank(settings: Mapping[str, Any]) -> int:
+    """Return the samples that a rank trains in one step."""
     return int(settings["batch_size_per_gpu"] * settings["gradient_accumulation_steps"])
 
 
 def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
+    """Return the figures of a training that has ended, from its events."""
     choices, timing, reports = job.events("communication"), job.events("timing"), job.events("step")
     settled = max([SETTLING, *(item["step"] for item in choices)])
     steady = [item for item in timing if item["step"] - item["steps"] >= settled] or timing[-1:]
@@ -288,6 +297,7 @@ def three_hosts(
     steps_slow: int,
     loss_steps: int,
 ) -> dict[str, Any]:
+    """Train on three hosts at all rates with all models and ways to sum; return the comparisons and the rows."""
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     last = rates[-1]
@@ -313,7 +323,7 @@ def three_hosts(
 
 
 def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rate: str) -> dict[str, Any]:
-    """Long trainings of the wide model with allreduce and with ``mode``, and what the latter costs in the end."""
+    """Train the wide model long, with allreduce and with ``mode``, and return how much the loss differs in the end."""
     quickest = max(RATES, key=lambda name: RATES[name])
     hosts.limit(quickest)
     rows = [train(hosts, folder, dataset, quickest, "wide", one, steps) for one in dict.fromkeys(("allreduce", mode))]
@@ -327,7 +337,7 @@ def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rat
 
 
 def build(folder: Path, window: int, **params: Any) -> Path:
-    """The bundled prices as a dataset."""
+    """Build a dataset of the bundled prices."""
     folder.mkdir()
     ref = write_prices(price_source("sp500_panel"), str(folder))
     checked = validate_prices(ref)
@@ -335,23 +345,24 @@ def build(folder: Path, window: int, **params: Any) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if a part failed, else 0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--starts", type=int, default=5, help="of the worlds of one and two ranks (5)")
-    parser.add_argument("--rounds", type=int, default=4, help="of three stretches in each start (4; 0: none)")
-    parser.add_argument("--stretch", type=int, default=100, help="steps in a stretch (100)")
-    parser.add_argument("--steps", type=int, default=60, help="of each training on three hosts (60; 0: none)")
-    parser.add_argument("--steps-slow", type=int, default=120, help="of each at the lowest rate (120)")
-    parser.add_argument("--loss-steps", type=int, default=600, help="of each of the two for the losses (600; 0: none)")
-    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of links (all), lowest last")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of the three hosts (all)")
-    parser.add_argument("--folder", help="where to train (a temporary folder)")
+    parser.add_argument("--starts", type=int, default=5, help="starts of the worlds of one and two ranks (5)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of three intervals in each start (4; 0: none)")
+    parser.add_argument("--stretch", type=int, default=100, help="steps in an interval (100)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of a training on three hosts (60; 0: none)")
+    parser.add_argument("--steps-slow", type=int, default=120, help="steps of one at the lowest rate (120)")
+    parser.add_argument("--loss-steps", type=int, default=600, help="steps of the two for the losses (600; 0: none)")
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="link rates, lowest last (all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models on three hosts (all)")
+    parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     options = parser.parse_args(arguments)
     if options.rounds == 1 or options.rounds < 0 or options.stretch < 10 or options.starts < 1:
         parser.error("--rounds must be 0 or at least 2, --stretch at least 10, --starts at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks, namespaces and folders go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed first
     began, load_before = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

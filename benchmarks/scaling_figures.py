@@ -1,4 +1,4 @@
-"""What `benchmarks.scaling` concludes from the rows of its trainings. Pure: nothing is trained here."""
+"""Conclusions of `benchmarks.scaling` from the rows of its trainings: pure functions, which train nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LATEST = 5
-"""Reports that a loss of the training is the mean of."""
+"""Number of reports over which the training loss is averaged."""
 
 
 def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key: str) -> dict[str, Any]:
-    """How many times as fast auto is as allreduce, once it has settled and in all. ``key``: of the figures."""
+    """Return by how much auto is faster than allreduce, once it has settled and over the whole run. ``key`` is the
+    template of the figures' names."""
     found: dict[str, Any] = {}
     for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
         plain, chosen = (
@@ -26,7 +27,7 @@ def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key:
 
 
 def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
-    """What auto trained the wide model with in the end: allreduce where it never chose."""
+    """Return the way to sum that auto had chosen for the wide model in the end; "allreduce" where it never chose."""
     [chosen] = [
         row["chosen"] for row in rows
         if (row["rate"], row["model"], row["communication"], row["round"]) == (rate, "wide", "auto", 0)
@@ -35,7 +36,7 @@ def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
 
 
 def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
-    """Add the training loss at the time at which the quickest of those that can be compared has ended."""
+    """Add to each row the training loss at the time at which the fastest comparable training has ended."""
     for row in rows:
         same = [other for other in rows if all(other[key] == row[key] for key in ("rate", "model", "ranks"))]
         row["fixed_seconds"] = min(other["curve"][-1][0] for other in same)
@@ -45,4 +46,5 @@ def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
 
 
 def round_figure(value: Any) -> Any:
+    """Return a float rounded to five digits, and anything else unchanged."""
     return round(value, 5) if isinstance(value, float) else value

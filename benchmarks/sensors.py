@@ -1,16 +1,16 @@
-"""How long a tick of each sensor takes with 10, 1,000 and 10,000 past jobs, on the local cluster and in SQLite.
+"""Measure a tick of each sensor with 10, 1,000 and 10,000 past jobs, on the local cluster and in SQLite.
 
-Past jobs are synthetic records: run directories as a cluster of two nodes and the trainer leave them, written by the
-same code, of jobs that never ran (``"synthetic": true`` in their ``plan.json``). To each belongs a finished Dagster run
-in the instance, and a materialization of the checkpoint. Beside them one real job runs, followed by a live run, and one
-run waits for capacity, so that every sensor has something to look at.
+Run `python -m benchmarks.sensors`. Past jobs are synthetic records: run directories as a cluster of two nodes and the
+trainer leave them, written by the same code, of jobs that never ran (``"synthetic": true`` in their ``plan.json``).
+Each has a finished Dagster run in the instance, and a materialization of the checkpoint. Beside them one real job runs,
+followed by a live run, and one run waits for capacity, so that every sensor has something to look at.
 
-    tick_seconds_N      the worst sensor's, with N past jobs: the median of its ticks but for the first
-    flat                the worst of ``tick_seconds_N``, divided by ``tick_seconds_10``
-    first_tick_seconds  the worst first tick after jobs have been added: caches are cold
+    tick_seconds_N      of the slowest sensor with N past jobs: the median of its ticks without the first
+    flat                the largest ``tick_seconds_N``, divided by that of the fewest jobs
+    first_tick_seconds  the slowest first tick after jobs have been added: caches are cold
     sensors             the median of each sensor, by N
 
-Wanted: at most 1 s, and flat within 2.
+Wanted: at most 1 s, and ``flat`` at most 2.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.rundir import LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
 
 SIZES = (10, 1000, 10000)
+"""Numbers of past jobs."""
 SKU, NODES, HOUR = "Standard_NC6s_v3", 2, 3600.0
 LIVE_JOB = "train-11111111-live0000"
 
 
 def write_past_job(settings: Settings, number: int, run_id: str, now: float) -> None:
-    """What a training of an hour that ended ``number`` hours ago has left, but for its checkpoints and predictions."""
+    """Write the records of a training of an hour that ended ``number`` hours ago, without checkpoints and
+    predictions."""
     job_id = f"train-{number % 97:08x}-{number:08x}"
     rundir, ended = RunDir(f"{settings.jobs_uri}/{job_id}"), now - number * HOUR
     times = {"started_at": ended - HOUR, "ended_at": ended}
@@ -73,6 +75,7 @@ def write_past_job(settings: Settings, number: int, run_id: str, now: float) -> 
 
 
 def plan(**more: Any) -> dict[str, Any]:
+    """Return a plan as `cost_estimate` writes it."""
     usd = {"low": 5.0, "expected": 6.12, "high": 8.0}
     seconds = {"low": 3000.0, "expected": HOUR, "high": 4500.0}
     estimate = {"usd": usd, "seconds": seconds, "usd_per_node_hour": 3.06, "node_count": NODES}
@@ -80,7 +83,7 @@ def plan(**more: Any) -> dict[str, Any]:
 
 
 def write_past_run(instance: dg.DagsterInstance, number: int) -> str:
-    """A finished run of the whole graph, and that it made a checkpoint."""
+    """Add a finished run of the whole graph and its materialization of a checkpoint, and return the run's id."""
     run = instance.add_run(dg.DagsterRun(job_name=RETRAINING, status=dg.DagsterRunStatus.SUCCESS))
     metadata = {"synthetic": True, "job_id": f"train-{number:08x}"}
     instance.report_runless_asset_event(dg.AssetMaterialization("trained_checkpoint", metadata=metadata))
@@ -89,7 +92,7 @@ def write_past_run(instance: dg.DagsterInstance, number: int) -> str:
 
 @contextmanager
 def at_work(settings: Settings, instance: dg.DagsterInstance) -> Iterator[GPUClusterManager]:
-    """A cluster with one job, which a live run follows; and one run that waits."""
+    """Yield a cluster with one job, which a live run follows, while another run waits for capacity."""
     manager = build_resources(settings)["cluster"].manager()  # type: ignore[attr-defined]
     manager.provision_cluster(NODES, SKU)
     run = instance.add_run(dg.DagsterRun(job_name=RETRAINING, status=dg.DagsterRunStatus.STARTED))
@@ -108,7 +111,7 @@ def at_work(settings: Settings, instance: dg.DagsterInstance) -> Iterator[GPUClu
 
 @contextmanager
 def in_haste() -> Iterator[None]:
-    """Records are to be there, and need not outlive a power cut."""
+    """Skip the syncing of files and databases within: records need not outlive a power cut."""
 
     def hurry(connection: Any, _: Any) -> None:
         connection.execute("PRAGMA synchronous=OFF")
@@ -120,7 +123,7 @@ def in_haste() -> Iterator[None]:
 
 
 def measure(sizes: tuple[int, ...], ticks: int) -> dict[str, Any]:
-    """Seconds: the median of each sensor's ticks by size, and the worst first tick."""
+    """Return, in seconds, the median of each sensor's ticks by size, and the slowest first tick."""
     medians: dict[str, dict[int, float]] = {}
     firsts: list[float] = []
     with tempfile.TemporaryDirectory(prefix="dtrain-sensors-") as folder:
@@ -153,7 +156,7 @@ def tick(
     settings: Settings,
     cursors: dict[str, str | None],
 ) -> float:
-    """Seconds of one evaluation with the cursor of the last, as the daemon has it done."""
+    """Return the seconds of one evaluation with the cursor of the last, as the daemon does it."""
     resources = {key: value for key, value in build_resources(settings).items() if key in sensor.required_resource_keys}
     began = time.perf_counter()
     with dg.build_sensor_context(
@@ -167,12 +170,13 @@ def tick(
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with these command-line arguments, and print its line of JSON."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sensors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON, and nothing else on stdout")
+    parser.add_argument("--json", action="store_true", help="print only one line of JSON on stdout")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/sensors.json")
-    parser.add_argument("--ticks", type=int, default=7, help="of each sensor (7)")
+    parser.add_argument("--ticks", type=int, default=7, help="ticks of each sensor (7)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of past jobs, ascending")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)

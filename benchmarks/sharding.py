@@ -1,18 +1,19 @@
-"""From prices to shards, and random windows out of them: rows/s, samples/s and peak memory, beside what others do.
+"""Measure building shards and reading random windows: rows/s, samples/s and peak memory, beside other tools.
 
-Prices are **synthetic** random walks in the shape of the default data (20 tickers of 8,313 days), and 10 times as many
-tickers; with ``--sizes 1 10 100`` also 100 times, which takes 5 GB of disk and, for pandas, more memory than most
-machines have. What fails, takes longer than ``--timeout`` or has no time left in the ``--budget`` says so in its place,
-and is in ``missing``; the line has ``partial`` then. A signal (SIGTERM, SIGINT) ends it in the same way. Each
-measurement is a process of its own; the peak is its resident set (VmHWM), imports included.
+Run `python -m benchmarks.sharding`. Prices are **synthetic** random walks in the shape of the default data (20 tickers
+of 8,313 days), and 10 times as many tickers; with ``--sizes 1 10 100`` also 100 times, which takes 5 GB of disk and,
+for pandas, more memory than most machines have. A measurement that fails, takes longer than ``--timeout`` or has no
+time left in the ``--budget`` has the reason in its place and its key in ``missing``; the line then has ``partial``. A
+signal (SIGTERM, SIGINT) ends the benchmark in the same way. Each measurement is a process of its own; the peak is its
+resident set (VmHWM), imports included.
 
 Sharding, from one long Parquet file, the same features by the same function:
 
     ours                   sort and check every cell, validate, features, checksummed shards, manifest
     pandas                 as most write it: read all, group by ticker, features, to_parquet; no checks, no manifest
     mosaic                 the same features, ticker by ticker, into MDSWriter, one row a sample (mosaicml-streaming);
-                           what it has done after two minutes tells its pace (``share_done``), which the pass over
-                           all prices that comes before makes a little too low
+                           it stops after two minutes, which give its rate (``share_done`` of the rows); the pass over
+                           all prices that comes before makes it a little too low
     …_rows_per_second, …_peak_mb, …_cpu_seconds for each size
 
 Reading batches of 1,024 random windows (60 x 8, and the target) from the smallest set, which fits in memory:
@@ -21,9 +22,9 @@ Reading batches of 1,024 random windows (60 x 8, and the target) from the smalle
     dataloader_N           torch Dataset over the arrays in memory, one window a call, DataLoader with N workers
     mosaic_N               StreamingDataset(shuffle=True) of windows stored one by one, DataLoader with N workers
 
-and under a memory limit on the page cache that is a quarter of the largest set (skipped where control groups are not
-writable): limited_full, limited_blocks, and unlimited_… from a cold cache: samples/s. ``failed``: sizes of which some
-was not even tried, and why.
+Then, from the largest set, with a memory limit on the page cache of a quarter of the set (skipped where control groups
+are not writable): limited_full, limited_blocks; and without it, from a cold cache: unlimited_…; both in samples/s.
+``failed``: sizes of which a part was not even tried, and the reasons.
 """
 
 from __future__ import annotations
@@ -50,25 +51,28 @@ from benchmarks.sharding_programs import BATCH, COLD, DAYS, READING, SHARDING, T
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 6.0
+"""Seconds of each reading."""
 CLOSING_SECONDS = 10.0
+"""Part of the budget that is kept for the end of the benchmark."""
 LEAST_LIMIT = 64 << 20
-"""What a batch and its bookkeeping take has to fit besides."""
+"""Smallest memory limit, in bytes: a batch and its bookkeeping must fit besides."""
 
 
 def peak_mb() -> float:
-    """Of this process alone; ru_maxrss would begin with the peak of the one that started it."""
+    """Return the peak of resident memory of this process alone, in MB; ru_maxrss would begin with the peak of its
+    parent."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
 
 
 def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """What a child process measures."""
+    """Run one measurement in this child process, and return its figures."""
     kind, _, what = name.partition(".")
     if kind == "shard":
         import pandas  # noqa: F401
         import pyarrow.parquet  # noqa: F401
 
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes, and nobody else
+        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the kernel kills this process first
         imported = peak_mb()
         began, cpu = time.monotonic(), time.process_time()
         rows = SHARDING[what](folder)
@@ -98,11 +102,12 @@ def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:
+    """Return windows and target of a batch of any reader."""
     return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
 
 
 class Measurements:
-    """Runs measurements one after the other while there is time, and keeps what they found."""
+    """Runs measurements one after the other while there is time, and keeps their figures."""
 
     def __init__(self, seconds: float, timeout: float, budget: float) -> None:
         self.seconds, self.timeout = seconds, timeout
@@ -111,22 +116,24 @@ class Measurements:
         self.found: dict[str, Any] = {}
 
     def take(self, key: str, step: str, folder: Path, **environment: str) -> dict[str, Any]:
-        """One measurement; ``step``: what the process is to do."""
+        """Run one measurement in a child process, and return its figures; ``step`` names it."""
         limit = min(self.timeout, self.until - time.monotonic())
         if limit < self.seconds:
             self.found[key] = {"failed": "no time was left for it"}
         else:
-            self.found[key] = {"failed": "it was stopped"}  # unless it comes to its end
+            self.found[key] = {"failed": "it was stopped"}  # replaced if it ends
             self.found[key] = run_step(step, folder, self.seconds, limit, **environment)
         sys.stderr.write(f"{time.monotonic() - self.began:4.0f} s: {key} {self.found[key]}\n")
         return self.found[key]
 
     @property
     def missing(self) -> list[str]:
+        """Keys of the measurements that failed."""
         return [key for key, figures in self.found.items() if isinstance(figures, dict) and "failed" in figures]
 
 
 def run_step(name: str, folder: Path, seconds: float, timeout: float, **environment: str) -> dict[str, Any]:
+    """Run a measurement in a child process, and return its figures, or ``failed`` with the reason."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharding", "--step", name, "--folder", str(folder)]
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests/trainer"), os.environ.get("PYTHONPATH"))))
     step = subprocess.Popen(
@@ -149,7 +156,7 @@ def run_step(name: str, folder: Path, seconds: float, timeout: float, **environm
 
 
 def drop_cache(folder: Path) -> None:
-    """Out of the page cache, so that reading begins cold and counts for who reads."""
+    """Remove arrays from the page cache, so that reading begins cold and is counted for the process that reads."""
     os.sync()
     for path in folder.rglob("*.npy"):
         with open(path, "rb") as file:
@@ -157,7 +164,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def read_cold(measurements: Measurements, folder: Path) -> None:
-    """Samples/s from a cold page cache, with and without a limit on it."""
+    """Measure samples/s from a cold page cache, with and without a limit on it."""
     sys.path.insert(0, str(ROOT / "tests/trainer"))
     from memory_group import memory_group
 
@@ -180,7 +187,7 @@ def read_cold(measurements: Measurements, folder: Path) -> None:
 
 
 def measure(measurements: Measurements, folder: Path, size: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """Everything about data of one of the sizes."""
+    """Take all measurements on data of one of the sizes."""
     has_mosaic = importlib.util.find_spec("streaming") is not None
     if not has_mosaic:
         measurements.found["skipped"] = ["mosaicml-streaming is not installed"]
@@ -209,6 +216,7 @@ def measure(measurements: Measurements, folder: Path, size: int, sizes: Sequence
 
 
 def version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -216,21 +224,22 @@ def version(name: str) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return 1 if it was stopped, else 0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10], help="of the default data (1 10)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each reading ({SECONDS:g})")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds at most for one measurement (240)")
-    parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="that all of it may take (690)")
-    parser.add_argument("--folder", help="where to write, on a disk with 5 GB (a temporary folder)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10], help="multiples of the default data (1 10)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"seconds of each reading ({SECONDS:g})")
+    parser.add_argument("--timeout", type=float, default=240, help="longest time of one measurement, in seconds (240)")
+    parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="longest total time (690)")
+    parser.add_argument("--folder", help="folder of the data, on a disk with 5 GB (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/sharding.json")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.step:
         print(json.dumps(be_a_step(options.step, Path(options.folder), options.seconds)))
         return 0
-    # Here, as it imports torch, which those who make shards do without.
+    # Imported here because it imports torch, which the processes that make shards do without.
     from benchmarks.host import in_parts, stop_on_signals, tell
 
     stop_on_signals()

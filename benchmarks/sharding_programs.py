@@ -1,7 +1,7 @@
 """The programs that `benchmarks.sharding` compares: each makes shards of the same prices, or reads windows from them.
 
-What heavy modules they need, each imports in its function: a measurement counts its own imports and no others. How they
-are started, timed and limited belongs to `benchmarks.sharding`.
+Each imports its heavy modules in its function: a measurement counts its own imports and no others. Starting, timing and
+limiting the programs belongs to `benchmarks.sharding`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import numpy as np
 DAYS, TICKERS, WINDOW, HORIZON, BATCH = 8313, 20, 60, 5, 1024
 
 BLOCK = 1024
+"""Samples in a block of `COLD`'s block-wise shuffle."""
 
 STEADY_SECONDS = 120.0
-"""After so long, the pace of what goes row by row is known."""
+"""Seconds after which the rate of a program that writes row by row is known."""
 
 MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
+"""Columns of a row beside the features, for MDSWriter."""
 
 
 def write_walks(path: Path, tickers: int) -> None:
-    """Synthetic prices, long, in order of ticker and date."""
+    """Write synthetic prices in long form, in order of ticker and date."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -40,10 +42,11 @@ def write_walks(path: Path, tickers: int) -> None:
     writer.close()
 
 
-# Sharding. Each function makes shards of the prices in ``folder`` and returns the number of rows that went in.
+# Sharding. Each function makes shards of the prices in ``folder`` and returns the number of rows that it read.
 
 
 def shard_ours(folder: Path) -> int:
+    """Build a dataset as the product does."""
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sharding import build_dataset
     from dtrain_dagster.data.sources import price_source
@@ -55,6 +58,7 @@ def shard_ours(folder: Path) -> int:
 
 
 def shard_pandas(folder: Path) -> int:
+    """Write features with pandas in one go, without checks and manifest."""
     import pandas as pd
 
     from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
@@ -70,7 +74,7 @@ def shard_pandas(folder: Path) -> int:
 
 
 def feature_frames(folder: Path) -> Iterator[Any]:
-    """Features ticker by ticker, as a careful user of mosaicml-streaming would make them."""
+    """Yield features ticker by ticker, as a careful user of mosaicml-streaming would make them."""
     import pandas as pd
     import pyarrow.parquet as pq
 
@@ -90,6 +94,7 @@ def feature_frames(folder: Path) -> Iterator[Any]:
 
 
 def shard_mosaic(folder: Path) -> int:
+    """Write features row by row with mosaicml-streaming, for at most `STEADY_SECONDS`."""
     from streaming import MDSWriter
 
     from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
@@ -115,6 +120,7 @@ def shard_mosaic(folder: Path) -> int:
 
 
 def read_ours(folder: Path, block: int | None = None) -> Iterator[Any]:
+    """Yield batches of random windows from the product's shards; ``block``: shuffle in blocks of so many samples."""
     from trainer.data.sampler import Sampler
     from trainer.data.shards import DataShardManager
 
@@ -152,6 +158,7 @@ class Windows:
 
 
 def read_dataloader(folder: Path, workers: int) -> Iterator[Any]:
+    """Yield batches from torch's DataLoader over `Windows`."""
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
@@ -163,11 +170,12 @@ def read_dataloader(folder: Path, workers: int) -> Iterator[Any]:
 
 
 def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
+    """Yield batches from a StreamingDataset of single windows, which is written first if it is missing."""
     from streaming import MDSWriter, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
     from torch.utils.data import DataLoader
 
-    clean_stale_shared_memory()  # of one that was ended
+    clean_stale_shared_memory()  # an earlier process that was ended may have left some
     store = folder / "mds-windows"
     if not store.exists():
         windows = Windows(folder)
@@ -183,6 +191,7 @@ def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
 
 
 SHARDING: dict[str, Callable[[Path], int]] = {"ours": shard_ours, "pandas": shard_pandas, "mosaic": shard_mosaic}
+"""Programs that make shards, by name."""
 
 READING: dict[str, Callable[[Path], Iterator[Any]]] = {
     "ours": read_ours,
@@ -192,5 +201,7 @@ READING: dict[str, Callable[[Path], Iterator[Any]]] = {
     "mosaic_0": lambda folder: read_mosaic(folder, 0),
     "mosaic_2": lambda folder: read_mosaic(folder, 2),
 }
+"""Programs that read windows, by name."""
 
 COLD: dict[str, int | None] = {"full": None, "blocks": BLOCK}
+"""Ways to read from a cold cache: name → block of the shuffle (None: all samples permuted)."""

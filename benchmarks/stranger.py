@@ -1,4 +1,7 @@
-"""A stranger on the same host: a process of another user, without the secret of a launch, that does what it is told."""
+"""A stranger on the same host: a process of another user, without the secret of a launch, that carries out orders.
+
+Tests and `benchmarks.abuse.strangers` give the orders and judge the answers.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import Any
 from trainer.comm.handshake import PROOF_BYTES
 
 JOB = "train-0123456789ab-1"
+"""Id of the job whose secret the stranger does not have."""
 NOBODY = 65534
-"""The user that a stranger is, where this process may choose."""
+"""User id of the stranger, where this process may choose it."""
 
-# What a stranger runs: it imports, gives up its rights, and then does what it is told, a line of JSON for each order.
-# It knows what everybody on a host can know: ports, job ids, names of members, and this source.
+# The stranger's program: it imports, gives up its rights, and then carries out orders, each a line of JSON.
+# It knows what every user of a host can know: ports, job ids, names of members, and this source.
 _STRANGER = r"""
 import encodings.idna, json, os, resource, secrets, socket, struct, sys
 if os.geteuid() == 0:
@@ -144,13 +148,14 @@ class Stranger:
         self.user = self._hear()
 
     def does(self, what: str, **order: Any) -> Any:
-        """Carry out an order, and return what came of it."""
+        """Carry out an order, and return its result."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": what, **order}) + "\n")
         self.process.stdin.flush()
         return self._hear()
 
     def close(self) -> None:
+        """End the process."""
         self.process.kill()
         self.process.wait()
 
@@ -161,7 +166,7 @@ class Stranger:
 
 @contextlib.contextmanager
 def stranger() -> Iterator[Stranger]:
-    """One that is ended with the block."""
+    """Yield a stranger whose process ends with the block."""
     made = Stranger()
     try:
         yield made
@@ -172,7 +177,8 @@ def stranger() -> Iterator[Stranger]:
 def besiege(
     who: Stranger, ports: Sequence[int], names: Sequence[str], connections: int = 2000, job: str = JOB
 ) -> list[Any]:
-    """All that a stranger can do at these ports; the answers that it got. The connections stay."""
+    """Make the stranger try everything at these ports, and return the answers that it got. Its connections stay
+    open."""
     if not ports:
         return []
     found = who.does("old", ports=ports, job=job, generation=1, members=names, ranks=3)

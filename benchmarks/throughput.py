@@ -1,40 +1,43 @@
-"""How fast the same training is with this project, with others, and at most: side by side on this machine.
+"""Measure the speed of the same training with this project, with other frameworks, and at most: side by side, here.
 
-Contestants train the same model on the same data (the bundled prices) with the same loss, optimizer (fused AdamW),
-clipping and global batch. Each is a pair of processes of one thread, joined by gloo on loopback, that trains a stretch
-of steps when it is its turn and is stopped (SIGSTOP, with all that it has started) when it is not; stretches of all of
-them follow each other in an order that is random in each round. Without evaluation and checkpoints, for all.
+Run `python -m benchmarks.throughput`. All frameworks train the same model on the same data (the bundled prices) with
+the same loss, optimizer (fused AdamW), clipping and global batch. Each is a pair of processes of one thread, joined by
+gloo on loopback, that trains an interval of steps when it is its turn and is stopped (SIGSTOP, with all that it has
+started) when it is not. In each round every framework has one interval, in random order. No framework evaluates or
+saves checkpoints.
 
     bound        the same step on batches that are in memory already: no input, no communication, two processes alike,
                  with malloc set as in ours (`trainer.runtime.malloc.keep_freed_memory`)
     ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
-    tuned        the same with the settings of --tuned, or those that a short search finds here, which is not that of
+    tuned        the same with the settings of --tuned, or of a short search by this benchmark, which is not that of
                  `dtrain tune` (``tuned_by``)
     plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler
-    lightning    Lightning's Trainer, barebones         accelerate, ray    the plain loop, prepared by them
+    lightning    Lightning's Trainer, barebones
+    accelerate, ray     the plain loop, prepared by them
     plain_ddp_malloc    plain DDP, at the same settings, with malloc set as in ours. All others have the defaults of
-                 glibc, as most people run them, which costs large batches page faults: what ours gains on this one
-                 is not malloc
+                 glibc, as most people run them, which cost large batches page faults: the gain of ours over this one
+                 does not come from malloc
 
-Each of the others trains with what is fastest for it, found before: 0, 1 or 2 workers of its DataLoader, and DDP with
-or without gradient_as_bucket_view and static_graph. The rendezvous of Lightning, Accelerate and Ray listens on all
-interfaces while this runs, as theirs always does. What is fastest is found for each batch, with the first model.
+Each of the others trains with its fastest options, found before, for each batch with the first model: 0, 1 or 2 workers
+of its DataLoader, and DDP with or without gradient_as_bucket_view and static_graph. The rendezvous of Lightning,
+Accelerate and Ray listens on all interfaces while this runs, as it always does.
 
-``--budget`` is divided among the cells (a model and a batch): what the searches leave of a cell's share is for rounds,
-at most ``--rounds``, and losses. What a budget, a signal (SIGTERM, SIGINT) or a failure leaves out is in ``missing``,
-by cell, and the line has ``partial``. A framework that fails misses that cell, and is started anew for the next one.
+``--budget`` is divided among the cells (a model and a batch): the part of a cell's share that the searches leave is for
+rounds, at most ``--rounds``, and losses. Everything that a budget, a signal (SIGTERM, SIGINT) or a failure leaves out
+is in ``missing``, by cell, and the line has ``partial``. A framework that fails misses that cell, and is started again
+for the next one.
 
 Ratios are medians over rounds of ratios within a round, with a 95 % interval (bootstrap over rounds); above 1 the first
-one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
+one is faster. Frameworks that are not installed are in ``skipped``, those that failed in ``failed``.
 
-    min_vs_bound                  ours against the bound: the least over models and batches
+    min_vs_bound                  ours against the bound: the lowest over models and batches
     min_vs_bound_lockstep         the same if each of the bound's steps had ended when it did on the later rank, with
-                                  nothing to be exchanged (computed of its single steps): how far synchronous training
-                                  can come where two cores are not equally fast at each moment
-    min_vs_any_peer               ours against the fastest of the others at the same settings: the least, without
+                                  nothing exchanged (computed from its single steps): the limit of synchronous training
+                                  where two cores are not equally fast at each moment
+    min_vs_any_peer               ours against the fastest of the others at the same settings: the lowest, without
                                   plain_ddp_malloc; min_vs_plain_ddp_malloc: against that one
     geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it;
-                                  geomean_vs_plain_ddp_malloc and …_malloc_equal: against that
+                                  geomean_vs_plain_ddp_malloc and …_malloc_equal: against plain_ddp_malloc
     tuned_loss_difference_percent  by model: how much worse validation is after the same number of samples with the
                                   tuned settings than with those of the others (ours): the same start, order of samples
                                   and seeds. A negative log likelihood has no natural zero, so this is no share of the
@@ -78,15 +81,19 @@ from dtrain_dagster.data.validation import validate_prices
 
 MODELS = ("tcn", "lstm", "transformer")
 LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
+"""Keys of loss differences, and the framework that tuned is compared with."""
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
 LEAST_JUDGED = 50
+"""Fewest steps of a training whose loss is compared."""
 CHOICE_SHARE = 0.25
-"""Of the time that is left: what the choices of the peers may take, once for each batch."""
+"""Share of the remaining time that choosing the options of the others may take, once for each batch."""
 CLOSING_SECONDS = 15.0
+"""Part of the budget that is kept for the end of the benchmark."""
 
 
 def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    """Settings of a file, for this case: the layout of the batch only where it makes the same global batch."""
+    """Return the settings of a file that apply to this case: the layout of the batch only if it makes the same global
+    batch."""
     layout = ("batch_size_per_gpu", "gradient_accumulation_steps")
     own = {"world_size", "epochs", "max_steps", "seed", "learning_rate", "threads_per_rank"}
     settings = {name: value for name, value in tuned.items() if name not in own}
@@ -96,13 +103,13 @@ def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
 
 
 def build(folder: Path) -> str:
-    """The bundled panel of 20 stocks as a dataset, as the product builds it."""
+    """Build the bundled panel of 20 stocks as a dataset, with the product's own code; return its address."""
     ref = write_prices(price_source("sp500_panel"), str(folder))
     return build_dataset(ref, validate_prices(ref), str(folder), DatasetParams()).uri
 
 
 def interval(rounds: Sequence[Sequence[float]], draws: int = 2000) -> tuple[float, float, float]:
-    """Geometric mean over cells of the median over rounds, and its 95 % interval by drawing rounds anew."""
+    """Return the geometric mean over cells of the median over rounds, and its 95 % interval by drawing rounds again."""
     chance = np.random.default_rng(0)
     logs = [np.log(values) for values in rounds]
     middle = float(np.mean([np.median(part) for part in logs]))
@@ -112,11 +119,12 @@ def interval(rounds: Sequence[Sequence[float]], draws: int = 2000) -> tuple[floa
 
 
 def in_short(figures: tuple[float, float, float]) -> dict[str, float]:
+    """Return a ratio and its interval, rounded, under their names."""
     return {name: round(value, 4) for name, value in zip(("ratio", "low", "high"), figures, strict=True)}
 
 
 def describe(cell: Cell) -> dict[str, Any]:
-    """What the result says of one cell."""
+    """Return the entry of one cell in the result."""
     global_batch = cell.case.batch * cell.case.ranks
     pace = {name: sorted(global_batch / seconds for seconds in cell.seconds(name)) for name in cell.measurements}
     cpu = {name: sum(part.cpu_seconds for part in parts) for name, parts in cell.measurements.items()}
@@ -150,8 +158,8 @@ def describe(cell: Cell) -> dict[str, Any]:
 
 
 def loss_difference(losses: Mapping[str, Sequence[float]], other: str) -> dict[str, float] | None:
-    """Percent by which a validation sample is less likely with the tuned settings than with another's: the mean over
-    seeds, the least and the largest."""
+    """Return by how many percent a validation sample is less likely with the tuned settings than with another's: the
+    mean over seeds, the least and the largest; None where a loss is missing."""
     if not losses.get("tuned") or not losses.get(other):
         return None
     gaps = [tuned - theirs for tuned, theirs in zip(losses["tuned"], losses[other], strict=True)]
@@ -162,7 +170,7 @@ def loss_difference(losses: Mapping[str, Sequence[float]], other: str) -> dict[s
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The figures over all cells; one that nothing was measured for is left out."""
+    """Return the figures over all cells; a cell without measurements is left out."""
     result: dict[str, Any] = {}
     others = tuple(peer for peer in FRAMEWORKS if peer != MALLOC)
     rivals_of = {
@@ -195,8 +203,8 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def judged_steps(cell: Cell, options: argparse.Namespace) -> tuple[int, int]:
-    """Steps of the trainings whose losses are compared, and with how many seeds: about as many samples as with the
-    least batch, which is judged with several."""
+    """Return the steps of the trainings whose losses are compared, and the number of seeds. The number of samples is
+    about that with the smallest batch, which alone has several seeds."""
     least = min(options.batches)
     steps = max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch)
     return steps, options.loss_seeds if cell.case.batch == least else 1
@@ -205,7 +213,7 @@ def judged_steps(cell: Cell, options: argparse.Namespace) -> tuple[int, int]:
 def measure(
     rounds: Rounds, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None, end: float, left: int
 ) -> None:
-    """Everything about one model and batch; ``left``: cells, this one included, until ``end``."""
+    """Measure one model and batch completely; ``left``: number of cells, this one included, until ``end``."""
     began = time.monotonic()
     rounds.gather()
     rounds.measure_out(cell)
@@ -233,7 +241,7 @@ def measure(
 def measure_all(
     rounds: Rounds, cells: Sequence[Cell], options: argparse.Namespace, given: Mapping[str, Any] | None, end: float
 ) -> None:
-    """Cell after cell until the time is up; what fails in one says so, and does not spoil the others."""
+    """Measure cell after cell until the time is up; a failure of one is recorded, and does not affect the others."""
     for number, cell in enumerate(cells):
         seconds = end - time.monotonic()
         if seconds <= 0:
@@ -242,7 +250,7 @@ def measure_all(
         say(f"cell {number + 1} of {len(cells)}: {cell.name}; all ends at about {last}, in {seconds:.0f} s")
         try:
             measure(rounds, cell, options, given, end, len(cells) - number)
-        except (FrameworkProcessError, KeyError) as error:  # the bound's or ours: without these there are no ratios
+        except (FrameworkProcessError, KeyError) as error:  # of the bound or ours, without which there are no ratios
             say(f"  {error}")
             rounds.failed[cell.name] = f"{type(error).__name__}: {error}"
             rounds.rest()
@@ -252,7 +260,7 @@ def measure_all(
 
 
 def lacking(cells: Sequence[Cell], names: Sequence[str], failed: Mapping[str, str], losses: bool) -> dict[str, Any]:
-    """By cell, what is not there of what was asked for."""
+    """Return, by cell, the requested parts that are missing."""
     found = {
         cell.name: [
             *(name for name in names if cell.measurements and name not in cell.measurements),
@@ -266,6 +274,7 @@ def lacking(cells: Sequence[Cell], names: Sequence[str], failed: Mapping[str, st
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of the frameworks that are installed."""
     known = {}
     for package in PACKAGES:
         try:
@@ -276,19 +285,21 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these command-line arguments; return the exit code of the signal that stopped it, else
+    0."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
-    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="all, where installed")
-    parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="that all of it may take (720)")
-    parser.add_argument("--rounds", type=int, default=6, help="at most, of one stretch of each framework (6)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="about so long is a stretch of the bound (0.5)")
-    parser.add_argument("--pairs", type=int, default=2, help="of stretches for each choice of a search (2)")
-    parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
-    parser.add_argument("--loss-steps", type=int, default=150, help="at the least batch, for the losses; 0: none (150)")
-    parser.add_argument("--loss-seeds", type=int, default=3, help="that the least batch is judged with (3)")
+    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="others (installed)")
+    parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="longest total time (720)")
+    parser.add_argument("--rounds", type=int, default=6, help="most rounds, of one interval of each framework (6)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of an interval of the bound, about (0.5)")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs of intervals for each candidate of a search (2)")
+    parser.add_argument("--tuned", metavar="FILE", help="file of `dtrain tune`, used instead of a search")
+    parser.add_argument("--loss-steps", type=int, default=150, help="loss steps at the smallest batch; 0: none (150)")
+    parser.add_argument("--loss-seeds", type=int, default=3, help="seeds of the losses at the smallest batch (3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")

@@ -95,6 +95,7 @@ def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_l
 
 
 def main() -> None:
+    """Train by the settings of ``--config``, in the process that torchrun has started."""
     parser = argparse.ArgumentParser(description="Train your own model under torchrun.")
     parser.add_argument("--config", required=True, type=Path, help="job.json")
     parser.add_argument("--epochs", type=int, default=2)

@@ -1,1 +1,4 @@
-"""Attacks on this project, each with a seed: what they tried, and whether anything gave way."""
+"""Attacks on this project, each made from a seed: the number of attempts, and those that succeeded.
+
+Each module with a function ``attack`` is one campaign; `forks` and `tally` serve them.
+"""

@@ -1,8 +1,8 @@
-"""Attack this project: ``python -m benchmarks.abuse --seed S`` prints one JSON line.
+"""Attack this project: ``python -m benchmarks.abuse --seed S`` prints one line of JSON.
 
-Each campaign is a module of this package with a function ``attack(random, rounds) -> Tally``. It makes everything that
-it attacks in a folder of its own, on loopback, and stops what it started. ``accepted``, ``outages``, ``executed`` and
-``leaked`` must be 0; the exit code is 1 where they are not.
+Each campaign is a module of this package with a function ``attack(random, rounds) -> Tally``; ``--only NAME`` runs one
+of them. It makes everything that it attacks in a folder of its own, on loopback, and stops everything that it started.
+``accepted``, ``outages``, ``executed`` and ``leaked`` must be 0; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from benchmarks.checkpoint import RESULTS, _cpu
 
 
 def campaigns() -> list[str]:
-    """Names of the modules that have an ``attack``."""
+    """Return the names of the modules that have an ``attack``."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.abuse.__path__)]
     return sorted(name for name in names if name not in ("__main__", "forks", "tally"))
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the campaigns with these command-line arguments; exit with 0 if no attack succeeded, else with 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.abuse", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="which attacks are made (default 0)")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each kind of attack is varied (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the attacks (default 0)")
+    parser.add_argument("--rounds", type=int, default=20, help="variations of each kind of attack (default 20)")
     parser.add_argument("--only", choices=campaigns(), action="append", help="only this campaign (may be repeated)")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/abuse.json")
     options = parser.parse_args(arguments)

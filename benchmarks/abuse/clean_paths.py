@@ -1,4 +1,4 @@
-"""`make clean` with odd homes: canaries stand wherever a path that is cut, expanded or run would lead."""
+"""Run `make clean` with odd homes, and watch files placed where a path that is cut, expanded or run would lead."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ODD = (
     " ", "  ", "'", '"', "$", "$(touch executed)", "`touch executed`", ";touch executed;", "&", "|touch executed", "*",
     "?", "[a]", "{a,b}", "-rf", "--", "~", "#", "\\", "%", "ü", "\u00a0", "!", "(", ")", "<", ">", "=", "@", ":", "\t",
 )  # fmt: skip
-"""Put together at random; none has a slash, for a slash only makes one more folder."""
+"""Pieces of names that are put together at random; none has a slash, which would only make one more folder."""
 
 
 def copy_of_the_makefile(folder: Path) -> Path:
-    """A folder in which this repository's Makefile runs, with the packages of the Python that runs this."""
+    """Return a folder in which this repository's Makefile runs, with the packages of the Python that runs this."""
     folder.mkdir(parents=True)
     for name in (
         "Makefile",
@@ -42,14 +42,15 @@ def copy_of_the_makefile(folder: Path) -> Path:
 
 
 def odd_name(random: random.Random) -> str:
-    """A folder's name, of ordinary and odd pieces."""
+    """Return a folder's name, made of ordinary and odd pieces."""
     pieces = [random.choice((*ODD, "home", "a", "thesis")) for _ in range(random.randint(2, 5))]
     name = "".join(pieces)
     return name if name.strip(".") else f"home{name}"
 
 
 def canaries(parent: Path, name: str) -> list[Path]:
-    """Folders beside the home that a shell would reach which cuts its path, or takes a part of it as a pattern."""
+    """Make folders beside the home that a shell would reach if it cut the path or took a part of it as a pattern;
+    return the file in each."""
     parts = {part for part in re.split(r"[\s;|&'\"`$()<>:*?{},\[\]\\#=@!%~]+", name) if part}
     parts |= {"thesis", "ab", "home0"}
     made = []
@@ -62,7 +63,7 @@ def canaries(parent: Path, name: str) -> list[Path]:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """``rounds`` homes: each is made by `make setup`, filled, and removed by `make clean`."""
+    """Make ``rounds`` homes by `make setup`, fill them, and remove them by `make clean`."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as scratch:
         repository = copy_of_the_makefile(Path(scratch) / "repository")
@@ -98,7 +99,7 @@ def attack(random: random.Random, rounds: int) -> Tally:
                 tally.executed += 1
                 tally.findings.append(f"DTRAIN_HOME={name!r}: a part of the path was run")
             if made == cleaned == 2 and not home.exists():
-                pass  # a name that databases cannot keep: refused in words, before anything was written
+                pass  # a name that databases cannot hold: refused with a message, before anything was written
             elif made or cleaned or (home / "storage").exists():
                 tally.outages += 1
                 tally.findings.append(f"DTRAIN_HOME={name!r}: setup {made}, clean {cleaned}, or the home stayed")

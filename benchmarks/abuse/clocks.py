@@ -1,4 +1,4 @@
-"""The machine's clock is set, forward or back, while a job runs: what is paid must not be what the clock says."""
+"""Set the machine's clock forward or back while a job runs: the bill must not follow the clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _time():
         return _real()
 time.time = _time
 """
-"""A sitecustomize: `time.time` is off by what a file says, at each moment; the kernel's count of seconds goes on."""
+"""A sitecustomize that shifts `time.time` by the number in a file, at each moment; the kernel's monotonic clock goes
+on."""
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
@@ -58,12 +59,15 @@ print(json.dumps({
     "healthy": health.healthy, "took": time.monotonic() - began, "sum_is_exact": book.units == tracker.total_units,
 }))
 """
+"""Program that runs a job of two nodes, shifts the clock meanwhile, and prints the bill."""
 SLACK_SECONDS = 15.0
-"""Of a node: a late sign of life, at most (`dtrain_dagster.clusters.presence.STALE_SECONDS`), and a busy machine."""
+"""Seconds of a node that may be billed too much: a late sign of life (`dtrain_dagster.clusters.presence.STALE_SECONDS`)
+on a busy machine."""
 
 
 def measured(jumps: list[float], launches: int = 1) -> dict[str, Any]:
-    """What a job of two nodes came to during which the clock was set so; RuntimeError where it could not be run."""
+    """Return the bill of a job of two nodes during which the clock was shifted by ``jumps``; raise RuntimeError if it
+    could not be run."""
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as scratch:
         (Path(scratch) / "sitecustomize.py").write_text(SET_CLOCK)
         path = os.pathsep.join([scratch, str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -80,7 +84,7 @@ def measured(jumps: list[float], launches: int = 1) -> dict[str, Any]:
 
 
 def complaints(found: dict[str, Any], jumps: list[float], launches: int = 1) -> list[str]:
-    """What is wrong with it, in words."""
+    """Return the faults of a bill, each as a phrase."""
     most = 2 * (found["took"] + SLACK_SECONDS)
     said = [f"{seconds:,.0f} s were billed" for seconds in (*found["looks"], found["seconds"]) if seconds > most]
     if found["seconds"] < 2 * launches * 3.0:  # nodes slept for four seconds in each launch
@@ -95,7 +99,8 @@ def complaints(found: dict[str, Any], jumps: list[float], launches: int = 1) -> 
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """``rounds`` jobs, in each of which the clock is set once or twice, by up to a hundred hours, either way."""
+    """Run ``rounds`` jobs, in each of which the clock is set once or twice, by up to a hundred hours, forward or
+    back."""
     tally = Tally()
     for number in range(rounds):
         signs = [1, -1] if number % 2 == 0 else [-1, 1]

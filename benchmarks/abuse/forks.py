@@ -1,8 +1,8 @@
-"""Real processes that cost no imports: one that has imported what is needed (this module, run as a program) forks for
-each piece of work, and kills the fork with ``kill -9``, at a moment or just before a step of it.
+"""Kill real processes at chosen moments, without the cost of their imports.
 
-A step changes something: a file in the folder that is worked in, or a database. Moments fall where time goes; steps are
-where something is half done.
+A server process, which is this module run as a program, imports everything once. It forks for each piece of work, and
+kills the fork with ``kill -9``, at a moment or just before a step of it. A step changes something: a file in the work's
+folder, or a database. Random moments hit the parts that take long; steps hit the points where something is half done.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 STEPS = {
     "open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.symlink", "shutil.rmtree",
 }  # fmt: skip
-"""Events of the interpreter (`sys.addaudithook`)."""
+"""Events of the interpreter (`sys.addaudithook`) that count as steps."""
 ORPHAN_SECONDS = 20.0
-"""What a killed process has started may go on for so long: it is about to see that nobody waits for it."""
+"""Seconds that processes started by a killed fork may go on: they must first notice that no process waits for them."""
 _SUBREAPER = 36
 
 
@@ -56,9 +56,13 @@ class Forks:
     def run(
         self, name: str, folder: Path, seconds: float | None = None, step: int | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """``code`` of the fork, negative for a signal; ``seconds`` that it took; ``steps`` that it came to, where it
-        was not killed; what the function gave (``gave``) or how it failed (``error``); ``orphans``: command lines of
-        what it had started and what did not end after it. ``seconds``, ``step``: when to kill it."""
+        """Run a function of the module in a fork, and kill the fork after ``seconds`` or just before step ``step``.
+
+        Return ``code`` of the fork, negative for a signal; ``seconds`` that it took; ``steps`` that it did, if it was
+        not killed; the result of the function (``gave``) or its traceback (``error``); and ``orphans``: command lines
+        of processes that it had started and that did not end after it. Raise RuntimeError if the server process has
+        ended.
+        """
         order = {"name": name, "folder": str(folder), "seconds": seconds, "step": step, "arguments": arguments}
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -73,7 +77,7 @@ class Forks:
 
 
 def work(function: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
-    """In the fork: call the function, counting steps, and end where it is to end."""
+    """Call the function in the fork, count its steps, and kill the fork just before the step that the order names."""
     count, folder, last, changed = 0, order["folder"], order["step"], set[Any]()
 
     def step() -> None:
@@ -111,13 +115,13 @@ def work(function: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
 
 
 def carry_out(function: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
-    """In the process that forks."""
+    """Carry out an order in the server process: fork, kill the fork in time, and return the answer of `Forks.run`."""
     reader, writer = os.pipe()
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # whose lines are answers
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # lines on the server's stdout are answers
         scratch = Path(order["folder"]).parent / "tmp"
         scratch.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(scratch)
@@ -128,7 +132,7 @@ def carry_out(function: Callable[..., Any], order: dict[str, Any]) -> dict[str, 
     until = None if order["seconds"] is None else began + order["seconds"]
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         if until is not None and time.monotonic() >= until:
-            os.kill(pid, signal.SIGKILL)  # it is this process's child until it was waited for
+            os.kill(pid, signal.SIGKILL)  # no other process has this id before the child was waited for
             until = None
         time.sleep(0.002)
     seconds = time.monotonic() - began
@@ -141,7 +145,8 @@ def carry_out(function: Callable[..., Any], order: dict[str, Any]) -> dict[str, 
 
 
 def outlive() -> list[str]:
-    """What still runs of what a killed fork had started: it is this process's child now, where the kernel says so."""
+    """Return the command lines of processes that a killed fork had started and that still run, and kill them. They are
+    children of this process now, where the kernel supports it."""
     until = time.monotonic() + ORPHAN_SECONDS
     while True:
         while True:
@@ -162,6 +167,7 @@ def outlive() -> list[str]:
 
 
 def main(name: str) -> None:
+    """Serve orders from stdin, one line of JSON each, with functions of the module of this name."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     module = importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""Data that was made to be taken for other data, to leave its folder, to run as SQL, or to fill memory and disk.
+"""Data made to pass for other data, to leave its folder, to run as SQL, or to fill memory and disk.
 
-Each attack gets a folder of its own with a canary beside it. Data must be refused in words or read as what they are;
-the canary, and whatever else is outside the folder, stays as it was.
+Each attack gets a folder of its own with a watched file (canary) beside it. Data must be refused with a message or be
+read correctly; the canary, and everything else outside the folder, stays unchanged.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ ODD_FOLDERS = (
     "$p",
     "ü",
 )
-"""Folders whose names mean something to a glob, to SQL, to an address or to a shell."""
+"""Names of folders that mean something to a glob, to SQL, to an address or to a shell."""
 IDS: tuple[Any, ...] = (
     "../photos", "..", ".", "", "/tmp/photos", "a/../../photos", "a/b", "~", "-rf", "a\0b", "a\nb", "x" * 300, None, 7,
     ["photos"],
 )  # fmt: skip
+"""Ids of datasets that must be refused."""
 SHARD_PATHS: tuple[Any, ...] = (
     "/etc/passwd", "../../canary.txt", "data/../../canary.txt", "", "data//x", "data/./x", "file:///etc/passwd", None,
     "data\\x", "http://127.0.0.1:9/x",
 )  # fmt: skip
+"""Paths of shards that must be refused."""
 
 
 def canary(folder: Path) -> str:
-    """Put canaries into a folder: a file, and a folder with files as a person has them. What there is, as a digest."""
+    """Put canaries into a folder (a file, and a folder with files as a person has them), and return their digest."""
     (folder / CANARY).write_text("nobody touches this")
     (folder / "photos").mkdir()
     (folder / "photos" / "1.jpg").write_bytes(b"\xff\xd8 a picture")
@@ -58,26 +60,28 @@ def canary(folder: Path) -> str:
 
 
 def digest_of(folder: Path) -> str:
-    """Of the canaries: names and contents."""
+    """Return a digest of the names and contents of the canaries."""
     found = [folder / CANARY, *sorted((folder / "photos").rglob("*"))]
     content = [(path.name, path.read_bytes() if path.is_file() else b"") for path in found if path.exists()]
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def csv_of(close: float, tickers: int = 2, days: int = 3) -> bytes:
+    """Return a price file whose first close is ``close``."""
     rows = ["date,ticker,adj_close"]
     rows += [f"2020-01-{day + 1:02},T{ticker},{close + day}" for ticker in range(tickers) for day in range(days)]
     return "\n".join(rows).encode() + b"\n"
 
 
 def first_close(ref: Any) -> float:
+    """Return the first close of the first ticker in imported prices."""
     from dtrain_dagster.data.prices import iter_tickers
 
     return float(next(iter(iter_tickers(ref)))[1]["adj_close"].iloc[0])
 
 
 def takes_its_own_rows(folder: Path, name: str) -> str:
-    """ "" where a price file in a folder of this name is read, and no other; else what was wrong."""
+    """Return "" if a price file in a folder of this name is read, and no other file; else the fault."""
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sources import PriceFile
 
@@ -91,7 +95,7 @@ def takes_its_own_rows(folder: Path, name: str) -> str:
 
 
 def runs_no_sql(folder: Path, target: Path) -> str:
-    """ "" where prices are built under a home whose name is SQL that writes ``target``."""
+    """Return "" if prices are built under a home whose name is SQL that would write ``target``; else the fault."""
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sources import PriceFile
 
@@ -104,7 +108,7 @@ def runs_no_sql(folder: Path, target: Path) -> str:
 
 
 def dataset(folder: Path) -> Path:
-    """A small dataset as it is built, of random walks."""
+    """Build a small dataset of random walks with the product's own code."""
     import numpy as np
     import pandas as pd
 
@@ -126,7 +130,7 @@ def dataset(folder: Path) -> Path:
 
 
 def refused(uri: Path, cache: Path) -> str:
-    """What is said of a dataset that cannot be used; "" where it was opened and read."""
+    """Return the message that refuses a dataset; "" if it was opened and read."""
     import numpy as np
 
     from trainer.data.shards import DatasetError, DataShardManager
@@ -140,7 +144,7 @@ def refused(uri: Path, cache: Path) -> str:
 
 
 def changed(uri: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of the dataset whose manifest was changed."""
+    """Return a copy of the dataset whose manifest was changed."""
     shutil.copytree(uri, target)
     manifest = json.loads((target / "manifest.json").read_text())
     change(manifest)
@@ -161,7 +165,7 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def manifests(chance: random.Random) -> dict[str, Callable[[dict[str, Any]], None]]:
-    """What is wrong with a manifest → how it is made so."""
+    """Return changes that make a manifest wrong, by description."""
     segment = ("shards", 0, "segments", 0)
     far = chance.choice([10**6, 10**12, 2**63, -1, -(10**9)])
     made = {f"dataset_id {value!r}": _set("dataset_id", value) for value in IDS}
@@ -193,7 +197,7 @@ def manifests(chance: random.Random) -> dict[str, Callable[[dict[str, Any]], Non
 
 
 def refuses_a_bomb(folder: Path) -> str:
-    """ "" where a file of a few hundred kilobytes that unpacks to half a gigabyte is refused."""
+    """Return "" if a file of a few hundred kilobytes that unpacks to half a gigabyte is refused; else the fault."""
     from dtrain_dagster.data.errors import DataError
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sources import PriceFile
@@ -210,7 +214,8 @@ def refuses_a_bomb(folder: Path) -> str:
 
 
 def keeps_the_cache(uri: Path, cache: Path, chance: random.Random) -> str:
-    """ "" where numbers that were changed in the cache, at the same size and time, are not trained on."""
+    """Return "" if numbers that were changed in the cache, at the same size and time, are not trained on; else the
+    fault."""
     import numpy as np
 
     from trainer.data.shards import DataShardManager
@@ -230,7 +235,7 @@ def keeps_the_cache(uri: Path, cache: Path, chance: random.Random) -> str:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """Every attack once per 20 rounds, in another order and with other figures."""
+    """Make every attack once per 20 rounds, each time in another order and with other figures."""
     tally = Tally()
     for _ in range(max(1, rounds // 20)):
         with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
@@ -257,7 +262,7 @@ def _attack_once(chance: random.Random, folder: Path, tally: Tally) -> None:
         tally.tried += 1
         try:
             problem = check()
-        except Exception as error:  # refused, but not in the words of this project
+        except Exception as error:  # refused, but not with a message of this project
             tally.outages += 1
             tally.findings.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
             continue

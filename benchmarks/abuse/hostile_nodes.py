@@ -1,8 +1,9 @@
-"""Files of a run directory replaced by hostile ones, and hostile code in a model that is allowed.
+"""Hostile files in a run directory, and hostile code in a model that is allowed.
 
-A small training is ordered and carried out; then whatever its nodes may write is replaced, variant by variant, and a
-process of its own (this module, run as a program) reads it as registration and its checks do. An audit hook in that
-process notes what is imported, started and connected to. A variant has to be refused in words, or be without effect.
+A small training is ordered and carried out. Then every file that its nodes may write is replaced, variant by variant,
+and a process of its own (this module, run as a program) reads it as registration and its checks do. An audit hook in
+that process records imports, started programs and connections. A variant must be refused with a message, or have no
+effect.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ TARGETS = (
     *("os:system", "subprocess:Popen", "builtins:eval", "builtins:exec", "uvicorn:Config", "importlib:import_module"),
     *("pty:spawn", "beside:make", "shutil:rmtree", "runpy:run_path", "beside.inner:make", "webbrowser:open"),
 )
+"""Factories that must not be imported."""
 HARMLESS = (sys.executable, "-I")
-"""How the commands begin that the victim starts by itself: a model is asked in a process of its own."""
+"""First words of the commands that the reading process starts by itself: it asks a model in a process of its own."""
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
+"""Audit events of a program that starts."""
 OWN_MODEL = """
 import os, socket
 from trainer.model.stock import tcn
@@ -62,10 +65,11 @@ def make(spec, outputs, act="", target=""):
             held.append(bytearray(1 << 28))
     return tcn(spec, outputs)
 """
+"""Module of an allowed model that attacks from within."""
 
 
 class Marker:
-    """Unpickled, it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -75,7 +79,7 @@ class Marker:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """``rounds`` hostile run directories, and every act of `OWN_MODEL` once."""
+    """Read ``rounds`` hostile run directories, and carry out every act of `OWN_MODEL` once."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as name:
         place = Place(Path(name))
@@ -90,7 +94,7 @@ def attack(random: random.Random, rounds: int) -> Tally:
 
 
 class Place:
-    """A home with one finished training, and what attacks would leave there."""
+    """A home with one finished training, which attacks change."""
 
     def __init__(self, folder: Path) -> None:
         sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
@@ -110,14 +114,14 @@ class Place:
         self.own, self.folder = folder / "own", folder
 
     def fresh(self, name: str) -> str:
-        """A copy of the run directory under the job's own name, beside which there is a module of the nodes."""
+        """Return a copy of the run directory under the job's own name, with a module of the nodes beside it."""
         target = self.folder / "copies" / name / JOB_ID
         shutil.copytree(self.good, target)
         (target / "beside.py").write_text(f"import os\nos.system('touch {self.marker}')\ndef make(*_, **__): ...\n")
         return str(target)
 
     def victim(self, run_dir: str) -> dict[str, Any]:
-        """What a process that reads this run directory did."""
+        """Read this run directory in a process of its own, and return what that process did."""
         order = {"home": str(self.home), "run_dir": run_dir, "cache": self.cache}
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.abuse.hostile_nodes", json.dumps(order)],
@@ -129,6 +133,7 @@ class Place:
         return json.loads(done.stdout.splitlines()[-1])
 
     def judge(self, kind: str, found: dict[str, Any], tally: Tally) -> None:
+        """Count a variant, and its fault if it had an effect or was believed."""
         tally.tried += 1
         if "crash" in found:
             tally.outages += 1
@@ -146,7 +151,7 @@ class Place:
             tally.findings.append(f"{kind}: markup of the nodes is in the model card")
 
     def attack_from_within(self, tally: Tally, acts: Collection[str] = ()) -> None:
-        """Code of a model that the settings allow tries to reach what is not its own. ``acts``: none for all."""
+        """Let the code of an allowed model try to reach things outside its process. ``acts``: empty for all."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
@@ -182,7 +187,7 @@ class Place:
                 del os.environ["DTRAIN_ABUSE_SECRET"]
 
     def ask(self, act: str, target: str) -> str | None:
-        """The error that asking such a model ends with; None where it answers."""
+        """Ask a model that carries out this act, and return the error; None if it answers."""
         import numpy as np
 
         from trainer.isolation.runner import Isolated, IsolationError
@@ -202,11 +207,12 @@ class Place:
 
 
 def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """Replace the value in a JSON file by that which ``change`` returns."""
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 def _factory(random: random.Random, folder: Path, marker: Path) -> None:
-    """In model.json, in job.json, or in both, so that they agree."""
+    """Name a hostile factory in model.json, in job.json, or in both, so that they agree."""
     part, target = random.choice(("model", "loss")), random.choice(TARGETS)
     args = random.choice(({}, {"command": f"touch {marker}"}, {"args": ["touch", str(marker)]}))
     for name in random.choice((("model/model.json",), ("job.json",), ("model/model.json", "job.json"))):
@@ -308,13 +314,14 @@ VARIANTS: dict[str, Callable[[random.Random, Path, Path], None]] = {
     "texts": _texts,
     "a damaged description": _description,
 }
+"""Hostile changes of a run directory, by description."""
 HARMLESS_KINDS = {"texts"}
-"""Shown as they are, without effect."""
+"""Variants that are shown as they are, without effect."""
 
 
 def be_victim(order: dict[str, str]) -> dict[str, Any]:
-    """Read a run directory as registration, its checks and the model card do; what happened in this process."""
-    import numpy  # noqa: F401 - what is loaded anyway is loaded before anybody listens
+    """Read a run directory as registration, its checks and the model card do; return what happened in this process."""
+    import numpy  # noqa: F401 - imported before the audit hook, which would record it
     import torch  # noqa: F401
 
     from dtrain_dagster import registry

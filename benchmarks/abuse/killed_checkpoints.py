@@ -1,8 +1,8 @@
-"""Processes that write checkpoints are killed at seeded moments and steps; the next start goes on from the last good.
+"""Kill processes that write checkpoints at seeded moments and steps; the next start must resume from the last good one.
 
-What is good is judged here by sha256, without the project's own code. Half of the rounds are trainings, which save as
-often as storage takes it, and whose weights have to come out bit for bit as those of one that nobody killed; in the
-others a process does nothing but save, so that it is always in the midst of it.
+The sha256 of a checkpoint is checked here without the project's own code. Half of the rounds are trainings that save as
+often as storage allows, and whose weights must equal those of an undisturbed training bit for bit; in the others a
+process only saves, so that a kill always meets a save.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from benchmarks.abuse.tally import Tally
 
 JOB = "train-00000000-killed"
 KEPT = 2
+"""Checkpoints that a job keeps."""
 SAVES = 6
+"""Saves of one start that only saves."""
 WITNESS = "witness.txt"
-"""Steps that were reported as saved: a line is there as soon as it is written, whoever is killed then."""
+"""File of the steps that were reported as saved: each line is on disk as soon as it is written, whatever is killed
+then."""
 
 
 def warm() -> None:
-    """Import what a training does."""
+    """Import the modules that a training needs."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def prepare(folder: Path) -> None:
-    """A small dataset, and the job."""
+    """Make a small dataset, and the job."""
     sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
     import small_job
 
@@ -60,7 +63,7 @@ def prepare(folder: Path) -> None:
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """One start of the job; from which checkpoint it went on, and the sha256 of its weights."""
+    """Start the job once; return the checkpoint from which it resumed, and the sha256 of its weights."""
     from trainer.engine.run_job import run_job
     from trainer.rundir import RunDir
 
@@ -78,7 +81,7 @@ def _resumed(rundir: Any) -> list[str]:
 
 
 def save(folder: Path, numbers: int) -> dict[str, Any]:
-    """Go on with what is there, once it was found to be what was saved, and save a few more."""
+    """Load the latest checkpoint, check its content, and save a few more; raise ValueError if the content is wrong."""
     import torch
 
     from trainer.checkpoint.manager import CheckpointManager
@@ -108,7 +111,7 @@ def save(folder: Path, numbers: int) -> dict[str, Any]:
 
 
 def good(folder: Path) -> dict[str, bool]:
-    """Checkpoints that claim to be whole, and whether their files have the sha256 that they should have."""
+    """Return the checkpoints that claim to be whole, and whether their files have the sha256 of their manifest."""
     judged = {}
     for path in sorted((folder / "jobs" / JOB / "checkpoints").glob("g*/manifest.json")):
         files = json.loads(path.read_text())["files"].items()
@@ -119,7 +122,7 @@ def good(folder: Path) -> dict[str, bool]:
 
 
 def latest(folder: Path) -> str | None:
-    """Where LATEST points."""
+    """Return the path that LATEST names; None if it does not exist."""
     try:
         return json.loads((folder / "jobs" / JOB / "checkpoints" / "LATEST.json").read_text())["path"]
     except FileNotFoundError:
@@ -127,7 +130,7 @@ def latest(folder: Path) -> str | None:
 
 
 def wrong_between(folder: Path) -> str:
-    """What a kill has left that must not be; empty for nothing."""
+    """Return the faults that a kill has left; empty for none."""
     found, last = good(folder), latest(folder)
     if not all(found.values()):
         return f"whole by their manifest, and damaged: {[name for name, is_good in found.items() if not is_good]}"
@@ -140,7 +143,7 @@ def wrong_between(folder: Path) -> str:
 
 
 def wrong_after(folder: Path) -> str:
-    """What is left once the job was done to its end, that must not be; empty for nothing."""
+    """Return the faults that are left after the job was finished; empty for none."""
     there = folder / "jobs" / JOB / "checkpoints"
     names = sorted(path.name for path in there.iterdir() if path.is_dir() and path.suffix != ".lock")
     half = [name for name in names if not good(folder).get(f"checkpoints/{name}")]
@@ -152,7 +155,7 @@ def wrong_after(folder: Path) -> str:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """``rounds`` jobs, each killed one to three times and then done to its end."""
+    """Start ``rounds`` jobs, kill each one to three times, and then finish it."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as scratch, Forks(__name__) as forks:
         home, fresh = Path(scratch) / "home", Path(scratch) / "fresh"
@@ -177,7 +180,7 @@ def attack(random: random.Random, rounds: int) -> Tally:
                 before = latest(home)
                 said += _of_start(forks.run(name, home, **arguments, **when), before)
                 said.append(wrong_between(home))
-            for left in (home / "jobs" / JOB).rglob("*.tmp"):  # a day later
+            for left in (home / "jobs" / JOB).rglob("*.tmp"):  # as if a day had passed
                 os.utime(left, (time.time() - 86400,) * 2)
             tally.tried += 1
             before = latest(home)
@@ -196,11 +199,11 @@ def attack(random: random.Random, rounds: int) -> Tally:
 
 
 def _of_start(found: dict[str, Any], before: str | None) -> list[str]:
-    """What is wrong with a start that may have been killed, while LATEST had pointed there."""
+    """Return the faults of a start that may have been killed, with the checkpoint that LATEST named before it."""
     said = [f"{name} outlives it" for name in found["orphans"]]
     if "error" in found:
         said.append(found["error"])
-    elif "gave" in found and before and found["gave"]["from"] != [before]:  # without LATEST, a whole one will do
+    elif "gave" in found and before and found["gave"]["from"] != [before]:  # without LATEST, any whole one is right
         said.append(f"it went on from {found['gave']['from']}, and LATEST had pointed to {before}")
     return said
 

@@ -1,8 +1,8 @@
-"""The process that registers a finished job's model is killed at seeded moments and steps; done again, there is one
-version of the job, with its digests, that loads and is the champion; and until then the champion is the one before.
+"""Kill the process that registers a finished job's model at seeded moments and steps, and register again.
 
-The registry is a real SQLite file of MLflow. One job is registered and champion from the start; another one, which may
-have a run of MLflow of its own training, is to take its place.
+Then there must be one version of the job, with its digests, that loads and is champion; until then the champion is the
+one before. The registry is a real SQLite file of MLflow. One job is registered and champion from the start; another
+one, which may have an MLflow run of its own training, is to take its place.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.abuse.tally import Tally
 
 NAME = "forecaster"
 FIRST, ALONE, TRACKED = "train-00000000-first", "train-00000000-alone", "train-00000000-tracked"
-"""TRACKED has reported to a run of MLflow while it was trained."""
+"""Ids of the jobs. TRACKED has reported to a run of MLflow while it was trained."""
 
 
 def warm() -> None:
-    """Import what registration does."""
+    """Import the modules that registration needs."""
     for name in (
         "mlflow.artifacts", "mlflow.pyfunc", "mlflow.store.model_registry.sqlalchemy_store",
         "mlflow.store.tracking.sqlalchemy_store", "dtrain_dagster.registry", "trainer.engine.trainer",
@@ -44,7 +44,7 @@ def _uri(folder: Path) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Train."""
+    """Train the jobs, and keep their orders."""
     sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
     import small_job
 
@@ -63,7 +63,7 @@ def prepare(folder: Path) -> None:
 
 
 def track(folder: Path) -> None:
-    """A run of MLflow, as one that was trained has reported to it."""
+    """Make a run of MLflow for the job, as if its training had reported to it."""
     from dtrain_dagster.registry.versions import open_client
     from trainer.rundir import RunDir
 
@@ -74,7 +74,7 @@ def track(folder: Path) -> None:
 
 
 def register(folder: Path, job: str) -> str:
-    """As the asset ``registered_model`` does it; the version."""
+    """Register a job as the asset ``registered_model`` does; return the version."""
     from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
     from dtrain_dagster.jobs.progress import REGISTRATION
     from dtrain_dagster.registry import PACKED_TAG, AliasDecision, promote, register_model
@@ -93,7 +93,8 @@ def register(folder: Path, job: str) -> str:
 
 
 def age(folder: Path, job: str) -> None:
-    """What a kill has left was written by an older version, whose packed code had one file more."""
+    """Change the files that a kill has left as if an older version of the project, with one more file of code, wrote
+    them."""
     from dtrain_dagster.registry.versions import find_version, open_client
 
     client = open_client(_uri(folder))
@@ -106,7 +107,7 @@ def age(folder: Path, job: str) -> None:
 
 
 def champion(folder: Path) -> str:
-    """The job whose model is champion, once its files were found to be those that were registered."""
+    """Return the job whose model is champion; raise if its files are not those that were registered."""
     from dtrain_dagster.registry.packed import packed_files
     from dtrain_dagster.registry.versions import open_client
 
@@ -116,7 +117,7 @@ def champion(folder: Path) -> str:
 
 
 def wrong(folder: Path, job: str) -> str:
-    """What is wrong with a registration that was done to its end; empty for nothing."""
+    """Return the faults of a registration that was finished; empty for none."""
     import mlflow.pyfunc
     import numpy as np
 
@@ -155,7 +156,7 @@ def wrong(folder: Path, job: str) -> str:
     if there != ["evaluation.json", "model", "model_card.md"]:
         said.append(f"the run holds {there}")
     for number in versions:
-        with packed_files(NAME, number, _uri(folder)) as files:  # refused where they are not what was registered
+        with packed_files(NAME, number, _uri(folder)) as files:  # raises where they differ from those registered
             model = mlflow.pyfunc.load_model(str(files))
             shape = [1 if size < 0 else size for size in model.metadata.signature.inputs.inputs[0].shape]
             if not np.isfinite(model.predict(np.zeros(shape, np.float32)).to_numpy()).all():
@@ -164,7 +165,7 @@ def wrong(folder: Path, job: str) -> str:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """``rounds`` registrations, each killed once or twice and then done to its end."""
+    """Make ``rounds`` registrations, kill each once or twice, and then finish it."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as scratch, Forks(__name__) as forks:
         home, good = Path(scratch) / "home", Path(scratch) / "good"
@@ -206,7 +207,7 @@ def _judged(found: dict[str, Any]) -> str:
 
 
 def _refuse(found: dict[str, Any]) -> dict[str, Any]:
-    """What a fork has given; ValueError where it fails though nobody kills it."""
+    """Return the result of a fork; raise ValueError if it failed though it was not killed."""
     if found["code"]:
         raise ValueError(f"it fails by itself: {found.get('error', found['code'])}")
     return found

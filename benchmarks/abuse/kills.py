@@ -1,6 +1,7 @@
-"""Processes are killed at seeded moments of what must not be left half-done; done again, it must work, and once.
+"""Kill processes at seeded moments of work that must not be left half-done, and repeat the work.
 
-Each kind of work is a small program of its own (`WORK`), so that ``kill -9`` meets a real process.
+Repeated, it must succeed and have one result. Each kind of work is a small program of its own (`WORK`), so that ``kill
+-9`` meets a real process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ while not manager.job_status("one").state.is_final:
 
 
 def killed(program: str, folder: Path, seconds: float | None) -> int:
-    """Run a program on a folder and kill it so long after it has said «go»; its exit code. None: it may end."""
+    """Run a program on a folder, kill it ``seconds`` after it has printed «go» (None: do not kill it), and return its
+    exit code."""
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(folder)],
         cwd=ROOT,
@@ -80,7 +82,7 @@ def killed(program: str, folder: Path, seconds: float | None) -> int:
 
 
 def duration(program: str, folder: Path) -> float:
-    """Seconds from «go» to the end, when nobody kills it; ValueError where it fails even then."""
+    """Return the seconds of a program from «go» to its end; raise ValueError if it fails though it was not killed."""
     folder.mkdir()
     began = time.monotonic()
     process = subprocess.Popen(
@@ -100,7 +102,7 @@ def duration(program: str, folder: Path) -> float:
 
 
 def wrong_tables(folder: Path) -> str:
-    """Is there one experiment of ours with one run?"""
+    """Return "" if there is one experiment of this campaign with one run, else the fault."""
     with closing(sqlite3.connect(folder / "mlflow.db")) as database:
         [(experiments,)] = database.execute("SELECT count(*) FROM experiments WHERE name = 'kills'")
         [(runs,)] = database.execute("SELECT count(*) FROM runs")
@@ -109,7 +111,8 @@ def wrong_tables(folder: Path) -> str:
 
 
 def wrong_shards(folder: Path) -> str:
-    """Is there one dataset, complete, and of each builder that was killed nothing, once it is old enough?"""
+    """Return "" if there is one complete dataset and, after their time, no leftovers of killed builders; else the
+    fault."""
     from dtrain_dagster.data.building import LEFT_SECONDS, sweep_leftovers
     from dtrain_dagster.data.sharding import verify_dataset
 
@@ -126,7 +129,8 @@ def wrong_shards(folder: Path) -> str:
 
 
 def wrong_job(folder: Path) -> str:
-    """Did the job run, and is it the only one? Its supervisor lives on when who asked for it is killed."""
+    """Return "" if the job ran and is the only one, else the fault. Its supervisor lives on when the submitter is
+    killed."""
     ran = (folder / "ran").read_text().count("once")
     jobs = [path.name for path in (folder / "storage" / "jobs").iterdir()]
     return "" if ran >= 1 and jobs == ["one"] else f"ran {ran} times, jobs {jobs}"
@@ -137,10 +141,11 @@ WORK: dict[str, tuple[str, Callable[[Path], str]]] = {
     "shards": (SHARDS, wrong_shards),
     "provision": (PROVISION, wrong_job),
 }
+"""Kinds of work: program, and the check of its result."""
 
 
 def attack(random: random.Random, rounds: int, only: str | None = None) -> Tally:
-    """Each kind of work is killed ``rounds`` times, at most twice in one folder, and then done to its end."""
+    """Kill each kind of work ``rounds`` times, at most twice in one folder, and then finish it."""
     tally = Tally()
     for name, (program, wrong) in WORK.items():
         if only not in (None, name):

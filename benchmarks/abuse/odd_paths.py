@@ -1,7 +1,7 @@
-"""Homes with names that mean something to a shell, SQL, a glob, an address or a log, and canaries beside them.
+"""Homes with names that mean something to a shell, SQL, a glob, an address or a log, and watched files beside them.
 
 In each home a small pipeline really runs, by the command line: prices, shards, a training on two nodes, its status. It
-works, or is refused at the start in words that name DTRAIN_HOME. Nothing beside the home is touched.
+works, or is refused at the start with a message that names DTRAIN_HOME. Nothing beside the home is touched.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from benchmarks.abuse.planted_secrets import BIN, environment_of, small_prices
 from benchmarks.abuse.tally import Tally
 
 NASTIEST = ("-rf 'a\"b[1]*#ü::x\\y;$HOME", "a'); COPY (SELECT 1) TO 'canary.txt'; --")
-"""Most of what is odd at once."""
+"""Names with most of the odd characters at once."""
 USABLE = (
     *NASTIEST, "with blanks  in it", "it's", 'a"quote"', "[1]", "a*b", "{a,b}", "a#b", "ü€漢字", "-dash", "--config=x",
     "a&b|c;d", "$(touch canary.txt)", "`touch canary.txt`", "a::b", "u:p@host", "~", "env:HOME", "a=b,c", "a\\b",
     "..a", ".hidden", "<b>&amp;", "!x", "a\u202eb",
 )  # fmt: skip
+"""Names with which everything must work."""
 REFUSED = ("a?b", "a%41b", "a%b", "a\nb", "a\tb", "a\x1b[31mb", "a\x7fb", "a\udcffb")
+"""Names that must be refused."""
 BUILD = """
 import sys
 from dtrain_dagster.data.prices import write_prices
@@ -44,6 +46,7 @@ TRAIN = (
 
 
 def run(command: tuple[str, ...], environment: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, and return it with its output."""
     return subprocess.run(
         command, env=dict(environment), cwd=folder, text=True, errors="replace", timeout=300, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -51,8 +54,8 @@ def run(command: tuple[str, ...], environment: Mapping[str, str], folder: Path) 
 
 
 def pipeline(folder: Path, name: str) -> str:
-    """Run everything in the home ``name`` under ``folder``, with the prices in it; "" where it worked and nothing
-    beside it was touched, else what was wrong."""
+    """Run everything in the home ``name`` under ``folder``, with the prices in it. Return "" if it worked and nothing
+    beside it was touched, else the fault."""
     home, before = folder / name, canary(folder)
     home.mkdir()
     prices = home / "my [prices]'s.csv"
@@ -73,7 +76,7 @@ def pipeline(folder: Path, name: str) -> str:
 
 
 def refusal(folder: Path, name: str) -> str:
-    """ "" where a home of this name is refused in words, and nothing is made; else what was wrong."""
+    """Return "" if a home of this name is refused with a message and nothing is made, else the fault."""
     before = canary(folder)
     there = sorted(os.listdir(os.fsencode(folder)))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DTRAIN_")}
@@ -88,7 +91,7 @@ def refusal(folder: Path, name: str) -> str:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """All homes that are refused, and one in ten rounds of those that work, the nastiest first."""
+    """Try all homes that must be refused, and per ten rounds one of those that must work, the nastiest first."""
     tally = Tally()
     some = [*NASTIEST, *random.sample(USABLE[len(NASTIEST) :], len(USABLE) - len(NASTIEST))][: max(1, rounds // 10)]
     for check, names in ((refusal, REFUSED), (pipeline, some)):

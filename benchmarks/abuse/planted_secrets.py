@@ -1,7 +1,7 @@
-"""Secrets where they do not belong: in every setting, job and address that takes them; by reference in a pipeline.
+"""Secrets in wrong places: in every setting, job and address that could take them; by reference in a pipeline.
 
-Given directly they must be refused, in words that do not repeat them. Given by reference they must work, and be found
-nowhere afterwards (`benchmarks.leaks`): not in files, not in any cell of Dagster's databases, not in what was printed.
+Given directly they must be refused, with a message that does not repeat them. Given by reference they must work, and be
+found nowhere afterwards (`benchmarks.leaks`): not in files, in any cell of Dagster's databases, or in the output.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SETTINGS = (
     "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_ENDPOINT", "DTRAIN_MLFLOW_TRACKING_URI",
     "DTRAIN_DAGSTER_URL", "DTRAIN_CALENDAR", "DTRAIN_EXPERIMENT",
 )  # fmt: skip
+"""Settings that must refuse a secret."""
 CARRIERS: dict[str, str] = {
     "password": "https://robot:{}@example.org/x",
     "postgres": "postgresql://robot:{}@db.example.org:5432/mlflow",
@@ -51,7 +52,7 @@ CARRIERS: dict[str, str] = {
     "discord": "https://discord.com/api/webhooks/4174216298/{}",
     "telegram": "https://api.telegram.org/bot123456789:{}/sendMessage",
 }
-"""Addresses as services give them out, with a place for what authorises."""
+"""Addresses as services give them out, with a place for the secret."""
 FOR_PEOPLE: dict[str, str] = {
     "mail": "mailto://robot:{}@example.org",
     "apprise slack": "slack://T1JJ3T3L2/A1BRTD4JD/{}/#alerts",
@@ -62,13 +63,13 @@ FOR_PEOPLE: dict[str, str] = {
 
 
 def secret_of(chance: random.Random) -> str:
-    """Unlike anything else, and changed by every way of writing it: an address, JSON, base64."""
+    """Return a secret unlike any other text, which every encoding changes: an address, JSON, base64."""
     letters = "".join(chance.choices(string.ascii_letters + string.digits, k=20))
     return f"pl4nt3d/{letters}+{letters[::-1]}=="
 
 
 def refused(setting: str, text: str) -> str:
-    """What is said of a setting of this value; "" where it is accepted."""
+    """Return the message that refuses a setting of this value; "" if it is accepted."""
     from dtrain_dagster.settings.environment import SettingsError, load_settings
 
     given = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
@@ -82,7 +83,7 @@ def refused(setting: str, text: str) -> str:
 
 
 def refused_job(field: str, text: str) -> str:
-    """What is said of a job with this value in a field; "" where it is accepted."""
+    """Return the message that refuses a job with this value in a field; "" if it is accepted."""
     from trainer.config import ConfigError, parse_job
 
     job = {"job_id": "a", "run_dir": "/tmp/a", "dataset": {"uri": "/tmp/d"}}
@@ -94,7 +95,7 @@ def refused_job(field: str, text: str) -> str:
 
 
 def refused_prices(_: str, text: str) -> str:
-    """What is said of a source of prices that the launchpad gives; "" where it is accepted."""
+    """Return the message that refuses a source of prices from the launchpad; "" if it is accepted."""
     from dtrain_dagster.data.errors import DataError
     from dtrain_dagster.data.sources import price_source
 
@@ -113,10 +114,11 @@ BORDERS: tuple[Border, ...] = (
     (refused_job, "model.args.address", CARRIERS),
     (refused_prices, "source", CARRIERS),
 )
+"""Places that take a value from outside: the check, the name, and the addresses that are tried."""
 
 
 def attack_borders(chance: random.Random, tally: Tally) -> None:
-    """Every border, every kind of address, a new secret each time."""
+    """Try every border with every kind of address, with a new secret each time."""
     for border, name, carriers in BORDERS:
         for kind, form in carriers.items():
             secret = secret_of(chance)
@@ -133,8 +135,8 @@ def attack_borders(chance: random.Random, tally: Tally) -> None:
 
 @contextmanager
 def price_server(csv: bytes, secret: str, answer: int = 200) -> Iterator[str]:
-    """The address, with a signature, of a server on loopback that gives the file to who shows it; ``answer``: what it
-    says instead."""
+    """Serve a price file on loopback to requests with the signature, and yield the signed address; ``answer`` is the
+    status that it returns to them."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -162,7 +164,7 @@ def price_server(csv: bytes, secret: str, answer: int = 200) -> Iterator[str]:
 
 
 def small_prices(tickers: int = 4, first: str = "2012-01-01", last: str = "2017-12-31") -> bytes:
-    """A CSV of some tickers and years of the bundled panel."""
+    """Return a CSV of some tickers and years of the bundled panel."""
     import pandas as pd
 
     from dtrain_dagster.data.sources import price_source
@@ -173,7 +175,7 @@ def small_prices(tickers: int = 4, first: str = "2012-01-01", last: str = "2017-
 
 
 def environment_of(home: Path, **settings: str) -> dict[str, str]:
-    """Of a process of a project with this home."""
+    """Return the environment of a process of a project with this home."""
     dagster_home = home / "dagster"
     dagster_home.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "dagster.yaml", dagster_home)
@@ -188,7 +190,7 @@ def environment_of(home: Path, **settings: str) -> dict[str, str]:
 def materialize(
     environment: Mapping[str, str], selection: str, config: object | None = None, seconds: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """`dagster asset materialize`, as a person calls it."""
+    """Run `dagster asset materialize`, as a person calls it."""
     options = ["--config-json", json.dumps(config)] if config else []
     return subprocess.run(
         [str(BIN / "dagster"), "asset", "materialize", "-m", DEFINITIONS, "--select", selection, *options],
@@ -198,7 +200,7 @@ def materialize(
 
 
 def attack_pipeline(chance: random.Random, tally: Tally, folder: Path) -> None:
-    """Prices by reference from a server that wants a signature: once it gives them, once it fails."""
+    """Give prices by reference to a server that asks for a signature: once it serves them, once it fails."""
     for answer in (200, 500):
         secret, home = secret_of(chance), folder / f"home-{answer}"
         hook = secret_of(chance)
@@ -220,7 +222,7 @@ def attack_pipeline(chance: random.Random, tally: Tally, folder: Path) -> None:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """Secrets at every border ``rounds`` / 10 times, and twice in a pipeline by reference."""
+    """Try secrets at every border ``rounds`` / 10 times, and twice in a pipeline by reference."""
     tally = Tally()
     for _ in range(max(1, rounds // 10)):
         attack_borders(random, tally)

@@ -1,8 +1,8 @@
-"""Files of a run directory replaced by what a node, a broken disk or a stranger may leave there, under all readers.
+"""Files of a run directory replaced by those that a node, a broken disk or a stranger may leave, under all readers.
 
-Beside a job that is whole stands a copy of it. In each attack one of its files is damaged, and everything that reads
-run directories is run over both, in a process of its own that is ended where it hangs. The whole job must stay what it
-is; the damaged one may be told of, or refused with one of the errors that are meant for that, and nothing else.
+Beside a whole job stands a copy of it. In each attack one file of the copy is damaged, and all readers of run
+directories (`benchmarks.run_directory_readers`) are run over both, in a process that is killed if it hangs. The whole
+job must be read unchanged; the damaged one may be shown, or refused with one of the errors meant for that.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, Tra
 
 MARK = "0a1b2c3d"
 WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
+"""Ids of the whole job and of its damaged copy."""
 PATIENCE_SECONDS = 120.0
-"""For all readers together: they take two."""
+"""Seconds that all readers together may take: usually they take two."""
 MOST_MEMORY = 400 << 20
-"""Bytes that they may take more than they do for a whole job."""
+"""Bytes of memory that the readers may take more than for a whole job."""
 ESCAPES = "\x1b]0;taken over\x07\x1b[31mred\x9b2J\r\u202egnp.\u2028[bold]"
+"""Text with sequences that a terminal obeys."""
 
 Damage = Callable[[Path, randomness.Random], None]
 
 
 def replaced(change: Callable[[bytes, randomness.Random], bytes]) -> Damage:
-    """A damage that is another content."""
+    """Return a damage that replaces the content of a file."""
 
     def damage(path: Path, random: randomness.Random) -> None:
         path.write_bytes(change(path.read_bytes(), random))
@@ -51,7 +53,7 @@ def replaced(change: Callable[[bytes, randomness.Random], bytes]) -> Damage:
 
 
 def instead(make: Callable[[Path], object]) -> Damage:
-    """A damage that is something else than a file."""
+    """Return a damage that puts something other than a regular file in its place."""
 
     def damage(path: Path, random: randomness.Random) -> None:
         path.unlink()
@@ -61,7 +63,7 @@ def instead(make: Callable[[Path], object]) -> Damage:
 
 
 def in_json(change: Callable[[dict[str, Any], randomness.Random], Any]) -> Damage:
-    """A damage of one object of a JSON text, of its first line where it has several."""
+    """Return a damage of one object of a JSON text, in its first line if it has several."""
 
     def damage(path: Path, random: randomness.Random) -> None:
         text = path.read_text()
@@ -74,7 +76,7 @@ def in_json(change: Callable[[dict[str, Any], randomness.Random], Any]) -> Damag
 
 
 def _some_key(document: dict[str, Any], random: randomness.Random) -> tuple[dict[str, Any], str]:
-    """A key of the document, or of an object in it."""
+    """Return a key of the document, or of an object in it."""
     key = random.choice(sorted(document))
     inner = document[key]
     if isinstance(inner, dict) and inner and random.random() < 0.5:
@@ -114,7 +116,7 @@ def _flip(data: bytes, random: randomness.Random) -> bytes:
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # their paths are short
+        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # paths of sockets must be short
         server.bind(str(short))
         short.rename(path)
 
@@ -136,7 +138,7 @@ ANY: dict[str, Damage] = {
     "terminal": instead(lambda path: path.symlink_to("/dev/stdin")),
     "400 MB": instead(_large),
 }
-"""Of any file."""
+"""Damages of any file."""
 JSON: dict[str, Damage] = {
     "half a character": _value(lambda random: "\ud800"),
     "NaN": _value(lambda random: float("nan")),
@@ -151,7 +153,7 @@ JSON: dict[str, Damage] = {
     "digits": replaced(lambda data, random: b'{"state": ' + b"9" * 50_000 + b"}"),
     "escapes": in_json(lambda document, random: _escape(document)),
 }
-"""Of a text in JSON."""
+"""Damages of a text in JSON."""
 
 
 @dataclass(slots=True)
@@ -168,10 +170,11 @@ class Stage:
 
     @property
     def jobs(self) -> Path:
+        """The folder of run directories."""
         return self.home / "storage" / "jobs"
 
     def train(self, nodes: int = 2) -> None:
-        """The whole job, by the product itself."""
+        """Train the whole job, with the product's own code."""
         manager, dataset = LocalClusterManager(self.home), write_dataset(self.home / "dataset")
         manager.provision_cluster(nodes, "Standard_NC6s_v3")
         start_job(manager, small_job(self.jobs / WHOLE, dataset, nodes), nodes, 1, {})
@@ -181,7 +184,7 @@ class Stage:
         assert status.state == "succeeded", status.message
 
     def copy(self) -> Path:
-        """A fresh copy of the whole job, under another id."""
+        """Make a fresh copy of the whole job, under another id, and return its folder."""
         folder = self.jobs / DAMAGED
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.jobs / WHOLE, folder)
@@ -191,7 +194,7 @@ class Stage:
         return folder
 
     def attacks(self, random: randomness.Random) -> Iterator[tuple[str, Callable[[], object]]]:
-        """(what is done, how) for each kind of damage once, to a file that chance picks."""
+        """Yield (description, action) of each kind of damage once, to a random file."""
         for name, damage in ANY.items():
             path = random.choice(files_of(self.jobs / WHOLE))
             yield f"{path}: {name}", self._attack(path, damage, random)
@@ -218,7 +221,7 @@ class Stage:
         folder.symlink_to(elsewhere)
 
     def _strangers(self) -> None:
-        """Files that belong to nobody, in every folder and beside the marks."""
+        """Put files that dtrain never writes into every folder and beside the marks."""
         copy, marks = self.copy(), self.home / "storage" / "active"
         folders = [copy, *(path for path in copy.rglob("*") if path.is_dir()), marks, self.jobs, self.home / "clusters"]
         for folder in folders:
@@ -227,7 +230,7 @@ class Stage:
 
 
 def leave_strangers(folder: Path) -> None:
-    """What network file systems, editors and half-done copies leave behind, and a pipe."""
+    """Put files into a folder as network file systems, editors and half-done copies leave them, and a pipe."""
     for name in (".nfs0000000000000abc00000001", "x.json.tmp", "#x#", "x.json~", ".x.swp", "x\x1b[31m.json", "g.json"):
         (folder / name).write_bytes(b'{"half": ')
     pipe = folder / "pipe.json"
@@ -236,7 +239,7 @@ def leave_strangers(folder: Path) -> None:
 
 
 def small_job(folder: Path, dataset: Path, nodes: int, **training: Any) -> JobConfig:
-    """A training of seconds."""
+    """Return the job of a training that takes seconds."""
     fields: dict[str, Any] = {"max_steps": STEPS, "warmup_steps": 3, "checkpoint_frequency": 10, "log_frequency": 1}
     config = DistributedTrainingConfig(world_size=nodes, threads_per_rank=1, **fields | training)
     return JobConfig(
@@ -246,7 +249,7 @@ def small_job(folder: Path, dataset: Path, nodes: int, **training: Any) -> JobCo
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files of a run directory, without tracking's, relative to it."""
+    """Return the files of a run directory, without lock files, relative to it."""
     found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return [path for path in found if path.suffix != ".lock"]
 
@@ -262,7 +265,7 @@ def _child(stage: Stage, results: Any) -> None:
 
 
 def read_guarded(stage: Stage) -> list[tuple[str, str]]:
-    """What went wrong in any reader, as (count of `Tally`, words)."""
+    """Run all readers in a child process, and return the faults, as (count of `Tally`, description)."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(stage, theirs))
@@ -282,7 +285,7 @@ def read_guarded(stage: Stage) -> list[tuple[str, str]]:
 
 
 def attack(random: randomness.Random, rounds: int) -> Tally:
-    """Each kind of damage ``rounds`` times, each time to another file."""
+    """Make each kind of damage ``rounds`` times, each time to another file."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
         stage = Stage(Path(folder) / "home")

@@ -1,6 +1,6 @@
-"""Clients that begin requests and do not end them, or ask for much and read nothing, beside one who asks properly.
+"""Clients that begin requests and do not end them, or ask for much and read nothing, beside an ordinary client.
 
-The target is `dtrain dashboard` as a process of its own, with no more descriptors than the usual 1,024.
+The target is `dtrain dashboard` as a process of its own, with the usual limit of 1,024 descriptors.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from random import Random
 from benchmarks.abuse.tally import Tally
 
 DESCRIPTORS = 1024
+"""Limit of descriptors of the dashboard's process."""
 HALVES = (
     b"",
     b"GE",
     b"GET /jobs.json HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: ",
     b"\r\n\r\n",
     b"POST /graphql HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{",
-    b"GET /plotly.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",  # …whose megabytes nobody reads
+    b"GET /plotly.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",  # the client reads none of the megabytes of the answer
 )
+"""Requests that are not complete, or whose answer is not read."""
 
 
 @contextmanager
 def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket.socket]]:
-    """So many connections that have begun something. Raises this process's limit of descriptors where it must."""
+    """Open ``count`` connections that have begun a request, and yield them. Raises this process's limit of descriptors
+    if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < count + 200:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 200, hard), hard))
@@ -42,7 +45,7 @@ def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             made.settimeout(20)
             opened.append(made)
-            with suppress(OSError):  # it may have been dropped, or there is no room at all
+            with suppress(OSError):  # the server may drop it, or have no descriptor left
                 made.connect(("127.0.0.1", port))
                 made.sendall(random.choice(HALVES))
         yield opened
@@ -52,7 +55,7 @@ def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket
 
 
 def answers(port: int, path: str = "/jobs.json", seconds: float = 20.0) -> bool:
-    """Is somebody who asks properly answered?"""
+    """Return whether the server answers an ordinary request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:
         connection.request("GET", path)
@@ -67,7 +70,7 @@ def answers(port: int, path: str = "/jobs.json", seconds: float = 20.0) -> bool:
 
 @contextmanager
 def dashboard(home: Path) -> Iterator[int]:
-    """`dtrain dashboard` with `DESCRIPTORS`; its port."""
+    """Run `dtrain dashboard` with `DESCRIPTORS`, and yield its port."""
     code = (
         f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS})); "
         f"os.environ['DTRAIN_HOME'] = {str(home)!r}; from dtrain_dagster.cli.main import main; main()"
@@ -83,7 +86,7 @@ def dashboard(home: Path) -> Iterator[int]:
 
 
 def attack(random: Random, rounds: int) -> Tally:
-    """60 half requests each round, but for 1,500 at most, all held open at once."""
+    """Send 60 half requests per round, but at most 1,500, and hold them open at once."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-slow-") as folder, dashboard(Path(folder)) as port:
         assert answers(port, seconds=60.0)

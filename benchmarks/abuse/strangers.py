@@ -1,9 +1,9 @@
 """Strangers on the same host: processes of another user, without the secret of the launch, at every port of a job.
 
-`attack` takes the parts of a world one by one (failure detector, store, parameter server, direct links, gloo) and has a
-stranger speak to each of them: in the words of protocols that believed whoever knew a job's id, with a handshake that
-is recorded, reflected, cut or made up, and with more connections than there are descriptors. Then whoever belongs
-there must still get in, and nobody else may have had an answer.
+`attack` takes the parts of a world one by one (failure detector, store, parameter server, direct links, gloo) and lets
+a stranger speak to each: with the messages of protocols that trusted everyone who knew a job's id, with a handshake
+that is recorded, reflected, cut or made up, and with more connections than there are descriptors. Afterwards the
+members must still be able to join, and no stranger may have had an answer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from trainer.comm.torch_transport import make_torch_transport
 from trainer.elastic.failure_detector import FailureDetector
 
 HOST, PATIENCE = "127.0.0.1", 30.0
+"""Address of all listeners, and the seconds that a member waits."""
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """All parts of a world, each besieged by a stranger; and ``rounds`` handshakes of each kind that are forged."""
+    """Let a stranger attack all parts of a world, and try ``rounds`` forged handshakes of each kind."""
     tally, secret = Tally(), LaunchSecret(random.randbytes(SECRET_BYTES))
     forge(tally, random, rounds, secret.key("direct", JOB, 1))
     with stranger() as who:
@@ -47,11 +48,11 @@ def attack(random: random.Random, rounds: int) -> Tally:
     return tally
 
 
-# Handshakes that are forged.
+# Forged handshakes.
 
 
 def forge(tally: Tally, random: random.Random, rounds: int, key: bytes) -> None:
-    """Each kind of forgery that needs no key, against both ends."""
+    """Try each kind of forgery that needs no key, against both ends."""
     kinds: dict[str, Callable[[], Any]] = {
         "a proof recorded before": lambda: _replayed(key),
         "a reply recorded before": lambda: Caller(key, "2", "0").answer(Listener(key, "0").reply(_hello(key))),
@@ -105,15 +106,15 @@ def _flip(text: bytes, random: random.Random) -> bytes:
     return bytes(changed)
 
 
-# Parts of a world, besieged.
+# Attacks on the parts of a world.
 
 
 def _note(tally: Tally, what: str, answers: list[Any], works: Callable[[], bool]) -> None:
-    """Who was answered, and does it still work?"""
+    """Count the answers that the stranger got, and check that the part still works."""
     tally.tried += 1
     for port, words, said in answers:
         if _is_reply(said):
-            continue  # what any listener says to a well-formed hello: a challenge, and a proof of its own
+            continue  # every listener answers a well-formed hello so: a challenge, and a proof of its own
         tally.accepted += 1
         tally.findings.append(f"{what} at port {port} answered {words[:80]} with {said[:80]}")
     try:
@@ -131,7 +132,7 @@ def _is_reply(said: str) -> bool:
 
 
 def detector(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
-    """The failure detector: a stranger that was let in could feign a member, or keep this one busy."""
+    """Attack the failure detector: a stranger that was let in could pose as a member, or keep this one busy."""
     key = secret.key("peers", JOB)
     one = FailureDetector("n0p0-a", key, HOST, 0.1, 1000.0)
     other = None
@@ -155,7 +156,7 @@ def detector(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
 
 def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
-    """The store: a stranger that was let in could read and forge the addresses that ranks connect to."""
+    """Attack the store: a stranger that was let in could read and forge the addresses that ranks connect to."""
     listener, key = open_listener(HOST), secret.key("store", JOB, 1)
     address = listener.getsockname()
     served = AuthenticatedStore(address, 0, 3, key, PATIENCE, listener)
@@ -174,7 +175,7 @@ def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
 
 def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
-    """The parameter server: the numbers of a stranger that was let in would be summed."""
+    """Attack the parameter server: numbers of a stranger that was let in would be summed."""
     listener, key = open_listener(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
     with ThreadPoolExecutor(2) as pool:
@@ -188,7 +189,7 @@ def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
 
 def direct(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
-    """Direct links: a stranger comes to each port as soon as it is known."""
+    """Attack direct links: a stranger comes to each port as soon as it is known."""
     key, answers = secret.key("direct", JOB, 1), list[Any]()
 
     class Told(dist.HashStore):
@@ -206,11 +207,12 @@ def direct(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     )  # fmt: skip
 
 
-# A stranger in the place of a rank, who runs this very code without the key.
+# A stranger in the place of a rank, which runs this very code without the key.
 
 
 def place_in_gloo(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
-    """It knows the addresses, for instance by guessing, and is quicker than the rank."""
+    """Take the place of a rank in gloo, without the key: the stranger has guessed the addresses, and is faster than the
+    rank."""
     found, key = dist.HashStore(), secret.key("world", JOB, 1)
     keys = [key, random.randbytes(32)]
     openers = [
@@ -221,6 +223,7 @@ def place_in_gloo(tally: Tally, random: random.Random, secret: LaunchSecret) -> 
 
 
 def place_in_store(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
+    """Take the place of a rank at the store, without the key."""
     listener, key = open_listener(HOST), secret.key("store", JOB, 1)
     address = listener.getsockname()
     served = AuthenticatedStore(address, 0, 2, key, PATIENCE, listener)
@@ -231,6 +234,7 @@ def place_in_store(tally: Tally, random: random.Random, secret: LaunchSecret) ->
 
 
 def place_in_star(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
+    """Take the place of a worker at the parameter server, without the key."""
     listener, key = open_listener(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
     _refused(
@@ -243,7 +247,7 @@ def place_in_star(tally: Tally, random: random.Random, secret: LaunchSecret) -> 
 
 
 def _refused(tally: Tally, what: str, openers: Sequence[Callable[[], Any]]) -> None:
-    """None of them may come to be."""
+    """Check that none of these connections comes to be."""
     tally.tried += 1
     made = []
     for future in _at_once(openers):
@@ -257,7 +261,7 @@ def _refused(tally: Tally, what: str, openers: Sequence[Callable[[], Any]]) -> N
 
 
 def _sums(openers: Sequence[Callable[[], Any]]) -> bool:
-    """Do these ranks, each from its opener, add up as they should?"""
+    """Return whether these ranks, each from its opener, compute the right sum."""
     links = [future.result(PATIENCE) for future in _at_once(openers)]
     tensors = [torch.full((8,), rank + 1.0) for rank in range(len(links))]
     try:

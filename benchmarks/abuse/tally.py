@@ -1,4 +1,4 @@
-"""What a campaign of attacks came to. Counting only; the attacks are in the modules beside this one."""
+"""The counts of a campaign of attacks; the attacks are in the modules beside this one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Tally:
     tried: int = 0
     """Attacks that were carried out."""
     accepted: int = 0
-    """Attacks whose request, connection, file or value was believed."""
+    """Attacks whose request, connection, file or value was accepted."""
     outages: int = 0
-    """Attacks after which something else, that was not attacked, no longer worked."""
+    """Attacks after which something else, which was not attacked, no longer worked."""
     executed: int = 0
     """Attacks whose own code ran, or that made something else be imported or called."""
     leaked: int = 0
-    """Secrets that were found where they must not be."""
+    """Secrets that were found in wrong places."""
     findings: list[str] = field(default_factory=list)
-    """One sentence for each attack that succeeded: what was done, and what came of it."""
+    """One sentence for each attack that succeeded: what was done, and the effect."""
 
     def add(self, other: Tally) -> None:
         """Add the counts and findings of another campaign to this one."""
@@ -33,5 +33,5 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """True where something was tried and nothing gave way."""
+        """True if something was tried and no attack succeeded."""
         return self.tried > 0 and not (self.accepted or self.outages or self.executed or self.leaked)

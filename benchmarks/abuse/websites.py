@@ -1,8 +1,8 @@
-"""A website that the user has open sends what a browser lets it send to this machine's servers.
+"""A website that the user has open sends requests to this machine's servers, as far as a browser allows.
 
 The target is Dagster's real web application with a code location of one job, in a folder of its own, and the dashboard;
-both as the project serves them. Each attack is a request with something in it that gives a website away. It was
-accepted if it was answered, and executed if there is a run.
+both as the project serves them. Each attack is a request with a sign that it comes from a website. It was accepted if
+it was answered, and executed if there is a run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ JOB = "canary"
 LAUNCH = (
     "mutation($p: ExecutionParams!) { launchRun(executionParams: $p) { __typename ... on PythonError { message } } }"
 )
+"""GraphQL mutation that starts a run."""
 PARAMETERS = {
     "p": {
         "selector": {
@@ -38,23 +39,27 @@ PARAMETERS = {
     }
 }
 MUTATION = {"query": LAUNCH, "variables": json.dumps(PARAMETERS)}
+"""The mutation as the parameters of a query."""
 FOREIGN_NAMES = ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1.", "[::2]", "0.0.0.0")
+"""Names of hosts that are not this machine, though some resemble it."""
 FOREIGN_ORIGINS = (
     "http://evil.example", "https://evil.example", "null", "http://127.0.0.1", "https://127.0.0.1", "file://",
     "http://localhost:1", "http://127.0.0.1:{port}.evil.example", "http://127.0.0.1:{port}@evil.example",
     "http://evil.example/http://127.0.0.1:{port}", "chrome-extension://abcdef", "http://127.0.0.1:0{port}x", "",
 )  # fmt: skip
+"""Values of ``Origin`` that are not the page's own."""
 SITES = ("cross-site", "same-site", "none, same-origin", "")
+"""Values of ``Sec-Fetch-Site`` that are not the page's own."""
 SIMPLE_TYPES = (
     "text/plain", "text/plain; application/json", "application/x-www-form-urlencoded", "multipart/form-data",
     "application/graphql", "application/json, text/plain", "text/plain;charset=application/json", None,
 )  # fmt: skip
-"""What a website may send without being allowed to, and what looks like JSON to a careless reader."""
+"""Content types that a website may send without permission, and some that look like JSON to a careless reader."""
 
 
 @dataclass
 class Request:
-    """One request, as it goes over the wire."""
+    """A request, as a client sends it over the network."""
 
     method: str = "GET"
     path: str = "/"
@@ -63,7 +68,7 @@ class Request:
 
 
 def forged(random: Random, port: int) -> Request:
-    """A mutation, or a question, as a foreign page gets it into a request."""
+    """Return a request with a mutation or a query, as a foreign page can send it."""
     carrier = random.choice(("image", "form", "fetch", "rebinding", "websocket", "link", "report"))
     here = f"{random.choice(('127.0.0.1', 'localhost'))}:{port}"
     origin = ("Origin", random.choice(FOREIGN_ORIGINS).format(port=port))
@@ -83,7 +88,7 @@ def forged(random: Random, port: int) -> Request:
         foreign = random.choice(([origin], [site], [origin, site]))
         headers = [("Host", here), ("Content-Type", "application/json"), *foreign]
         return Request(random.choice(("POST", "POST", "PUT", "OPTIONS")), "/graphql", headers, json_body)
-    if carrier == "rebinding":  # the page's own name points at this machine by now: for the browser all is same-origin
+    if carrier == "rebinding":  # the page's own name now resolves to this machine: to the browser this is same-origin
         name = random.choice(FOREIGN_NAMES)
         headers = [("Host", f"{name}:{port}"), ("Origin", f"http://{name}:{port}"), ("Sec-Fetch-Site", "same-origin")]
         return Request("POST", "/graphql", [*headers, ("Content-Type", "application/json")], json_body)
@@ -108,7 +113,7 @@ def forged(random: Random, port: int) -> Request:
 
 
 def send(port: int, request: Request) -> int:
-    """The status of the answer; 101 for a websocket that was opened."""
+    """Send a request, and return the status of the answer; 101 for a websocket that was opened."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.putrequest(request.method, request.path, skip_host=True, skip_accept_encoding=True)
@@ -126,14 +131,14 @@ def send(port: int, request: Request) -> int:
 
 
 def own_page(port: int) -> Request:
-    """What the page of the UI sends."""
+    """Return a request that the page of the UI sends."""
     headers = [("Host", f"127.0.0.1:{port}"), ("Origin", f"http://127.0.0.1:{port}"), ("Sec-Fetch-Site", "same-origin")]
     return Request("POST", "/graphql", [*headers, ("Content-Type", "application/json")], b'{"query": "{ version }"}')
 
 
 @contextmanager
 def served(app: Any, websockets: bool = False, users: frozenset[int] | None = None) -> Iterator[int]:
-    """The application on a port of loopback, in a thread, as the project serves it."""
+    """Serve the application on a port of loopback, in a thread, as the project does, and yield the port."""
     from dtrain_dagster.web.server import listener, server
 
     with listener("127.0.0.1", 0) as bound:
@@ -151,7 +156,7 @@ def served(app: Any, websockets: bool = False, users: frozenset[int] | None = No
 
 @contextmanager
 def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
-    """Dagster's web application without any guard, over a code location with one job; and its instance."""
+    """Yield Dagster's web application without any guard, over a code location with one job, and its instance."""
     import dagster as dg
 
     from dtrain_dagster.web.dagster_ui import web_app
@@ -170,7 +175,7 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def attack(random: Random, rounds: int) -> Tally:
-    """Forge requests to Dagster's UI and to the dashboard: ten each round."""
+    """Forge ten requests per round to Dagster's UI and to the dashboard."""
     from dtrain_dagster.dashboard.job_board import JobBoard
     from dtrain_dagster.dashboard.server import build_app
     from dtrain_dagster.web.dagster_ui import ui_rules

@@ -1,6 +1,6 @@
 """The frameworks that train side by side in `benchmarks.throughput`: ours, the bound, and others with the same step.
 
-`protocol` lets ranks work only when they are told to, `framework_process` starts and tells them, `rounds` decides who
-works when, `workload` is what all have in common, and `serve` is one rank; each of the other modules is the loop of one
-framework. What is concluded from the measurements belongs to `benchmarks.throughput`.
+`protocol` lets a rank work only in its turn, `framework_process` starts the processes and gives the turns, `rounds`
+decides the order, `workload` has the parts that all share, and `serve` is one rank; each of the other modules is the
+loop of one framework. Conclusions from the measurements belong to `benchmarks.throughput`.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.frameworks NAME DEVICE``: one rank of a framework, started by `benchmarks.throughput`."""
+"""Run one rank of a framework: ``python -m benchmarks.frameworks NAME DEVICE``, started by `benchmarks.throughput`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks.frameworks.serve import serve
 
 
 def main(name: str, device: str) -> None:
+    """Run the rank that the environment names; for Ray, start Ray, which starts its own ranks."""
     if name == "ray":
         from benchmarks.frameworks.ray_train import drive
 

@@ -1,4 +1,4 @@
-"""Accelerate: the plain loop, with its Accelerator in the places that its documentation names."""
+"""The loop of Accelerate: the plain loop, with its Accelerator in the places that its documentation names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from benchmarks.frameworks.workload import Workload, device_of
 
 
 def train(case: Case, turns: Turns) -> None:
+    """Train the case in turns, until it is over."""
     workload = Workload(case, device_of(case))
     accelerator = Accelerator(
         cpu=case.device == "cpu",

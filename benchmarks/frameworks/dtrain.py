@@ -1,4 +1,4 @@
-"""The trainer of this project as it is, with its timing, reports and monitor."""
+"""The loop of this project: the trainer as it is, with its timing, reports and monitor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trainer.engine.step import Batch
 from trainer.engine.trainer import DistributedTrainer
 
 NEVER = 10**9
+"""A number of steps or epochs that no training reaches."""
 
 
 class OverError(Exception):
@@ -19,11 +20,12 @@ class OverError(Exception):
 
 
 class Trainer(DistributedTrainer):
-    """Takes a step only when it is its turn."""
+    """A trainer that takes a step only when it is its turn."""
 
     turns: Turns
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        """Train an epoch, in turns."""
         return super().train_epoch(self._in_turns(dataloader), epoch)
 
     def _in_turns(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
@@ -33,14 +35,15 @@ class Trainer(DistributedTrainer):
                 self.reports.watchdog.rest()
             if not self.turns.step():
                 raise OverError
-            if pauses:  # which is no part of a step
+            if pauses:  # a pause is no part of a step
                 self.session.step.timer.drop()
                 self.reports.watchdog.progress(self.steps_done)
             yield batch
 
 
 def job_of(case: Case) -> JobConfig:
-    """Evaluations and checkpoints are left out, as they are with all others; all else is as a user has it."""
+    """Return the job of a case: no evaluations and checkpoints, as with all others, and otherwise a user's settings.
+    Raise ValueError if the case's own settings change the global batch."""
     settings = {
         "world_size": case.ranks,
         "batch_size_per_gpu": case.batch,
@@ -72,7 +75,8 @@ def job_of(case: Case) -> JobConfig:
 
 
 def ours(case: Case, turns: Turns) -> float | None:
-    os.environ["MASTER_PORT"] = str(case.port)  # the group of the case before has left its own
+    """Train the case in turns; return the validation loss on rank 0 if the case is judged, else None."""
+    os.environ["MASTER_PORT"] = str(case.port)  # a port of its own: that of the case before is still in use
     trainer = Trainer(job_of(case))
     trainer.turns = turns
     try:

@@ -1,4 +1,4 @@
-"""The benchmark's side: a framework's processes, who stand still but in their turns."""
+"""The benchmark's side of a framework: processes that are stopped except in their turns."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from benchmarks.host import lockstep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
-"""For a framework to come, to be ready, or to end a stretch."""
+"""Seconds that a framework has to start, to be ready, or to end an interval."""
 
 
 class FrameworkProcessError(RuntimeError):
-    """It failed, ended, or does not answer. The message says why, as far as it or its log does."""
+    """A framework failed, ended, or does not answer. The message says why, as far as its answer or its log does."""
 
 
 class Measurement(NamedTuple):
-    """So many steps of one framework."""
+    """Measured times of an interval of steps of one framework."""
 
     steps: int
     seconds: float
-    """From when the first rank began until the last one was done."""
+    """Seconds from when the first rank began until the last one was done."""
     cpu_seconds: float
-    """Of all its processes."""
+    """CPU seconds of all its processes."""
     lockstep_seconds: float
-    """What it would have taken if each step had ended on all ranks when it did on the last of them."""
+    """Seconds if each step had ended on all ranks when it ended on the last of them."""
 
 
 @dataclass
 class FrameworkProcess:
-    """The processes of one way to train."""
+    """The processes of one framework."""
 
     name: str
     folder: Path
@@ -53,12 +53,13 @@ class FrameworkProcess:
     connections: list[Connection]
     case: Case | None = None
     began: int = 0
-    """How many cases it has begun."""
+    """Number of cases that it has begun."""
     is_broken: bool = False
-    """It ended, or does not answer: nothing more will come of it."""
+    """True if it ended or does not answer: it is not used again."""
 
     def begin(self, case: Case) -> None:
-        """Make ready for a case; returns when all ranks stand before the first step."""
+        """Prepare a case, and return when all ranks stand before the first step; raise `FrameworkProcessError` if one
+        fails."""
         self.began += 1
         folder = self.folder / f"case-{self.began}"
         folder.mkdir()
@@ -68,7 +69,7 @@ class FrameworkProcess:
             self._hear()
 
     def measure(self, steps: int) -> Measurement:
-        """Take so many steps, while nobody else does anything."""
+        """Let all ranks take ``steps`` steps, while no other framework works, and return the times."""
         before = self._cpu_seconds()
         with self._awake():
             self._tell(steps)
@@ -78,14 +79,14 @@ class FrameworkProcess:
         return Measurement(steps, seconds, self._cpu_seconds() - before, lockstep(each))
 
     def end(self) -> Any:
-        """Leave the case; what rank 0 has to say in the end."""
+        """Leave the case, and return the result of rank 0: its validation loss, or None."""
         self.case = None
         with self._awake():
             self._tell(0)
             return next((result for result in self._hear() if result is not None), None)
 
     def close(self) -> None:
-        """End its processes, all of them."""
+        """End all its processes."""
         tree = self._tree()
         with contextlib.suppress(FrameworkProcessError):
             self._signal(signal.SIGCONT)
@@ -128,6 +129,7 @@ class FrameworkProcess:
         raise FrameworkProcessError(f"{self.name} has not answered for {PATIENCE_SECONDS:g} s: {self.log()}")
 
     def log(self) -> str:
+        """Return the last lines of its logs, in one line."""
         lines = [line for path in sorted(self.folder.glob("log-*.txt")) for line in path.read_text().splitlines()]
         return " | ".join(line.strip() for line in lines[-6:])[-600:]
 
@@ -145,7 +147,7 @@ class FrameworkProcess:
                 process.send_signal(number)
 
     def _tree(self) -> list[psutil.Process]:
-        """Its processes and all that they have started."""
+        """Return its processes and all that they have started."""
         found = []
         for child in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -154,7 +156,8 @@ class FrameworkProcess:
         return found
 
     def _cpu_seconds(self) -> float:
-        """Of all its processes so far, those that have ended included where their parent has waited for them."""
+        """Return the CPU seconds of all its processes so far, with those that have ended if their parent has waited for
+        them."""
         total = 0.0
         for process in self._tree():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -164,7 +167,7 @@ class FrameworkProcess:
 
 
 def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[list[FrameworkProcess], dict[str, str]]:
-    """All frameworks, waiting for their first case; and why some are not among them."""
+    """Start frameworks; return those that wait for their first case, and the reasons why others do not."""
     frameworks = []
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "turns"))
@@ -190,7 +193,7 @@ def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[
 def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess:
     (folder / name).mkdir()
     port, processes = free_port(), []
-    for rank in range(1 if name == "ray" else ranks):  # Ray starts its own
+    for rank in range(1 if name == "ray" else ranks):  # Ray starts its own ranks
         environment = {
             **os.environ,
             ADDRESS: str(folder / "turns"),
@@ -214,7 +217,7 @@ def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess
 
 
 def _let_come(server: socket.socket, frameworks: dict[str, FrameworkProcess]) -> None:
-    """Until all ranks have come that still can."""
+    """Accept the connections of all ranks, until all have connected that still can."""
     come: dict[str, dict[int, Connection]] = {name: {} for name in frameworks}
     until = time.monotonic() + PATIENCE_SECONDS
     awaited = set(frameworks)
@@ -233,6 +236,7 @@ def _let_come(server: socket.socket, frameworks: dict[str, FrameworkProcess]) ->
 
 
 def free_port() -> int:
+    """Return a port of loopback that is free now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its DDP strategy, «barebones»: without all that its documentation says may cost speed."""
+"""The loop of Lightning: its Trainer with DDP, «barebones», without everything that its documentation calls slow."""
 
 from __future__ import annotations
 
@@ -15,24 +15,31 @@ from benchmarks.frameworks.workload import Workload, device_of
 
 
 class Module(lightning.LightningModule):
+    """The workload as a LightningModule."""
+
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.workload = workload
         self.model, self.criterion = workload.module, workload.criterion
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        """Return the mean loss of a batch."""
         windows, target = batch
         return self.criterion(self.model(windows).float(), target).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer that all frameworks use."""
         return self.workload.optimizer()
 
 
 class InTurns(lightning.Callback):
+    """A callback that lets a step begin only when it is the framework's turn."""
+
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> int | None:
+        """Wait for the turn; return -1, which ends the epoch, when the case is over."""
         if self.turns.step():
             return None
         trainer.should_stop = True
@@ -40,6 +47,7 @@ class InTurns(lightning.Callback):
 
 
 def train(case: Case, turns: Turns) -> None:
+    """Train the case in turns, until it is over."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     gpu = case.device == "cuda"

@@ -1,4 +1,4 @@
-"""A rank's side of the benchmark: which case it trains, and when."""
+"""A rank's side of the benchmark: the case that it trains, and its turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADDRESS = "DTRAIN_BENCHMARK_TURNS"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained: equal for all frameworks, but for what each may choose."""
+    """A training, equal for all frameworks but for the fields that each may choose."""
 
     model: str
     batch: int
@@ -23,7 +23,7 @@ class Case:
     ranks: int
     dataset: str
     folder: str
-    """Where a framework may write."""
+    """Folder in which a framework may write."""
     port: int
     device: str = "cpu"
     precision: str = "fp32"
@@ -32,46 +32,48 @@ class Case:
     clip_norm: float = 1.0
     weight_decay: float = 1e-2
     workers: int = 0
-    """Of a DataLoader."""
+    """Worker processes of a DataLoader."""
     ddp: dict[str, bool] = field(default_factory=dict)
     """Options of DistributedDataParallel."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Settings of ours that differ from this."""
+    """Settings of ours that differ from the case."""
     judged_after: int | None = None
-    """Train so many steps, with the learning rate of `trainer.engine.lr_schedule`, and report the validation loss."""
+    """Steps to train with the learning rate of `trainer.engine.lr_schedule` before the validation loss is reported;
+    None: train without end and report none."""
 
 
 class Failed(str):
-    """What went wrong in a case, said instead of a result."""
+    """A result that says why a case failed."""
 
 
 class Turns:
-    """Counts steps, and blocks between stretches of them until the benchmark says how many come next."""
+    """Counts steps, and blocks between intervals until the benchmark says how many steps come next."""
 
     def __init__(self, name: str, rank: int) -> None:
         self._connection = Client(os.environ[ADDRESS], family="AF_UNIX")
         self._connection.send((name, rank))
         self._left = 0
         self._began: list[float] = []
-        """When each step of this stretch did."""
+        """Times at which the steps of this interval began, by `time.monotonic`."""
         self.synchronize: Callable[[], Any] = lambda: None
-        """Waits for the device: it may be behind."""
+        """Function that waits for the device, which may be behind."""
 
     def next_case(self) -> Case | None:
-        """None: there is none; the process may end."""
+        """Wait for the next case and return it; None: there is none, and the process may end."""
         self._left, self._began = 0, []
         return self._connection.recv()
 
     def done(self, result: Any = None) -> None:
+        """Send the result of a case."""
         self._connection.send(result)
 
     @property
     def is_due(self) -> bool:
-        """Will the next call of `step` block?"""
+        """True if the next call of `step` blocks."""
         return not self._left
 
     def step(self) -> bool:
-        """To be called when a step is about to begin and the one before is done. False: the case is over."""
+        """Wait for the turn; return False if the case is over. To be called after each step and before the next."""
         if not self._left:
             self.synchronize()
             self._connection.send([*self._began, time.monotonic()])

@@ -1,6 +1,6 @@
-"""Ray Train: a TorchTrainer whose workers run the plain loop, prepared as its documentation says.
+"""The loop of Ray Train: a TorchTrainer whose workers run the plain loop, prepared as its documentation says.
 
-Ray serves on loopback only, without a dashboard, and tells nobody that it is used.
+Ray serves on loopback only, without a dashboard, and sends no usage statistics.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.frameworks.workload import Workload
 
 
 def train(case: Case, turns: Turns) -> None:
+    """Train the case in turns, until it is over."""
     assert ray.train.get_context().get_world_size() == case.ranks
     workload = Workload(case, ray.train.torch.get_device())
     model = ray.train.torch.prepare_model(workload.module, parallel_strategy_kwargs=case.ddp)
@@ -37,15 +38,16 @@ def train(case: Case, turns: Turns) -> None:
 
 
 def worker(config: dict[str, Any]) -> None:
+    """Serve cases as one of Ray's workers."""
     from benchmarks.frameworks.serve import serve
 
     serve("ray", ray.train.get_context().get_world_rank(), config["device"])
 
 
 def drive(ranks: int, device: str) -> None:
-    """Start Ray on this machine and the workers in it; until these have ended."""
+    """Start Ray on this machine and the workers in it, and return when these have ended."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"}
-    # Between its turns all of Ray is stopped: nobody is dead who was not heard meanwhile.
+    # Between its turns all of Ray is stopped: a process that was silent meanwhile is not dead.
     os.environ |= {"RAY_health_check_failure_threshold": "100000", "RAY_health_check_timeout_ms": "600000"}
     with tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True) as folder:
         ray.init(

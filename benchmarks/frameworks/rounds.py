@@ -1,4 +1,4 @@
-"""Contestants in turns: what is chosen for them, the rounds, and the losses in the end."""
+"""Frameworks in turns: the choice of their options, the rounds, and the losses in the end."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ FRAMEWORKS = {
     "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
     "plain_ddp_malloc": "torch",
 }  # fmt: skip
-"""Others, and the package of each."""
+"""Names of the others, and the package of each."""
 MALLOC = "plain_ddp_malloc"
-"""Is compared with plain DDP, and so has its settings."""
+"""The framework that is compared with plain DDP, and therefore has its options."""
 LOCKSTEP = "bound_lockstep"
-"""The bound's stretches, had its ranks waited for each other after each step: computed, not another framework."""
+"""The bound's intervals if its ranks had waited for each other after each step: computed, not another framework."""
 OURS = ("ours", "tuned")
+"""Names under which the trainer of this project trains."""
 NEEDED = ("bound", "ours")
-"""Without these there are no ratios."""
+"""Frameworks without which there are no ratios."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "workers": (0, 1, 2),
     "ddp": ({}, {"gradient_as_bucket_view": True, "static_graph": True}),
 }
-"""Fields of a case that each peer may choose, one after the other. The first value stands unless another gains."""
+"""Fields of a case that each of the others may choose, one after the other. The first value stands unless another
+gains."""
 REPORT, LEAST_STEPS = 10, 3
-"""Steps of one report of ours, of which longer stretches are multiples; and of the shortest stretch."""
+"""Steps of one report of ours (longer intervals are multiples of it), and steps of the shortest interval."""
 LEAST_ROUNDS = 2
+"""Rounds that are done even if the time is up."""
 SEARCH_SHARE = 0.5
-"""Of a cell's time: what the search for the tuned settings may take."""
+"""Share of a cell's time that the search for the tuned settings may take."""
 GAIN = 1.02
-"""What a setting must gain in the search to be taken."""
+"""Factor by which a setting must gain in the search to be taken."""
 HOPELESS = 0.9
-"""What is slower than this share of the best so far in its first pair is not tried again."""
+"""A candidate that is slower than this share of the best so far in its first pair is not measured again."""
 SEARCH = (
     ("precision", ("bf16",)), ("micro_batches", (2, 4)), ("prefetch_batches", (0, 2)), ("communication", ("fp16",)),
     ("compile", ("default", "reduce-overhead")),
@@ -51,41 +54,44 @@ _T = TypeVar("_T")
 
 @dataclass
 class Cell:
-    """One model with one batch, and what was measured of each framework, round by round."""
+    """A model with a batch, and the measurements of each framework, round by round."""
 
     case: Case
     steps: int = 0
-    """Of a stretch."""
+    """Steps of an interval."""
     measurements: dict[str, list[Measurement]] = field(default_factory=dict)
     tuned: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By peer, the fields of the case that are its own."""
+    """By framework, the fields of the case that are its own."""
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """Seed by seed."""
+    """Validation losses by framework, seed by seed."""
     step_seconds: float = 0.0
-    """Of the bound, roughly."""
+    """Seconds of a step of the bound, roughly."""
     missing: list[str] = field(default_factory=list)
-    """What there was no time for, or failed."""
+    """Parts that failed or that there was no time for."""
 
     @property
     def name(self) -> str:
+        """The model and the batch, as text for people."""
         return f"{self.case.model}, {self.case.batch} per rank"
 
     def case_of(self, name: str) -> Case:
+        """Return the case with the framework's own options."""
         own = {"training": self.tuned} if name == "tuned" else self.chosen.get(name, {})
         return replace(self.case, **own)
 
     def seconds(self, name: str) -> list[float]:
+        """Return the seconds of a step of a framework, round by round."""
         return [stretch.seconds / stretch.steps for stretch in self.measurements[name]]
 
     def ratios(self, one: str, other: str) -> list[float] | None:
-        """Round by round, how many times as fast ``one`` is; None where one of them is missing."""
+        """Return, round by round, how many times as fast ``one`` is as ``other``; None where one of them is missing."""
         if one not in self.measurements or other not in self.measurements:
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
     def stretch_of(self, seconds: float) -> int:
-        """Steps that the bound takes in about so long."""
+        """Return the number of steps that the bound takes in about ``seconds``."""
         steps = round(seconds / self.step_seconds)
         return steps // REPORT * REPORT if steps >= REPORT else max(LEAST_STEPS, steps)
 
@@ -98,12 +104,12 @@ class Rounds:
         self.order = random.Random(seed)
         self.frameworks: dict[str, FrameworkProcess] = {}
         self.failed: dict[str, str] = {}
-        """Why, by framework, or by framework and cell."""
+        """Reasons of failures, by framework, or by framework and cell."""
         self._wanted, self._starts = list(names), 0
         self._choices: dict[int, dict[str, dict[str, Any]]] = {}
 
     def gather(self) -> None:
-        """Start all frameworks, or those that failed since; who does not come is not waited for again."""
+        """Start all frameworks that do not run; one that does not start is not tried again."""
         if not (absent := [name for name in self._wanted if name not in self.frameworks]):
             return
         self._starts += 1
@@ -115,7 +121,8 @@ class Rounds:
         self._wanted = [name for name in self._wanted if name not in failed]
 
     def run(self, cell: Cell, rounds: int, until: float) -> None:
-        """All rounds of a cell, or as many as there is time for. Whoever fails takes no part in any of them."""
+        """Run all rounds of a cell, or as many as there is time for. The measurements of a framework that fails are
+        dropped."""
         wanted = list(self.frameworks)
         for name in wanted:
             case = cell.case_of(name)
@@ -132,28 +139,28 @@ class Rounds:
                 if stretch is not None:
                     found[name] = stretch
             found[LOCKSTEP] = found["bound"]._replace(seconds=found["bound"].lockstep_seconds)
-            # In one go: the benchmark may be stopped at any moment, and tells of whole rounds.
+            # In one assignment: the benchmark may be stopped at any moment, and reports whole rounds only.
             cell.measurements = {name: [*cell.measurements.get(name, []), stretch] for name, stretch in found.items()}
         self.rest()
 
     def measure_out(self, cell: Cell) -> None:
-        """How many steps a stretch has: of the bound's, about as many as the seconds hold."""
+        """Set the number of steps of an interval: as many as the bound takes in about `seconds`."""
         bound = self.frameworks["bound"]
         bound.begin(cell.case)
         bound.measure(LEAST_STEPS)
-        cell.step_seconds = bound.measure(LEAST_STEPS).seconds / LEAST_STEPS  # good enough to see how many tell more
+        cell.step_seconds = bound.measure(LEAST_STEPS).seconds / LEAST_STEPS  # exact enough to choose a longer interval
         steps = cell.stretch_of(self.seconds / 2)
         cell.step_seconds = bound.measure(steps).seconds / steps
         bound.end()
         cell.steps = cell.stretch_of(self.seconds)
 
     def choose(self, cell: Cell, pairs: int, until: float) -> None:
-        """For each peer by itself, what of `CHOICES` it is fastest with: found for the first model with this batch."""
+        """Find the fastest values of `CHOICES` for each of the others, with the first model of each batch."""
         known = self._choices.setdefault(cell.case.batch, {})
         for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (MALLOC, *known)]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
-                for value in values[bool(best) :]:  # with the first one it has been measured already
+                for value in values[bool(best) :]:  # the first value is already measured, with the options before
                     if time.monotonic() > until:
                         cell.missing.append(f"choice of {setting} for {name}")
                         break
@@ -170,7 +177,7 @@ class Rounds:
         self.rest()
 
     def search(self, cell: Cell, pairs: int, until: float) -> dict[str, Any]:
-        """Settings with which ours is fastest at the same global batch, one after the other."""
+        """Return the settings with which ours is fastest at the same global batch, tried one after the other."""
         best: dict[str, Any] = {}
         best_gain = 1.0
         for setting, values in SEARCH:
@@ -192,8 +199,8 @@ class Rounds:
         return best
 
     def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> float:
-        """How many times as fast a framework is with this case as the reference with the cell's; 0 where it fails.
-        Only one pair is measured where that is less than ``least``."""
+        """Return how many times as fast a framework is with this case as the reference with the cell's; 0 where it
+        fails. Only one pair is measured if its ratio is less than ``least``."""
         one, other = self.frameworks[name], self.frameworks[reference]
         if other.case is None or other.is_broken:
             self._warm(other, cell.case, cell)
@@ -212,7 +219,7 @@ class Rounds:
         return statistics.median(ratios)
 
     def judge(self, cell: Cell, steps: int, seeds: int, until: float) -> None:
-        """Validation losses after so many steps, seed by seed, while there is time."""
+        """Measure validation losses after ``steps`` steps, seed by seed, while there is time."""
         # Without settings of its own, tuned is ours, number for number.
         judged = [name for name in (*OURS, "plain_ddp") if cell.tuned or name != "tuned"]
         took = self.judging_seconds(cell, steps, 1)
@@ -233,11 +240,11 @@ class Rounds:
             took = time.monotonic() - began
 
     def judging_seconds(self, cell: Cell, steps: int, seeds: int) -> float:
-        """What `judge` takes, roughly: training, and two seconds to begin and to evaluate."""
+        """Return the seconds that `judge` takes, roughly: training, and two seconds to begin and to evaluate."""
         return seeds * (3 if cell.tuned else 2) * (2.0 + 1.3 * steps * cell.step_seconds)
 
     def rest(self) -> None:
-        """Whoever stands in a case leaves it; who cannot, goes."""
+        """Let all frameworks leave their cases; end those that cannot."""
         for name, framework in [*self.frameworks.items()]:
             if framework.case is not None or framework.is_broken:
                 try:
@@ -247,6 +254,7 @@ class Rounds:
                     self._drop(name)
 
     def close(self) -> None:
+        """End all frameworks."""
         for framework in self.frameworks.values():
             framework.close()
 
@@ -256,8 +264,8 @@ class Rounds:
         return True
 
     def _try(self, name: str, cell: Cell, action: Callable[[FrameworkProcess], _T]) -> _T | None:
-        """A failure is noted, and the cell goes on without the framework, which is started anew for the next one.
-        None then. Raises where the framework is needed."""
+        """Return the result of an action on a framework. If it fails, record that, end the framework, which is started
+        again for the next cell, and return None; raise where the framework is needed."""
         framework = self.frameworks.get(name)
         if framework is None:
             return None
@@ -272,7 +280,7 @@ class Rounds:
             return None
 
     def _drop(self, name: str) -> None:
-        self.frameworks[name].close()  # while it is known: who is interrupted here closes it again
+        self.frameworks[name].close()  # before it is removed: after an interruption here, `close` ends it again
         del self.frameworks[name]
 
 
@@ -283,7 +291,7 @@ def _loss(framework: FrameworkProcess, case: Case, steps: int) -> float:
 
 
 def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:
-    """The fields that make a choice; None where it cannot be chosen here."""
+    """Return the fields that make a choice; None where it cannot be chosen here."""
     if setting == "micro_batches":
         if case.batch % value:
             return None
@@ -292,10 +300,11 @@ def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:
         return None
     if getattr(case, setting, None) == value:
         return None
-    if setting == "compile" and case.device == "cpu":  # takes half a minute to be slower
+    if setting == "compile" and case.device == "cpu":  # compiling takes half a minute, and the step is slower
         return None
     return {setting: value}
 
 
 def say(text: str) -> None:
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)

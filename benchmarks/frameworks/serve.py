@@ -1,4 +1,4 @@
-"""One rank of one framework: it trains one case after the other, each in the loop that is named in `LOOPS`."""
+"""One rank of one framework: it trains one case after the other, each in the loop that `LOOPS` names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPS = {
 
 
 def serve(name: str, rank: int, device: str) -> None:
-    """Train one case after the other, for as long as there are any."""
+    """Train one case after the other, until there are no more."""
     module, _, function = LOOPS[name].partition(":")
     loop: Callable[[Case, Turns], Any] = getattr(importlib.import_module(f"benchmarks.frameworks.{module}"), function)
     if device == "cpu":
@@ -31,6 +31,6 @@ def serve(name: str, rank: int, device: str) -> None:
     while (case := turns.next_case()) is not None:
         try:
             turns.done(loop(case, turns))
-        except Exception as error:  # such as a setting that cannot be had here: the next case may do
+        except Exception as error:  # such as a setting that is not available here: the next case may work
             traceback.print_exc()
             turns.done(Failed(f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The bound, and DistributedDataParallel as most people write it."""
+"""The loops of the bound, and of DistributedDataParallel as most people write it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.frameworks.workload import Workload, device_of
 from trainer.runtime.malloc import keep_freed_memory
 
 READY = 8
-"""Different batches that the bound has in memory: with one alone it would soon know it by heart."""
+"""Number of different batches that the bound has in memory: with a single one it would soon overfit to it."""
 
 
 def bound(case: Case, turns: Turns) -> None:
-    """The same step on a batch that is already there: no input, no communication."""
+    """Train the case with the same step on batches that are already in memory: no input, no communication."""
     if case.device == "cpu":
-        keep_freed_memory()  # as the trainer does: without it, a large step is half page faults, and no bound
+        keep_freed_memory()  # as the trainer does: without it, page faults are half of a large step, which is no bound
     workload = Workload(case, device_of(case))
     parameters, optimizer = list(workload.module.parameters()), workload.optimizer()
     chance = np.random.default_rng(int(os.environ["RANK"]))
@@ -44,7 +44,10 @@ def bound(case: Case, turns: Turns) -> None:
 
 
 def plain_ddp(case: Case, turns: Turns) -> float | None:
-    """Dataset, DataLoader, DistributedSampler, DistributedDataParallel."""
+    """Train the case with Dataset, DataLoader, DistributedSampler and DistributedDataParallel.
+
+    Return the validation loss on rank 0 if the case is judged, else None.
+    """
     workload = Workload(case, device_of(case))
     if not dist.is_initialized():
         # A store in a file: one at MASTER_PORT would listen on all interfaces.
@@ -72,7 +75,8 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
 
 
 def plain_ddp_malloc(case: Case, turns: Turns) -> float | None:
-    """The same with the settings of malloc that the trainer makes: what of its gain is no more than these."""
+    """Train as `plain_ddp`, with the trainer's settings of malloc: they show which part of its gain comes from
+    these."""
     if case.device == "cpu":
         keep_freed_memory()
     return plain_ddp(case, turns)

@@ -1,4 +1,4 @@
-"""What frameworks have in common: data, model, loss, optimizer, and a step as one writes it with torch alone."""
+"""Parts that frameworks share: data, model, loss, optimizer, and a step written with torch alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 
 LOSS = FactoryConfig(factory="student_t")
+"""Loss of all trainings."""
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The training split, a sample at a time: the window that ends in a row, and the row's target."""
+    """The training split, one sample at a time: the window that ends in a row, and the row's target."""
 
     def __init__(self, shards: DataShardManager) -> None:
         self.rows = shards.end_rows("train", np.arange(shards.count("train"))).tolist()
@@ -42,7 +43,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Workload:
-    """Everything that a loop needs, made anew for a case."""
+    """Everything that a loop needs, made for one case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -54,16 +55,18 @@ class Workload:
 
     @functools.cached_property
     def data(self) -> Windows:
+        """The training split as a Dataset."""
         return Windows(self.shards)
 
     def optimizer(self) -> torch.optim.Optimizer:
+        """Return AdamW with the settings of the case."""
         case = self.case
         return torch.optim.AdamW(
             self.module.parameters(), lr=case.learning_rate, weight_decay=case.weight_decay, fused=True
         )
 
     def loader(self, sampler: Sampler[int] | None = None) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled, unless a sampler does that."""
+        """Return a DataLoader, shuffled unless a sampler does that."""
         case = self.case
         return DataLoader(
             self.data, batch_size=case.batch, sampler=sampler, shuffle=sampler is None, drop_last=True,
@@ -71,12 +74,13 @@ class Workload:
         )  # fmt: skip
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of the case's precision."""
         if self.case.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor) -> float:
-        """One optimizer step; the loss."""
+        """Do one optimizer step, and return the loss."""
         windows, target = (tensor.to(self.device, non_blocking=True) for tensor in (windows, target))
         optimizer.zero_grad()
         with self.autocast():
@@ -88,15 +92,16 @@ class Workload:
         return loss.item()
 
     def rate(self, step: int) -> float:
-        """The learning rate of a training that is judged."""
+        """Return the learning rate of a training that is judged."""
         assert self.case.judged_after is not None
         return learning_rate(DistributedTrainingConfig(), step, self.case.judged_after + 1)
 
     def validation_loss(self) -> float:
-        """Of the model as it is, on the whole validation split, by this process alone."""
+        """Return the loss of the model on the whole validation split, evaluated by this process alone."""
         alone = World(RankFacts(), self.device, "none")
         return evaluate(self.module, self.criterion, self.shards, "valid", alone, EVAL_BATCH, self.device).loss
 
 
 def device_of(case: Case) -> torch.device:
+    """Return the torch device of a case."""
     return torch.device(case.device)

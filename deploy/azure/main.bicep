@@ -1,14 +1,14 @@
-// Everything that dtrain needs on Azure but computes and endpoints, which it makes, and ends, itself.
-// One resource group of its own; nothing in it is reached from the internet, and nothing in it has a key that a person holds.
-// Roles and rules are explained in README.md. Deploy: see there.
+// Everything that dtrain needs on Azure, except computes and endpoints, which dtrain creates and deletes itself.
+// It goes into one resource group of its own. The internet reaches nothing in it, and no person holds a key.
+// README.md explains the roles and rules, and how to deploy.
 targetScope = 'resourceGroup'
 
-@description('Prefix of all names: 3 to 7 lower-case letters and digits, first a letter.')
+@description('Prefix of all names: 3 to 7 lower-case letters and digits, beginning with a letter.')
 @minLength(3)
 @maxLength(7)
 param prefix string
 
-@description('Where everything is. The price, the quota and the GPUs that can be had depend on it.')
+@description('Region of all resources. Prices, quotas and available GPUs depend on it.')
 param location string = resourceGroup().location
 
 @description('Blob container of datasets, run directories and checkpoints.')
@@ -22,16 +22,16 @@ param addresses object = {
   orchestrator: '10.40.17.0/24'
 }
 
-@description('Days for which deleted and overwritten blobs can be brought back.')
+@description('Days for which deleted and overwritten blobs can be restored.')
 @minValue(7)
 @maxValue(365)
 param retentionDays int = 14
 
-@description('Most that the resource group should cost in a month, in the currency of the subscription.')
+@description('Highest cost of the resource group in a month, in the currency of the subscription.')
 @minValue(1)
 param monthlyBudget int
 
-@description('Who is told when the budget runs out.')
+@description('Mail addresses that are notified when the budget runs out.')
 @minLength(1)
 param budgetEmails array
 
@@ -55,7 +55,7 @@ module network 'modules/network.bicep' = {
   }
 }
 
-// What trainings read and write. Apart from the workspace's own storage, so that nodes of one never need all of the other.
+// Data of trainings, separate from the workspace's own storage, so that roles on one give no access to the other.
 module dataStorage 'modules/storage.bicep' = {
   name: 'data-storage'
   params: {
@@ -67,7 +67,7 @@ module dataStorage 'modules/storage.bicep' = {
   }
 }
 
-// Code, logs and models, in containers that the workspace makes itself.
+// Code, logs and models, in containers that the workspace creates itself.
 module workspaceStorage 'modules/storage.bicep' = {
   name: 'workspace-storage'
   params: {
@@ -79,7 +79,7 @@ module workspaceStorage 'modules/storage.bicep' = {
   }
 }
 
-// Settings name secrets in here as keyvault://<name>/<secret>.
+// Secrets of settings, which name them as keyvault://<name>/<secret>.
 module settingsVault 'modules/vault.bicep' = {
   name: 'settings-vault'
   params: {
@@ -88,7 +88,7 @@ module settingsVault 'modules/vault.bicep' = {
   }
 }
 
-// What the workspace keeps for itself. Nobody here has a role on it.
+// The workspace's own secrets. No identity here has a role on it.
 module workspaceVault 'modules/vault.bicep' = {
   name: 'workspace-vault'
   params: {

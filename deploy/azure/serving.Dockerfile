@@ -1,8 +1,8 @@
-# The image of online endpoints: MLflow's own scoring server, the same that `registered_model` is checked with. Build it
+# The image of online endpoints: MLflow's own scoring server, with which `registered_model` is checked, too. Build it
 # from the repository's root:
 #   docker build --build-arg BASE_DIGEST=sha256:… -f deploy/azure/serving.Dockerfile -t <registry>.azurecr.io/dtrain-serving:1 .
-# It serves whatever model Azure ML lays into AZUREML_MODEL_DIR, and needs nothing from the internet to start.
-# The base image by its digest, as in the Dockerfile beside this one.
+# It serves the model that Azure ML puts into AZUREML_MODEL_DIR, and needs no internet to start.
+# The base image is named by its digest, as in the Dockerfile beside this one.
 ARG BASE_DIGEST
 FROM docker.io/library/python:3.11-slim-bookworm@${BASE_DIGEST}
 

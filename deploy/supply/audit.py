@@ -1,7 +1,7 @@
-"""Hold the locked packages against what is known to be vulnerable: ``make audit``, where there is a network.
+"""Check the locked packages against known vulnerabilities: ``make audit``, which needs a network.
 
-Exit code 0: nothing is known; 1: something is, and it is printed; 2: not all could be asked for, which is said and
-proves nothing.
+Exit code 0: none is known; 1: some are, and they are printed; 2: some packages could not be checked, which is printed
+and proves nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SERVICE = ("pypi.org", 443)
-"""Where pip-audit asks: PyPI's advisories."""
+"""Host and port of PyPI's advisories, which pip-audit asks."""
 PATIENCE_SECONDS = 10.0
+"""Longest time to connect."""
 
 
 def main(locks: Sequence[str]) -> int:
+    """Run pip-audit on the lock files, print the result, and return the exit code."""
     if why := unreachable(SERVICE):
         print(f"not audited: {SERVICE[0]} cannot be reached ({why}). Nothing is known about these packages now")
         return 2
@@ -33,7 +35,8 @@ def main(locks: Sequence[str]) -> int:
 
 
 def verdict(report: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """The exit code, and what to print, of pip-audit's report. Pure. KeyError and others for what is no report."""
+    """Return the exit code and the lines to print for a report of pip-audit. Raise KeyError and others if it is no
+    report."""
     found, skipped, asked = [], [], 0
     for item in report["dependencies"]:
         if "skip_reason" in item:
@@ -50,7 +53,7 @@ def verdict(report: Mapping[str, Any]) -> tuple[int, list[str]]:
 
 
 def unreachable(address: tuple[str, int]) -> str:
-    """Why no connection can be made, "" where one can."""
+    """Return why the address cannot be connected to; "" if it can."""
     try:
         socket.create_connection(address, PATIENCE_SECONDS).close()
     except OSError as error:

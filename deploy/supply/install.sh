@@ -1,6 +1,7 @@
 #!/bin/sh
-# install.sh PYTHON LOCK: puts the packages of a lock file into that interpreter's environment, each by its hash and none by
-# what an index says it needs. uv does it where it is there and finds them (it reads no pip.conf); pip does it otherwise.
+# install.sh PYTHON LOCK: install the packages of a lock file into that interpreter's environment, each by its hash and
+# without asking an index for their requirements. uv does it if it is installed and finds the packages (it reads no
+# pip.conf); otherwise pip does it.
 set -eu
 if command -v uv >/dev/null; then
   uv pip install --quiet --python "$1" --compile-bytecode --require-hashes --no-deps --requirement "$2" && exit

@@ -2,14 +2,16 @@
 
     requirements.lock                       all packages of this project's own environment but torch, with hashes
     requirements-torch.lock                 torch: its wheels on PyPI, and the CPU build that the tests run on
-    requirements-cuda.lock                  what only a CUDA build of torch needs
-    deploy/supply/requirements.lock         what makes and reads lock files
-    deploy/azure/requirements-*.lock        the images
+    requirements-cuda.lock                  packages that only a CUDA build of torch needs
+    deploy/supply/requirements.lock         packages that make and read lock files
+    deploy/azure/requirements-*.lock        packages of the images
 
-torch is apart because one version of it has several builds, with other hashes and other needs. The CPU build is not on
-PyPI: its hashes are taken over from the file as it is, and from wheels that are named with ``--torch-wheel``.
+torch has a file of its own because one version of it has several builds, with different hashes and requirements. The
+CPU build is not on PyPI: its hashes are copied from the present file, and computed from wheels that ``--torch-wheel``
+names.
 
-Packages of which only a file is read (``tool.dtrain.files-only`` in pyproject.toml) are locked without what they need.
+Packages of which only a file is read (``tool.dtrain.files-only`` in pyproject.toml) are locked without their
+requirements.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 INDEX = "https://pypi.org/simple"
 EXTRAS = ("azure", "postgres", "dev")
-"""What `make setup` installs."""
-CUDA = re.compile(r"(?!nvidia-ml-py)(nvidia|cuda|triton)\b")  # that one is asked for by this project
+"""Extras that `make setup` installs."""
+CUDA = re.compile(r"(?!nvidia-ml-py)(nvidia|cuda|triton)\b")  # nvidia-ml-py is required by this project
+"""Pattern of packages that only a CUDA build of torch needs."""
 HEADER = "# Made by `make lock` from {source}; do not edit.\n"
+"""First line of a lock file."""
 
 
 def main() -> None:
+    """Compile all lock files with uv, and write them."""
     parser = argparse.ArgumentParser(prog="python deploy/supply/lock.py", description=__doc__)
     parser.add_argument("--torch-wheel", type=Path, action="append", default=[], help="a CPU build whose hash is added")
     options = parser.parse_args()
@@ -67,7 +72,8 @@ def main() -> None:
 
 
 def asked() -> tuple[list[str], list[str]]:
-    """What this project's own environment asks for: requirements to install with all that they need, and without."""
+    """Return the requirements of this project's own environment: those to install with their own requirements, and
+    without."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, files_only = document["project"], document["tool"]["dtrain"]["files-only"]
     whole = [*project["dependencies"], *(line for name in EXTRAS for line in project["optional-dependencies"][name])]
@@ -76,23 +82,24 @@ def asked() -> tuple[list[str], list[str]]:
 
 
 def supply_of(scratch: Path) -> str:
-    """The extra «supply» by itself, as a file."""
+    """Write the extra «supply» to a file of requirements, and return its path."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["supply"]
     return written(scratch / "supply.in", extra)
 
 
 def written(path: Path, requirements: Iterable[str]) -> str:
+    """Write a file of requirements, and return its path."""
     path.write_text("\n".join(requirements) + "\n")
     return str(path)
 
 
 def compiled(command: Sequence[str]) -> dict[str, str]:
-    """Package → its lines in what uv prints."""
+    """Run uv, and return its lines by package."""
     return blocks(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def blocks(text: str) -> dict[str, str]:
-    """Package → its lines of a lock file: the requirement and its hashes."""
+    """Return the lines of a lock file by package: the requirement and its hashes."""
     found: dict[str, str] = {}
     for block in re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE):
         if match := re.match(r"([A-Za-z0-9._-]+)(\[[^]]*\])?==", block):
@@ -102,15 +109,18 @@ def blocks(text: str) -> dict[str, str]:
 
 
 def hashes_of(block: str) -> list[str]:
+    """Return the hashes in the lines of a package."""
     return re.findall(r"--hash=(sha256:[0-9a-f]{64})", block)
 
 
 def digest(wheel: Path) -> str:
+    """Return the hash of a wheel, as lock files write it."""
     with open(wheel, "rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def write(name: str, source: str, lines: Iterable[str]) -> None:
+    """Write a lock file of this repository, with the lines in order."""
     (ROOT / name).write_text(HEADER.format(source=source) + "".join(sorted(lines)))
 
 

@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 
 
 def main(url: str) -> None:
+    """Take all pictures from the UI at this address."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1500, "height": 900})
@@ -25,7 +26,7 @@ def main(url: str) -> None:
 
 
 def dialog(page: Page, url: str, asset: str, entry: str, file: str) -> None:
-    """The picture behind a Markdown entry of an asset's metadata."""
+    """Take the picture behind a Markdown entry of an asset's metadata."""
     page.goto(f"{url}/assets/{asset}?view=overview")
     row = page.locator("tr", has=page.get_by_text(entry, exact=True)).first
     row.get_by_text("[Show Markdown]").click()

@@ -1,4 +1,4 @@
-// Tells people; it stops nothing. What stops spending is dtrain: idle clusters scale down, orphans are found.
+// The budget notifies people; it stops nothing. dtrain stops spending: it scales idle clusters down and finds orphans.
 param name string
 param amount int
 param emails array

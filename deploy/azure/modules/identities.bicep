@@ -1,4 +1,4 @@
-// Three identities, so that what one may do the others may not. What they may do is in roles.bicep.
+// Three identities, each with permissions that the others do not have. roles.bicep has the permissions.
 param prefix string
 param location string
 

@@ -1,4 +1,4 @@
-// The registry of the nodes' and the servers' images. Premium: the cheaper ones have no private endpoints.
+// The registry of the nodes' and the servers' images. It is Premium because cheaper tiers have no private endpoints.
 @maxLength(50)
 param name string
 param location string

@@ -1,4 +1,4 @@
-// Quotas, sizes and the state of long operations are asked of a region, which belongs to the subscription. Only reading.
+// A role that reads quotas, sizes and the state of long operations: these belong to a region of the subscription.
 targetScope = 'subscription'
 
 param prefix string

@@ -1,5 +1,5 @@
-// One network with three subnets: nodes, private endpoints, orchestrator. Nodes have no public addresses; what they ask
-// of the internet goes through a NAT gateway, and only to the services that are named here.
+// One network with three subnets: nodes, private endpoints, orchestrator. Nodes have no public addresses; they
+// reach the internet through a NAT gateway, and only the services that are named here.
 param prefix string
 param location string
 param addresses object
@@ -12,7 +12,7 @@ resource nodesRules 'Microsoft.Network/networkSecurityGroups@2024-05-01' = {
       {
         name: 'between-nodes'
         properties: {
-          description: 'Ranks find and reach each other on ports that the system picks; TLS between them is the trainer\'s.'
+          description: 'Ranks reach each other on ports that the system picks; the trainer encrypts between them.'
           priority: 100
           direction: 'Inbound'
           access: 'Allow'
@@ -26,7 +26,7 @@ resource nodesRules 'Microsoft.Network/networkSecurityGroups@2024-05-01' = {
       {
         name: 'nobody-else-in'
         properties: {
-          description: 'Not the internet, not the rest of the network: nodes without public addresses need nobody to call them.'
+          description: 'Neither the internet nor the rest of the network: no other host has to call a node.'
           priority: 4096
           direction: 'Inbound'
           access: 'Deny'
@@ -138,7 +138,7 @@ resource nodesRules 'Microsoft.Network/networkSecurityGroups@2024-05-01' = {
       {
         name: 'to-storage-of-the-service'
         properties: {
-          description: 'Azure ML\'s own, in this region. It lets data out to any account there; a service endpoint policy closes that.'
+          description: 'Azure ML\'s own accounts. Data can leave to any account of the region; a service endpoint policy prevents that.'
           priority: 170
           direction: 'Outbound'
           access: 'Allow'
@@ -165,7 +165,7 @@ resource nodesRules 'Microsoft.Network/networkSecurityGroups@2024-05-01' = {
       {
         name: 'to-front-door'
         properties: {
-          description: 'Where Microsoft\'s images are handed out.'
+          description: 'Delivers Microsoft\'s images.'
           priority: 190
           direction: 'Outbound'
           access: 'Allow'
@@ -239,7 +239,7 @@ resource orchestratorRules 'Microsoft.Network/networkSecurityGroups@2024-05-01' 
       {
         name: 'nobody-in'
         properties: {
-          description: 'People reach Dagster\'s UI through Bastion or a VPN, for which a rule is added where there is one.'
+          description: 'People reach Dagster\'s UI through Bastion or a VPN; add a rule for it.'
           priority: 4096
           direction: 'Inbound'
           access: 'Deny'

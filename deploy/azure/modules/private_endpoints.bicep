@@ -1,4 +1,4 @@
-// Addresses inside the network for everything that is closed to the internet, and the names that lead to them.
+// Private addresses and DNS names, inside the network, of all resources that are closed to the internet.
 param prefix string
 param location string
 param networkId string

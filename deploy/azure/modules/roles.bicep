@@ -1,4 +1,4 @@
-// Who may do what. Each assignment has a row in README.md, which says why; tests hold the two together.
+// Roles and their assignments. Each assignment has a row in README.md with its reason; a test compares the two.
 param prefix string
 param containerName string
 param dataStorageName string
@@ -22,8 +22,8 @@ var builtIn = {
   identityOperator: 'f1a07417-d97a-45cb-824c-7a7467783830' // Managed Identity Operator
 }
 
-// Nodes change nothing but run directories and their logs: not datasets, code, models. One identity serves all jobs, so
-// a condition cannot tell the run directory of one from that of another.
+// Nodes may change run directories and their logs, but no datasets, code or models. One identity serves all jobs, so a
+// condition cannot distinguish the run directories of different jobs.
 var blobs = 'Microsoft.Storage/storageAccounts/blobServices/containers/blobs'
 var changesNothing = '!(ActionMatches{\'${blobs}/write\'}) AND !(ActionMatches{\'${blobs}/add/action\'}) AND !(ActionMatches{\'${blobs}/delete\'}) AND !(ActionMatches{\'${blobs}/move/action\'})'
 var changesRunDirectories = '((${changesNothing}) OR (@Resource[${blobs}:path] StringLike \'jobs/*\'))'

@@ -1,13 +1,13 @@
-// A storage account without keys: only identities get in, only over TLS 1.2, only from private endpoints.
+// A storage account without keys: access by identities only, over TLS 1.2 only, from private endpoints only.
 @maxLength(24)
 param name string
 param location string
 
-@description('A container that is made; empty: none is.')
+@description('Name of a container to create; empty: none.')
 param containerName string
 param retentionDays int
 
-@description('Keep what is overwritten: checkpoints, manifests, datasets.')
+@description('Keep overwritten blobs: checkpoints, manifests, datasets.')
 param versioning bool
 
 resource account 'Microsoft.Storage/storageAccounts@2023-05-01' = {
@@ -69,7 +69,7 @@ resource container 'Microsoft.Storage/storageAccounts/blobServices/containers@20
   }
 }
 
-// Old versions cost as much as new ones: what could be brought back no longer goes.
+// Old versions cost as much as new ones: they are deleted when the days of retention are over.
 resource upkeep 'Microsoft.Storage/storageAccounts/managementPolicies@2023-05-01' = if (versioning) {
   parent: account
   name: 'default'

@@ -1,4 +1,4 @@
-// A key vault: roles instead of access policies, nothing from the internet, nothing that is deleted is gone at once.
+// A key vault: roles instead of access policies, no access from the internet, deleted secrets can be restored.
 @maxLength(24)
 param name string
 param location string

@@ -1,4 +1,4 @@
-// The workspace. No compute: dtrain makes one when there is something to train, and the service ends it when it idles.
+// The workspace, without a compute: dtrain creates one for a training, and the service releases idle nodes.
 param name string
 param location string
 param storageId string
@@ -10,7 +10,7 @@ resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-10-01-prev
   location: location
   kind: 'Default'
   identity: {
-    // Azure gives this identity what it needs on the resources beside it; that is why the resource group is dtrain's alone.
+    // Azure gives this identity roles on the resources beside it; therefore the resource group contains dtrain only.
     type: 'SystemAssigned'
   }
   sku: {
@@ -25,9 +25,9 @@ resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-10-01-prev
     containerRegistry: registryId
     publicNetworkAccess: 'Disabled'
     allowPublicAccessWhenBehindVnet: false
-    // No account key is kept in the workspace: whoever reads or writes its storage does so by its own identity.
+    // The workspace stores no account key: its storage is read and written with the caller's own identity.
     systemDatastoresAuthMode: 'Identity'
-    // Encrypts the nodes' scratch disks, and keeps diagnostic data down.
+    // Encrypts the nodes' scratch disks, and reduces diagnostic data.
     hbiWorkspace: true
     v1LegacyMode: false
   }
