@@ -28,8 +28,14 @@ settings.load_profile("quick")
 
 FIRST = ("e2e", "azure", "abuse", "faults")
 """Folders whose files take a minute and more: they come first, so that no worker is left alone with one in the end."""
-BROWSER = ("tests/e2e/test_browser.py", "tests/e2e/test_dashboard_page.py", "tests/abuse/test_websites.py")
-"""They start Chromium. One worker takes them all: two that render at once would wait for each other's cores."""
+BROWSER = (
+    "tests/e2e/test_browser.py",
+    "tests/e2e/test_dagster.py",
+    "tests/e2e/test_dashboard_page.py",
+    "tests/abuse/test_websites.py",
+)
+"""They start Chromium, or share the `dtrain ui` of one that does. One worker takes them all: two that render at once
+would wait for each other's cores."""
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,10 @@ import pytest
 import requests
 
 from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.planning.probe import has_succeeded
 from dtrain_dagster.settings.environment import load_settings
 from tests.tables import copy_tables
+from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -130,8 +132,15 @@ def make_project(home: Path, **env: str) -> Project:
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards and their canaries: made by the first test that shares them, and found by the others of its worker."""
+    """Shards and their leakage checks: made by the first test that shares them, and found by the others of its
+    worker."""
     return tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(scope="session")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directories of probes, shared in the same way."""
+    return tmp_path_factory.mktemp("probes")
 
 
 def share(home: Path, datasets: Path) -> None:
@@ -141,10 +150,30 @@ def share(home: Path, datasets: Path) -> None:
     copy_tables(home / "mlflow.db")
 
 
+def share_probes(home: Path, probes: Path) -> None:
+    """Let a home find the probes that were run before: a plan reuses one of the same pace."""
+    shutil.copytree(probes, home / "storage" / "jobs", dirs_exist_ok=True)
+
+
+def keep_probes(home: Path, probes: Path) -> None:
+    """Keep the probes of a home for other tests."""
+    for folder in (home / "storage" / "jobs").glob("probe-*"):
+        if has_succeeded(RunDir(str(folder))) and not (probes / folder.name).exists():
+            shutil.copytree(folder, probes / folder.name)
+
+
 @pytest.fixture
 def shared(datasets: Path, tmp_path: Path) -> None:
-    """The home of this test is not quite empty."""
+    """The home of this test has a dataset, if another test has made it."""
     share(tmp_path / "home", datasets)
+
+
+@pytest.fixture
+def probed(shared: None, probes: Path, tmp_path: Path) -> Iterator[None]:
+    """The home of this test has a dataset and a probe, if another test has made them."""
+    share_probes(tmp_path / "home", probes)
+    yield
+    keep_probes(tmp_path / "home", probes)
 
 
 @pytest.fixture
@@ -258,12 +287,13 @@ def stop_dagster(server: Dagster) -> None:
             process.wait(10)
 
 
-@pytest.fixture(scope="module")
-def dagster(tmp_path_factory: pytest.TempPathFactory, datasets: Path) -> Iterator[Dagster]:
-    """Webserver and daemon over a fresh project, for the tests of one file."""
+@pytest.fixture(scope="session")
+def dagster(tmp_path_factory: pytest.TempPathFactory, datasets: Path, probes: Path) -> Iterator[Dagster]:
+    """Webserver and daemon over a project that several tests work on."""
     folder = tmp_path_factory.mktemp("dagster")
     own = {"DTRAIN_PRICES": str(small_prices(folder)), "DTRAIN_FACTORY_MODULES": "examples.own_model"}
     share(folder / "home", datasets)
+    share_probes(folder / "home", probes)
     project = make_project(folder / "home", **own)
     server = start_dagster(project)
     try:
@@ -272,6 +302,7 @@ def dagster(tmp_path_factory: pytest.TempPathFactory, datasets: Path) -> Iterato
         stop_dagster(server)
         for process in project.processes():
             process.kill()
+        keep_probes(folder / "home", probes)
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ def runs(dagster: Dagster) -> list[dict[str, str]]:
 
 
 def test_press_materialize_and_watch(dagster: Dagster, page: Page):
+    before = {run["runId"] for run in runs(dagster)}
     page.goto(f"{dagster.url}/locations/dtrain/jobs/retraining")
     page.locator('button:has-text("Materialize all")').first.click()
-    [run] = wait_for(lambda: runs(dagster), 30, "the run that the button starts")
+    started = lambda: [run for run in runs(dagster) if run["runId"] not in before]  # noqa: E731
+    [run] = wait_for(started, 30, "the run that the button starts")
     page.goto(f"{dagster.url}/runs/{run['runId']}")
     page.get_by_text("trained_checkpoint").first.wait_for()
     wait_for(lambda: dagster.observations("trained_checkpoint"), 150, "live progress")

@@ -13,12 +13,13 @@ from trainer.rundir import RunDir
 
 from .conftest import checks, metadata, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 OPTIONS = {"epochs": 6, "checkpoint_frequency": 10, "warmup_steps": 3}
 NODE_SECONDS = 60
 
 
+@pytest.mark.usefixtures("probed")
 def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
     job: dg.JobDefinition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -54,6 +55,7 @@ def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
         assert "cost_within_estimate" in checks(raised)
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_plan_that_does_not_fit_buys_nothing_and_one_that_may_choose_takes_what_costs_least(
     job: dg.JobDefinition, tmp_path: Path
 ):

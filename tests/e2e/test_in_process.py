@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from .conftest import checks, evaluations, metadata, run
+from .conftest import GRAPH, checks, evaluations, metadata, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,6 +21,7 @@ OWN = {
 }
 
 
+@pytest.mark.usefixtures("shared")
 def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path):
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         result = run(job, instance, **OWN)
@@ -78,3 +79,39 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
 
         run_dir = Path(metadata(result, "trained_checkpoint")["run_dir"])
         assert json.loads((run_dir / "job.json").read_text())["model"]["factory"] == OWN["model"]
+
+        # the same again: nothing is made twice, and what it takes is known
+        made = [dg.AssetKey(name) for name in GRAPH[:3]]
+        again = run(job, instance, selection=made, **OWN)
+        assert again.success
+        said = "\n".join(entry.user_message for entry in instance.all_logs(again.run_id))
+        assert "past run(s) of this very training" in said
+        assert "nothing to rebuild" in said
+
+
+def test_bad_prices_fail_before_anything_is_built(
+    job: dg.JobDefinition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prices = tmp_path / "bad.csv"
+    prices.write_text("date,ticker,adj_close\n2020-01-02,AAA,12.5\n2020-01-03,AAA,twelve\n")
+    monkeypatch.setenv("DTRAIN_PRICES", str(prices))
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        assert "twelve" in failure_of(run(job, instance))
+    storage = tmp_path / "home" / "storage"
+    assert not list(storage.glob("datasets/*"))
+    assert not (storage / "jobs").exists()
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_unknown_field_of_the_launchpad_is_named(job: dg.JobDefinition, tmp_path: Path):
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        graph = [dg.AssetKey(name) for name in GRAPH]
+        assert "training.epoch = 3" in failure_of(run(job, instance, selection=graph, more={"epoch": 3}))
+    assert not (tmp_path / "home" / "storage" / "jobs").exists()
+
+
+def failure_of(result: dg.ExecuteInProcessResult) -> str:
+    """What the one step that failed says."""
+    assert not result.success
+    [event] = [event for event in result.all_events if event.is_step_failure]
+    return str(event.step_failure_data)

@@ -19,7 +19,7 @@ from trainer.rundir import RunDir
 
 from .conftest import checks, metadata, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("probed")]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 LONG = {"epochs": 40, "checkpoint_frequency": 10, "warmup_steps": 3}
 
@@ -105,6 +105,7 @@ def test_a_node_is_killed_and_the_checkpoint_is_trained_all_the_same(small: Call
     assert not node_processes(home, None)
 
 
+@pytest.mark.long
 def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any], tmp_path: Path):
     """D2: it counts as lost after the timeout; it is not paid for until the end."""
     home = tmp_path / "home"
