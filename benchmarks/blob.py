@@ -83,7 +83,7 @@ class Trial:
         self.manager.wait()
         return self.saved["seconds"]
 
-    def stretch(self, mode: str, steps: int) -> float:
+    def time_steps(self, mode: str, steps: int) -> float:
         """Return the seconds of this many steps, after a save of this kind ("off": no save)."""
         began = time.perf_counter()
         if mode != "off":
@@ -120,7 +120,7 @@ def delayed(upstream: str, uri: str, rounds: int, batch: int) -> dict[str, float
         finally:
             os.environ.update(before)
         proxy.delay_seconds = DELAY_SECONDS
-        trial.stretch("off", 1)
+        trial.time_steps("off", 1)
         found = alone(trial, rounds)
         trial.manager.close()
     return {f"delayed_save_seconds_{mode}": statistics.median(values) for mode, values in found.items()}
@@ -129,27 +129,27 @@ def delayed(upstream: str, uri: str, rounds: int, batch: int) -> dict[str, float
 def measure(uri: str, rounds: int, batch: int) -> dict[str, Any]:
     """Return the figures of all saves to ``uri``, alone and during a training, and delete the checkpoints."""
     trial = Trial(uri, batch)
-    trial.stretch("off", 1)  # allocates the moments
+    trial.time_steps("off", 1)  # allocates the moments
     idle = alone(trial, rounds)
     began = time.perf_counter()
     trial.manager.load(trial.saved["path"])
     load_seconds = time.perf_counter() - began
-    trial.stretch("parallel", 2)
+    trial.time_steps("parallel", 2)
     slowest = max(trial.saved["seconds"], *idle["serial"])
-    steps = max(3, math.ceil(1.5 * slowest / (trial.stretch("off", 3) / 3)))
+    steps = max(3, math.ceil(1.5 * slowest / (trial.time_steps("off", 3) / 3)))
     trial.calls.clear()
     seconds: dict[str, list[float]] = {"off": [], **{mode: [] for mode in MODES}}
     saves: dict[str, list[float]] = {mode: [] for mode in MODES}
     order = random.Random(0)
     for _ in range(rounds):
         for mode in order.sample(sorted(seconds), len(seconds)):
-            seconds[mode].append(trial.stretch(mode, steps))
+            seconds[mode].append(trial.time_steps(mode, steps))
             if mode in saves:
                 saves[mode].append(trial.saved["seconds"])
     result: dict[str, Any] = {
         "state_bytes": trial.saved["bytes"],
         "rounds": rounds,
-        "steps_per_stretch": steps,
+        "steps_per_interval": steps,
         "step_seconds": statistics.median(seconds["off"]) / steps,
         "blocks_at_once": PARALLEL,
         "call_seconds": statistics.median(trial.calls),

@@ -94,7 +94,7 @@ class Trial:
         else:
             self.failures.append(fields["message"])
 
-    def stretch(self, mode: str, steps: int) -> float:
+    def time_steps(self, mode: str, steps: int) -> float:
         """Return the seconds of this many steps, after a save of this kind."""
         began = time.perf_counter()
         if mode == "async":
@@ -157,8 +157,8 @@ def measure(
     training = Training(*SIZES[megabytes], batch)
     trial = Trial(training, folder)
     for mode in ("off", "async", "sync", "async"):  # allocates the moments and the buffers, and warms the caches
-        trial.stretch(mode, 2)
-    warm_up = trial.stretch("off", 3) / 3
+        trial.time_steps(mode, 2)
+    warm_up = trial.time_steps("off", 3) / 3
     steps = max(3, math.ceil(2.5 * max(trial.written) / warm_up) + 1)
     cpu, trial.calls, trial.unfinished = trial.writer_cpu_seconds(), [], 0
     seconds: dict[str, list[float]] = {"off": [], "async": [], "sync": []}
@@ -166,7 +166,7 @@ def measure(
     while len(seconds["off"]) < rounds:
         others.wait_until_quiet(share, deadline)
         trial.training.step()  # warms the caches, as each interval does for the next one
-        found = {mode: trial.stretch(mode, steps) for mode in order.sample(sorted(seconds), 3)}
+        found = {mode: trial.time_steps(mode, steps) for mode in order.sample(sorted(seconds), 3)}
         if others.look() > share:
             discarded += 1
             continue
@@ -180,7 +180,7 @@ def measure(
     result: dict[str, Any] = {
         "state_bytes": sum(file.stat().st_size for file in Path(folder).glob("sync.pt")),
         "step_seconds": step,
-        "steps_per_stretch": steps,
+        "steps_per_interval": steps,
         "rounds": rounds,
         "rounds_discarded": discarded,
         "unfinished": trial.unfinished,

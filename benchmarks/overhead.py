@@ -71,7 +71,7 @@ class Trial(DistributedTrainer):
 
     def plan(self, modes: list[str], steps: int) -> None:
         """Set the modes of the intervals after warm-up, and the steps in each."""
-        self.modes, self.stretch_steps = ["on", *modes], steps
+        self.modes, self.interval_steps = ["on", *modes], steps
         self.found: list[dict[str, Any]] = []
         self._ends_at, self._before = WARM_UP, (0.0, 0.0)
         self._counted, self._clock_cost = 0.0, clock_cost()
@@ -79,9 +79,9 @@ class Trial(DistributedTrainer):
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train an epoch, and change the mode where an interval ends."""
-        return super().train_epoch(self._in_stretches(dataloader), epoch)
+        return super().train_epoch(self._in_intervals(dataloader), epoch)
 
-    def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+    def _in_intervals(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:
             if self.steps_done == self._ends_at and self.modes:
                 self._turn()
@@ -102,7 +102,7 @@ class Trial(DistributedTrainer):
         self._patches = [mock.patch.object(*place, self._counting(*place)) for place in ADDED if mode == "count"]
         for patch in self._patches:
             patch.start()
-        self._counted, self._ends_at = 0.0, self._ends_at + self.stretch_steps
+        self._counted, self._ends_at = 0.0, self._ends_at + self.interval_steps
         self.session.step.timer.drop()
         self._before = time.monotonic(), time.process_time()
 
@@ -161,8 +161,8 @@ def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, A
     if codes != [0] * RANKS:
         raise RuntimeError(f"the training ended with {codes}: {job.result().get('error')}")
     ranks = [json.loads((job.run_dir / f"found-{rank}.json").read_text())[1:] for rank in range(RANKS)]
-    wall = [max(found["seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
-    cpu = [sum(found["cpu_seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
+    wall = [max(found["seconds"] for found in interval) for interval in zip(*ranks, strict=True)]
+    cpu = [sum(found["cpu_seconds"] for found in interval) for interval in zip(*ranks, strict=True)]
     counted = sum(found["counted_seconds"] for rank in ranks for found in rank) / 3
     plain = trimmed([cpu[at] for at in indices(modes, "off")])[0]
     result: dict[str, Any] = {"step_seconds": trimmed([wall[at] / steps for at in indices(modes, "off")])[0]}
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "ranks": RANKS,
         "rounds": options.rounds,
-        "steps_per_stretch": options.steps,
+        "steps_per_interval": options.steps,
         "steps_per_report": SETTINGS["log_frequency"],
         **{key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()},
         "load_before": round(load_before, 2),

@@ -105,7 +105,7 @@ def scaling(result: Mapping[str, Any]) -> Figure:
             [1000 * statistics.fmean(row[key] for row in here[mode]) for mode in modes]
             for key in ("step_seconds", "exposed_seconds")
         )
-        computed = [step - wire for step, wire in zip(steps, exposed, strict=True)]
+        computed = [step - network for step, network in zip(steps, exposed, strict=True)]
         axis.bar(modes, computed, color=COLOURS[0], label="computation, and communication hidden by it", width=0.65)
         axis.bar(modes, exposed, bottom=computed, color=COLOURS[1], label="exposed communication", width=0.65)
         for place, step in enumerate(steps):

@@ -95,22 +95,22 @@ class TimedTrainer(DistributedTrainer):
 
     def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
         super().__init__(job)
-        self.pipe, self.stretch, self.ends_at = pipe, steps, WARM_UP
+        self.pipe, self.interval, self.ends_at = pipe, steps, WARM_UP
         self.began: list[float] = []
         """Times at which the steps of this interval began, by `time.monotonic`."""
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train an epoch, and pause where an interval ends."""
-        return super().train_epoch(self._in_stretches(dataloader), epoch)
+        return super().train_epoch(self._in_intervals(dataloader), epoch)
 
-    def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+    def _in_intervals(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:
             if self.steps_done == self.ends_at:
                 self.pipe.send([end - begin for begin, end in pairwise([*self.began, time.monotonic()])])
                 self.pipe.recv()
                 self.session.world.barrier()
                 self.session.step.timer.drop()
-                self.ends_at, self.began = self.ends_at + self.stretch, []
+                self.ends_at, self.began = self.ends_at + self.interval, []
             self.began.append(time.monotonic())
             yield batch
 
@@ -183,11 +183,11 @@ def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -
                 for name in names:
                     for pipe in pipes[name]:
                         pipe.send("go")
-                stretches = [took(pipes, name) for name in names]
+                intervals = [took(pipes, name) for name in names]
                 # Of two worlds the speeds add up, so that the mean of their durations is the harmonic one.
-                found[kind].append(statistics.harmonic_mean([sum(stretch) for stretch in stretches]) / steps)
+                found[kind].append(statistics.harmonic_mean([sum(interval) for interval in intervals]) / steps)
                 if kind == "busy":
-                    together.append(lockstep(stretches) / steps)
+                    together.append(lockstep(intervals) / steps)
     finally:
         for process in processes:
             process.kill()
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--starts", type=int, default=5, help="starts of the worlds of one and two ranks (5)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of three intervals in each start (4; 0: none)")
-    parser.add_argument("--stretch", type=int, default=100, help="steps in an interval (100)")
+    parser.add_argument("--interval", type=int, default=100, help="steps in an interval (100)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a training on three hosts (60; 0: none)")
     parser.add_argument("--steps-slow", type=int, default=120, help="steps of one at the lowest rate (120)")
     parser.add_argument("--loss-steps", type=int, default=600, help="steps of the two for the losses (600; 0: none)")
@@ -360,15 +360,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     options = parser.parse_args(arguments)
-    if options.rounds == 1 or options.rounds < 0 or options.stretch < 10 or options.starts < 1:
-        parser.error("--rounds must be 0 or at least 2, --stretch at least 10, --starts at least 1")
+    if options.rounds == 1 or options.rounds < 0 or options.interval < 10 or options.starts < 1:
+        parser.error("--rounds must be 0 or at least 2, --interval at least 10, --starts at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed first
     began, load_before = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
 
         def ranks() -> dict[str, Any]:
-            return two_ranks(folder, build(folder / "daily", 60), options.starts, options.rounds, options.stretch)
+            return two_ranks(folder, build(folder / "daily", 60), options.starts, options.rounds, options.interval)
 
         def hosts() -> dict[str, Any]:
             dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")

@@ -141,7 +141,7 @@ def describe(cell: Cell) -> dict[str, Any]:
         "model": cell.case.model,
         "batch_per_rank": cell.case.batch,
         "global_batch": global_batch,
-        "steps_per_stretch": cell.steps,
+        "steps_per_interval": cell.steps,
         "rounds": max(map(len, cell.measurements.values()), default=0),
         "peer_settings": cell.chosen,
         "tuned": cell.tuned,
@@ -228,7 +228,7 @@ def measure(
         if given is not None
         else rounds.search(cell, options.pairs, now + SEARCH_SHARE * share)
     )
-    say(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in a stretch")
+    say(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in an interval")
     steps, seeds = judged_steps(cell, options)
     reserved = rounds.judging_seconds(cell, steps, seeds) if steps else 0.0
     rounds.run(cell, options.rounds, until - reserved)

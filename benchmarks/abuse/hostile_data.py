@@ -175,11 +175,11 @@ def manifests(chance: random.Random) -> dict[str, Callable[[dict[str, Any]], Non
     for window in (0, -5, 10**9, 1.5, "60", None, math.nan):
         made[f"window {window!r}"] = _set("window", window)
     for number in (0.5, True, math.nan):
-        made[f"a stretch from row {number!r}"] = _set(*segment, "rows", 0, number)
+        made[f"a segment from row {number!r}"] = _set(*segment, "rows", 0, number)
         made[f"samples from {number!r}"] = _set(*segment, "samples", "train", 0, number)
     made |= {
         f"rows {far}": _set("shards", 0, "rows", far),
-        f"a stretch to {far}": _set(*segment, "rows", [0, abs(far)]),
+        f"a segment to {far}": _set(*segment, "rows", [0, abs(far)]),
         f"samples to {far}": _set(*segment, "samples", "train", [30, abs(far)]),
         "samples before the first window": _set(*segment, "samples", "train", [0, 30]),
         "samples of other rows": _set(*segment, "samples", "train", [-300, -30]),

@@ -82,7 +82,7 @@ class Cell:
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds of a step of a framework, round by round."""
-        return [stretch.seconds / stretch.steps for stretch in self.measurements[name]]
+        return [interval.seconds / interval.steps for interval in self.measurements[name]]
 
     def ratios(self, one: str, other: str) -> list[float] | None:
         """Return, round by round, how many times as fast ``one`` is as ``other``; None where one of them is missing."""
@@ -90,7 +90,7 @@ class Cell:
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
-    def stretch_of(self, seconds: float) -> int:
+    def interval_of(self, seconds: float) -> int:
         """Return the number of steps that the bound takes in about ``seconds``."""
         steps = round(seconds / self.step_seconds)
         return steps // REPORT * REPORT if steps >= REPORT else max(LEAST_STEPS, steps)
@@ -135,12 +135,12 @@ class Rounds:
             names = [name for name in wanted if name in self.frameworks]
             found: dict[str, Measurement] = {}
             for name in self.order.sample(names, len(names)):
-                stretch = self._try(name, cell, lambda framework: framework.measure(cell.steps))
-                if stretch is not None:
-                    found[name] = stretch
+                interval = self._try(name, cell, lambda framework: framework.measure(cell.steps))
+                if interval is not None:
+                    found[name] = interval
             found[LOCKSTEP] = found["bound"]._replace(seconds=found["bound"].lockstep_seconds)
             # In one assignment: the benchmark may be stopped at any moment, and reports whole rounds only.
-            cell.measurements = {name: [*cell.measurements.get(name, []), stretch] for name, stretch in found.items()}
+            cell.measurements = {name: [*cell.measurements.get(name, []), interval] for name, interval in found.items()}
         self.rest()
 
     def measure_out(self, cell: Cell) -> None:
@@ -149,10 +149,10 @@ class Rounds:
         bound.begin(cell.case)
         bound.measure(LEAST_STEPS)
         cell.step_seconds = bound.measure(LEAST_STEPS).seconds / LEAST_STEPS  # exact enough to choose a longer interval
-        steps = cell.stretch_of(self.seconds / 2)
+        steps = cell.interval_of(self.seconds / 2)
         cell.step_seconds = bound.measure(steps).seconds / steps
         bound.end()
-        cell.steps = cell.stretch_of(self.seconds)
+        cell.steps = cell.interval_of(self.seconds)
 
     def choose(self, cell: Cell, pairs: int, until: float) -> None:
         """Find the fastest values of `CHOICES` for each of the others, with the first model of each batch."""
@@ -204,12 +204,12 @@ class Rounds:
         one, other = self.frameworks[name], self.frameworks[reference]
         if other.case is None or other.is_broken:
             self._warm(other, cell.case, cell)
-        steps, ratios = cell.stretch_of(self.seconds / 2), []
+        steps, ratios = cell.interval_of(self.seconds / 2), []
         try:
             self._warm(one, case, cell)
             for _ in range(pairs):
-                stretches = {item.name: item.measure(steps) for item in self.order.sample([one, other], 2)}
-                ratios.append(stretches[reference].seconds / stretches[name].seconds)
+                intervals = {item.name: item.measure(steps) for item in self.order.sample([one, other], 2)}
+                ratios.append(intervals[reference].seconds / intervals[name].seconds)
                 if ratios[0] < least:
                     break
             one.end()
@@ -260,7 +260,7 @@ class Rounds:
 
     def _warm(self, framework: FrameworkProcess, case: Case, cell: Cell) -> bool:
         framework.begin(case)
-        framework.measure(min(REPORT, cell.stretch_of(self.seconds / 2)))
+        framework.measure(min(REPORT, cell.interval_of(self.seconds / 2)))
         return True
 
     def _try(self, name: str, cell: Cell, action: Callable[[FrameworkProcess], _T]) -> _T | None:

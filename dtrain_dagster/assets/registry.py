@@ -127,13 +127,13 @@ def provenance_of(
     from dtrain_dagster.registry import TrainingProvenance
 
     usage = cluster.manager().node_usage(job.job_id)
-    sku = ", ".join(sorted({stretch.sku for stretch in usage}))
+    sku = ", ".join(sorted({interval.sku for interval in usage}))
     cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
     if cost_usd is None:
         context.log.warning(in_words)
     return TrainingProvenance(
         nodes=job.node_count,
-        node_hours=sum(stretch.hours for stretch in bill_usage(usage)[0]),
+        node_hours=sum(interval.hours for interval in bill_usage(usage)[0]),
         cost_usd=in_words,
         cost_usd_total=cost_usd,
         sku=sku,

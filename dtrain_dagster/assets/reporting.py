@@ -24,7 +24,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import format_duration
-from trainer.documents.events import WireTime
+from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
         figures["input_percent"] = 100 * performance.segment_shares["input"]
     communication = performance.communication
     if communication:
-        figures["communication_percent"] = 100 * communication.wire_share
+        figures["communication_percent"] = 100 * communication.network_share
         figures["waiting_percent"] = 100 * communication.waiting_share
         if communication.overlap is not None:
             figures["overlap_percent"] = 100 * communication.overlap
@@ -165,12 +165,12 @@ def _rank_row(rank: "RankPerformance") -> dict[str, Any]:
     return row | {f"{name}_ms": round(value, 3) for name, value in rank.milliseconds.items()}
 
 
-def _collective_row(item: WireTime) -> dict[str, Any]:
+def _collective_row(item: CollectiveTiming) -> dict[str, Any]:
     rate = item.bandwidth_bytes_per_second
     return {
         "collective": item.name,
         "bytes": item.bytes,
-        "wire_ms": round(1000 * item.wire_seconds, 4),
+        "network_ms": round(1000 * item.network_seconds, 4),
         "waiting_ms": round(1000 * statistics.fmean(item.waiting_seconds or (0.0,)), 4),
         "hidden_percent": round(100 * item.overlap, 1),
         "megabytes_per_second": _or_none(rate / 1e6 if rate else None),

@@ -165,7 +165,7 @@ def row(point: "ScalingPoint") -> dict[str, Any]:
         "global batch": point.global_batch,
         "ms a step": round(1000 * point.step_seconds, 2),
         "samples/s": round(point.samples_per_second, 1),
-        "communication": f"{point.wire_seconds / point.step_seconds:.1%}",
+        "communication": f"{point.network_seconds / point.step_seconds:.1%}",
         "waiting": f"{point.waiting_seconds / point.step_seconds:.1%}",
         "communication / compute": round(point.communication_to_compute, 3),
         "cost of an epoch": dollars(point.usd_per_epoch),

@@ -84,14 +84,14 @@ def footprint(
     for nodes that are groups of processes on one machine, see `this_machine`. Its power counts once for them all,
     instead of that of the SKU whose price is the stand-in. Raise `PriceError` for an unknown SKU.
     """
-    stretches = list(usage)
+    intervals = list(usage)
     samples = _samples(events)
     total = _Sum()
     if machine is not None:
-        _add(total, stretches, samples, machine, usual_load=1.0)
+        _add(total, intervals, samples, machine, usual_load=1.0)
     else:
-        for stretch in stretches:
-            _add(total, [stretch], samples, _machine_of(stretch.sku), usual_load=_table()["host"]["usual_load"])
+        for interval in intervals:
+            _add(total, [interval], samples, _machine_of(interval.sku), usual_load=_table()["host"]["usual_load"])
     share = total.measured_seconds / total.seconds if total.seconds else 0.0
     pue = 1.0 if machine is not None else _table()["datacentre"]["pue"]
     kwh = total.joules / 3.6e6 * pue
@@ -122,20 +122,20 @@ def this_machine() -> Machine:
 
 def _add(
     total: _Sum,
-    stretches: Sequence[NodeUsage],
+    intervals: Sequence[NodeUsage],
     samples: Mapping[int, Sequence[_Sample]],
     machine: Machine,
     usual_load: float,
 ) -> None:
     """Add the energy that one machine used while any of these stays lasted. Between two neighbouring points of time at
     which something changes, power is constant. A stay that ends before it begins, as clocks step, counts nothing."""
-    points = {point for stretch in stretches for point in (stretch.started_at, stretch.ended_at)}
-    for stretch in stretches:
-        points.update(_changes(samples.get(stretch.node_id, ()), stretch.started_at, stretch.ended_at))
+    points = {point for interval in intervals for point in (interval.started_at, interval.ended_at)}
+    for interval in intervals:
+        points.update(_changes(samples.get(interval.node_id, ()), interval.started_at, interval.ended_at))
     ordered = sorted(points)
     for begin, end in pairwise(ordered):
         middle = (begin + end) / 2
-        present = {stretch.node_id for stretch in stretches if stretch.started_at <= middle < stretch.ended_at}
+        present = {interval.node_id for interval in intervals if interval.started_at <= middle < interval.ended_at}
         if not present:
             continue
         told = [_speaking(samples.get(node_id, ()), middle) for node_id in present]

@@ -119,23 +119,23 @@ class Ledger:
 
 
 def ledger(
-    stretches: Sequence[NodeCost], events: Iterable[Mapping[str, object]], running: bool = False, periods: int = 60
+    intervals: Sequence[NodeCost], events: Iterable[Mapping[str, object]], running: bool = False, periods: int = 60
 ) -> Ledger:
     """Return the ledger of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it
     has not ended."""
     line = timeline(events, running)
-    bounds = edges(stretches, periods)
+    bounds = edges(intervals, periods)
     sums: dict[tuple[int, CostCause, int], list[int]] = defaultdict(lambda: [0, 0])
-    longest = _longest_startup(stretches, line)
-    for stretch in stretches:
-        for began, ended, mix in _pieces(stretch, stretches, line, longest):
+    longest = _longest_startup(intervals, line)
+    for interval in intervals:
+        for began, ended, mix in _pieces(interval, intervals, line, longest):
             for begin, end in cut(began, ended, bounds):
                 period = min(bisect_right(bounds, begin), periods) - 1
                 for cause, part in zip(mix, split(end - begin, list(mix.values())), strict=True):
                     if part:
-                        row = sums[stretch.node_id, cause, period]
+                        row = sums[interval.node_id, cause, period]
                         row[0] += part
-                        row[1] += part * stretch.nano_usd_per_hour
+                        row[1] += part * interval.nano_usd_per_hour
     entries = tuple(
         LedgerEntry(node_id=node, cause=cause, period=period, microseconds=time, units=units)
         for (node, cause, period), (time, units) in sums.items()
@@ -144,52 +144,52 @@ def ledger(
 
 
 def _pieces(
-    stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
+    interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
     """Return a paid stay without gaps: what its node did when, as far as is known, and what the gaps mean."""
-    at = stretch.began
-    for span in _spans(stretch, line):
-        began, ended = max(at, span.began), min(stretch.ended, span.ended)
+    at = interval.began
+    for span in _spans(interval, line):
+        began, ended = max(at, span.began), min(interval.ended, span.ended)
         if ended > began:
             if began > at:
-                yield from _gap(at, began, stretch, stretches, line, longest)
-            yield began, ended, span.by_node.get(stretch.node_id, span.mix)
+                yield from _gap(at, began, interval, intervals, line, longest)
+            yield began, ended, span.by_node.get(interval.node_id, span.mix)
             at = ended
-    yield from _gap(at, stretch.ended, stretch, stretches, line, longest)
+    yield from _gap(at, interval.ended, interval, intervals, line, longest)
 
 
-def _spans(stretch: NodeCost, line: Timeline) -> list[Span]:
+def _spans(interval: NodeCost, line: Timeline) -> list[Span]:
     """Return the spans of the terms that this stay of the node was a member of: a stay that began later is a
     newcomer."""
     found: list[Span] = []
     was_in = False
     for term in line.terms:
-        is_in = _is_member(stretch, term)
+        is_in = _is_member(interval, term)
         found += [span for span in term.spans if (was_in if span.is_regroup else is_in)]
         was_in = is_in
     return sorted(found, key=lambda span: span.began)
 
 
 def _gap(
-    began: int, ended: int, stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
+    began: int, ended: int, interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
     """Paid time in which the node did nothing that is known as a member of a generation."""
-    terms = [term for term in line.terms if _is_member(stretch, term)]
+    terms = [term for term in line.terms if _is_member(interval, term)]
     if not line.terms:  # nobody got as far as reporting, or what was reported is damaged
         marks = [(NEVER, CostCause.UNEXPLAINED if line.left_out else CostCause.STARTUP)]
     elif not terms:
-        over = line.ended if line.ended > stretch.began else NEVER
-        marks = [(min(over, stretch.began + longest), CostCause.STARTUP), (NEVER, CostCause.IDLE)]
+        over = line.ended if line.ended > interval.began else NEVER
+        marks = [(min(over, interval.began + longest), CostCause.STARTUP), (NEVER, CostCause.IDLE)]
     else:
         formed, there = terms[0].formed, began
         if terms[0].is_fresh:  # paid, and not all were there yet
-            mates = [item.began for item in stretches if _is_member(item, terms[0])]
+            mates = [item.began for item in intervals if _is_member(item, terms[0])]
             there = min(formed, max(mates))
         marks = [(there, CostCause.PROVISIONING), (formed, CostCause.STARTUP)]
         for before, term in itertools.pairwise(line.terms):
             if term.formed > formed:
-                marks.append((term.formed, _left(stretch, before)))
-        marks += [(line.ended, _left(stretch, line.terms[-1])), (line.ended + CLOSING, CostCause.FINISH)]
+                marks.append((term.formed, _left(interval, before)))
+        marks += [(line.ended, _left(interval, line.terms[-1])), (line.ended + CLOSING, CostCause.FINISH)]
         marks.append((NEVER, CostCause.IDLE))
     for mark, cause in marks:
         end = min(mark, ended)
@@ -198,21 +198,21 @@ def _gap(
             began = end
 
 
-def _left(stretch: NodeCost, term: Term) -> CostCause:
+def _left(interval: NodeCost, term: Term) -> CostCause:
     """Return the cause of a term in which a node did nothing that is known: members might have."""
-    return CostCause.UNEXPLAINED if _is_member(stretch, term) else CostCause.LOST
+    return CostCause.UNEXPLAINED if _is_member(interval, term) else CostCause.LOST
 
 
-def _longest_startup(stretches: Sequence[NodeCost], line: Timeline) -> int:
+def _longest_startup(intervals: Sequence[NodeCost], line: Timeline) -> int:
     """Return the most seconds that a node took to join: one that never did was starting for that long. A launch that
     formed no generation was starting all the time."""
     took = []
-    for stretch in stretches:
-        formed = [term.formed for term in line.terms if _is_member(stretch, term)]
+    for interval in intervals:
+        formed = [term.formed for term in line.terms if _is_member(interval, term)]
         if formed:
-            took.append(formed[0] - stretch.began)
+            took.append(formed[0] - interval.began)
     return max(took, default=NEVER)
 
 
-def _is_member(stretch: NodeCost, term: Term) -> bool:
-    return term.has(stretch.node_id) and stretch.began <= term.formed < stretch.ended
+def _is_member(interval: NodeCost, term: Term) -> bool:
+    return term.has(interval.node_id) and interval.began <= term.formed < interval.ended

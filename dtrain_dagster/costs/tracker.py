@@ -94,8 +94,8 @@ class CostTracker:
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
-        stretches, self.notes = bill_usage(usage)
-        self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in stretches)
+        intervals, self.notes = bill_usage(usage)
+        self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in intervals)
 
     @property
     def node_hours(self) -> float:
@@ -140,11 +140,11 @@ class CostTracker:
         ]
 
 
-def edges(stretches: Sequence[NodeCost], periods: int) -> list[int]:
+def edges(intervals: Sequence[NodeCost], periods: int) -> list[int]:
     """Return the edges of equal periods from the first start to the last end, in microseconds."""
-    if not stretches:
+    if not intervals:
         return [0]
-    first, last = min(item.began for item in stretches), max(item.ended for item in stretches)
+    first, last = min(item.began for item in intervals), max(item.ended for item in intervals)
     return [first + (last - first) * number // periods for number in range(periods + 1)]
 
 
@@ -173,15 +173,15 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
         if not (is_finite(item.started_at) and is_finite(item.ended_at)) or item.ended_at < item.started_at:
             backward += 1
             continue
-        stretch = NodeCost(
+        interval = NodeCost(
             node_id=item.node_id,
             sku=item.sku,
             tier=item.tier,
             began=microseconds(item.started_at),
             ended=microseconds(item.ended_at),
         )
-        if stretch.microseconds:
-            by_node[item.node_id].append(stretch)
+        if interval.microseconds:
+            by_node[item.node_id].append(interval)
     found: list[NodeCost] = []
     for _, stays in sorted(by_node.items()):
         once = _once(stays)
@@ -216,8 +216,8 @@ def overrun(actual_usd: float, estimated_usd: float) -> float:
     return actual_usd / estimated_usd - 1
 
 
-def _priced(stretch: NodeCost, tier: Tier) -> NodeCost:
-    return replace(stretch, tier=tier, nano_usd_per_hour=nano_usd(price_of(stretch.sku).usd_per_hour(tier)))
+def _priced(interval: NodeCost, tier: Tier) -> NodeCost:
+    return replace(interval, tier=tier, nano_usd_per_hour=nano_usd(price_of(interval.sku).usd_per_hour(tier)))
 
 
 def _once(stays: list[NodeCost]) -> list[NodeCost]:

@@ -176,7 +176,7 @@ def _lateness(job: OpenJob) -> Iterator[Value]:
 
 def _collectives(job: OpenJob) -> Iterator[Value]:
     for entry in job.dashboard.collectives:
-        for part in ("wire", "waiting", "overlapped"):
+        for part in ("network", "waiting", "overlapped"):
             yield (entry["name"], part), entry[f"{part}_milliseconds"] / 1000
 
 

@@ -25,13 +25,13 @@ from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
+    CollectiveTiming,
     EvaluationEvent,
     EventError,
     LinkEvent,
     MembershipEvent,
     StepEvent,
     TimingEvent,
-    WireTime,
     read_event,
 )
 
@@ -348,13 +348,13 @@ def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def collective(entry: WireTime) -> dict[str, Any]:
+def collective(entry: CollectiveTiming) -> dict[str, Any]:
     """Return one collective's figures per step: times in milliseconds, means over ranks except the time on the
     network."""
     return {
         "name": entry.name,
         "bytes": entry.bytes,
-        "wire_milliseconds": 1000 * entry.wire_seconds,
+        "network_milliseconds": 1000 * entry.network_seconds,
         "waiting_milliseconds": 1000 * statistics.fmean(entry.waiting_seconds or (0.0,)),
         "overlapped_milliseconds": 1000 * statistics.fmean(entry.overlapped_seconds or (0.0,)),
         "bandwidth_bytes_per_second": entry.bandwidth_bytes_per_second,

@@ -246,7 +246,7 @@ class _Builder:
             "shards": shards,
         }
 
-    def _stretches(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
+    def _segments(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
         """Yield the segments of a ticker's history that no gap and no mask interrupts.
 
         The first return after either is no daily return and belongs to no segment: a segment begins with its first
@@ -272,8 +272,8 @@ class _Builder:
         total = pd.Series(dtype=float)
         count = pd.Series(dtype=float)
         for _, frame in iter_tickers(self.prices):
-            for stretch in self._stretches(frame, sessions):
-                returns = pd.Series(np.log(stretch["adj_close"]).diff().to_numpy(), index=stretch["date"]).dropna()
+            for segment in self._segments(frame, sessions):
+                returns = pd.Series(np.log(segment["adj_close"]).diff().to_numpy(), index=segment["date"]).dropna()
                 total = total.add(returns, fill_value=0.0)
                 count = count.add(pd.Series(1.0, index=returns.index), fill_value=0.0)
         if len(total) < 2:
@@ -289,8 +289,8 @@ class _Builder:
         for ticker, frame in iter_tickers(self.prices):
             seen += len(frame)
             parts = []
-            for stretch in self._stretches(frame, sessions):
-                rows = ticker_features(stretch, index, self.params.horizon)
+            for segment in self._segments(frame, sessions):
+                rows = ticker_features(segment, index, self.params.horizon)
                 parts.append(rows.dropna(subset=list(FEATURES)).reset_index(drop=True))
                 longest = max(longest, len(parts[-1]))
             needed = self.params.window + self.params.horizon

@@ -138,7 +138,7 @@ def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
 def _of_world(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     late = stragglers(world)
     found = [_straggler(item, world) for item in late]
-    found += _input(world, late) + _uneven(world) + _wire(world, events)
+    found += _input(world, late) + _uneven(world) + _communication(world, events)
     return found + _checkpoint(world, events)
 
 
@@ -188,7 +188,7 @@ def _uneven(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     return [Diagnosis(cause=SlowdownCause.UNEVEN, share=share, evidence=text)]
 
 
-def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Return diagnoses of the network, with the part of it that is slow."""
     part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
@@ -197,8 +197,8 @@ def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> 
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
-    wires, rests = (_shares_of(world, names) for names in (("communication",), ("optimizer", "other")))
-    if too_much_communication(world) and _is_steadily_above(COMMUNICATION_LIMIT, wires):
+    network_times, rests = (_shares_of(world, names) for names in (("communication",), ("optimizer", "other")))
+    if too_much_communication(world) and _is_steadily_above(COMMUNICATION_LIMIT, network_times):
         text = f"Communication takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
@@ -207,7 +207,9 @@ def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> 
             )
         cause = SlowdownCause.SMALL_BATCHES if latency >= 0.5 else SlowdownCause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
-    if _is_steadily_above(FIXED_SHARE, [latency * wire + rest for wire, rest in zip(wires, rests, strict=True)]):
+    if _is_steadily_above(
+        FIXED_SHARE, [latency * network + rest for network, rest in zip(network_times, rests, strict=True)]
+    ):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
             f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: latency of collectives "

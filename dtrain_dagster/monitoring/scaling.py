@@ -49,7 +49,7 @@ class ScalingPoint:
     compute_seconds: float
     """Forward, backward and update of a rank, mean over ranks."""
     backward_seconds: float
-    wire_seconds: float
+    network_seconds: float
     """Exposed communication; waiting for slower ranks is not in it."""
     waiting_seconds: float
     """Waiting for slower ranks, mean over ranks."""
@@ -69,7 +69,7 @@ class ScalingPoint:
     @property
     def communication_to_compute(self) -> float:
         """The exposed communication as a share of the computation."""
-        return self.wire_seconds / self.compute_seconds if self.compute_seconds else 0.0
+        return self.network_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,10 +146,10 @@ def read_point(
         step_seconds_high=max(seconds),
         compute_seconds=statistics.median(compute),
         backward_seconds=statistics.median(item.mean("backward") for item in timings),
-        wire_seconds=statistics.median(item.mean("communication") for item in timings),
+        network_seconds=statistics.median(item.mean("communication") for item in timings),
         waiting_seconds=statistics.median(item.mean("waiting") for item in timings),
         noise_seconds=_spread(compute) * math.sqrt(timings[0].steps * world),
-        all_reduces=tuple((item.bytes, item.wire_seconds) for item in collectives),
+        all_reduces=tuple((item.bytes, item.network_seconds) for item in collectives),
         buckets=tuple(item.bytes for item in collectives if "bucket" in item.name),
         usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
     )
@@ -375,7 +375,7 @@ def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], c
     point = next(item for item in points if item.world_size == largest)
     said = f"{largest} ranks work at {weak[largest]:.0%} of the pace of {base} rank(s) each (weak scaling)"
     causes = {
-        "communication": point.wire_seconds,
+        "communication": point.network_seconds,
         "waiting for slower ranks": point.waiting_seconds,
     }
     if cores is not None and largest > cores:

@@ -95,14 +95,14 @@ def _judge(
     """Return the straggler if this rank is late for a segment of windows that counts. ``series``: its seconds in each,
     ``noise`` relative."""
     late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
-    first, last = _stretch([value - LATE_SHARE / 2 for value in late])
+    first, last = _interval([value - LATE_SHARE / 2 for value in late])
     count = last - first
     whole = count >= 0.6 * len(late)
     fewest = FEWEST_WINDOWS if typically else FEWEST_OF_MEANS
     if count < fewest or not (whole or (last == len(late) and count >= FEWEST_AT_THE_END)):
         return None
-    stretch = windows[first:last]
-    lasted = seconds_of(stretch)
+    interval = windows[first:last]
+    lasted = seconds_of(interval)
     if lasted < LEAST_SECONDS:
         return None
     share = statistics.median(late[first:last])
@@ -111,7 +111,7 @@ def _judge(
     dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
     if share < LATE_SHARE + DEAL_ERROR * dealt or share < NOISE_FACTOR * error:
         return None
-    why, own, others = _reason(stretch, rank, statistics.median(series[first:last]), typically)
+    why, own, others = _reason(interval, rank, statistics.median(series[first:last]), typically)
     return Straggler(
         rank=rank,
         node_id=windows[0].nodes[rank],
@@ -121,7 +121,7 @@ def _judge(
         late_share=share,
         own_seconds=own,
         other_seconds=others,
-        since_step=stretch[0].step - stretch[0].steps,
+        since_step=interval[0].step - interval[0].steps,
         from_the_start=first <= max(1, len(late) // 10),
         windows=sum(value > LATE_SHARE / 2 for value in late),
         of_windows=len(late),
@@ -200,7 +200,7 @@ def _noise(rows: Sequence[Sequence[float]]) -> float:
     return math.sqrt((len(rows) * measured**2 + USUAL_WEIGHT * USUAL_NOISE**2) / (len(rows) + USUAL_WEIGHT))
 
 
-def _stretch(values: Sequence[float]) -> tuple[int, int]:
+def _interval(values: Sequence[float]) -> tuple[int, int]:
     """Return [first, last) of the consecutive values with the largest sum."""
     best, best_sum, first, current = (0, 0), 0.0, 0, 0.0
     for place, value in enumerate(values):

@@ -104,7 +104,7 @@ def _compression(
             continue
         saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
         change = f"training.communication = {setting} (now {present})"
-        found.append(now.to(_less_wire(now, world, saved), name, change, note))
+        found.append(now.to(_less_communication(now, world, saved), name, change, note))
     return found
 
 
@@ -114,8 +114,10 @@ def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[St
     total = sum(item.bytes for item in buckets)
     if not buckets:
         return []
-    commit = sum(item.wire_seconds for item in typical_collectives(world)) - sum(item.wire_seconds for item in buckets)
-    hidden = sum(item.wire_seconds * item.overlap for item in buckets)
+    commit = sum(item.network_seconds for item in typical_collectives(world)) - sum(
+        item.network_seconds for item in buckets
+    )
+    hidden = sum(item.network_seconds * item.overlap for item in buckets)
     # What a backward pass hides: all of its last micro-batch at most, and no less than what it does hide.
     backward = statistics.median(window.mean("backward") for window in world) / _micro_batches(world)
     if len(buckets) > 1:
@@ -151,7 +153,7 @@ def _hierarchy(
     saved = sum(fit.seconds(item.bytes) - between.seconds(item.bytes) for item in _buckets_of(world))
     change = f"training.communication = hierarchical (now {present})"
     note = f"sums within each of the {nodes} nodes, then between them; at best: sums within a node are free"
-    return [now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, note)]
+    return [now.to(_less_communication(now, world, saved), "hierarchical all-reduce", change, note)]
 
 
 def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
@@ -307,12 +309,12 @@ def _memory(
     return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 
 
-def _less_wire(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
+def _less_communication(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
     """Return the step with ``saved`` seconds less of exposed communication; the commit and a last bucket stay
     exposed."""
     buckets = _buckets_of(world)
-    wire = sum(item.wire_seconds for item in buckets)
-    last = (1 - saved / wire) * buckets[-1].wire_seconds if wire else 0.0
+    network = sum(item.network_seconds for item in buckets)
+    last = (1 - saved / network) * buckets[-1].network_seconds if network else 0.0
     floor = min(now.communication, max(0.0, last))
     return replace(now, communication=max(floor, now.communication - saved))
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.documents.events import TimingEvent, WireTime, read_events
+from trainer.documents.events import CollectiveTiming, TimingEvent, read_events
 from trainer.performance.link import Link, fit_collective
 
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
@@ -62,33 +62,33 @@ def typical_share(found: Sequence[TimingEvent], segment: str) -> float:
     return statistics.median(window.mean(segment) / window.seconds for window in found) if found else 0.0
 
 
-def typical_collectives(found: Sequence[TimingEvent]) -> list[WireTime]:
+def typical_collectives(found: Sequence[TimingEvent]) -> list[CollectiveTiming]:
     """Return each collective of a step, by name, as medians over the windows of one world."""
-    by_name: dict[str, list[WireTime]] = defaultdict(list)
+    by_name: dict[str, list[CollectiveTiming]] = defaultdict(list)
     for window in found:
         for item in window.collectives:
             by_name[item.name].append(item)
     return [_typical(items) for items in by_name.values()]
 
 
-def collective_link(collectives: Iterable[WireTime]) -> Link | None:
+def collective_link(collectives: Iterable[CollectiveTiming]) -> Link | None:
     """Return the seconds of a collective by its bytes, fitted to these; None if their sizes are too similar."""
-    return fit_collective((item.bytes, item.wire_seconds) for item in collectives)
+    return fit_collective((item.bytes, item.network_seconds) for item in collectives)
 
 
-def latency_share(link: Link, collectives: Iterable[WireTime], exposed_seconds: float) -> float:
+def latency_share(link: Link, collectives: Iterable[CollectiveTiming], exposed_seconds: float) -> float:
     """Return the share of a step's exposed communication that does not depend on the bytes: latency of the network, and
     passing data from thread to thread."""
     moving = sum(item.bytes * link.seconds_per_byte * (1 - item.overlap) for item in collectives)
     return 1 - min(1.0, moving / exposed_seconds) if exposed_seconds > 0 else 0.0
 
 
-def _typical(items: Sequence[WireTime]) -> WireTime:
+def _typical(items: Sequence[CollectiveTiming]) -> CollectiveTiming:
     rates = [item.bandwidth_bytes_per_second for item in items if item.bandwidth_bytes_per_second]
-    return WireTime(
+    return CollectiveTiming(
         name=items[-1].name,
         bytes=items[-1].bytes,
-        wire_seconds=statistics.median(item.wire_seconds for item in items),
+        network_seconds=statistics.median(item.network_seconds for item in items),
         waiting_seconds=_medians([item.waiting_seconds for item in items]),
         overlapped_seconds=_medians([item.overlapped_seconds for item in items]),
         bandwidth_bytes_per_second=statistics.median(rates) if rates else None,

@@ -167,14 +167,14 @@ def read_measured(
     timed = windows(events)
     parts = shares(settled(timed))
     growing = sum(parts[name] for name in ("input", "forward", "backward")) if parts else 1.0
-    stretches = _stretches(events, timed, global_batch_size)
-    sizes = [1 - growing + growing * fill for _, _, fill in stretches]
-    full = [each / size for (_, each, _), size in zip(stretches, sizes, strict=True)]
+    intervals = _intervals(events, timed, global_batch_size)
+    sizes = [1 - growing + growing * fill for _, _, fill in intervals]
+    full = [each / size for (_, each, _), size in zip(intervals, sizes, strict=True)]
     full = full[len(full) // 2 if len(full) >= SETTLED_FROM else 1 :] or full
     limit = OUTLIER * statistics.median(full)
     full = [min(each, limit) for each in full]
     typical = statistics.fmean(full)
-    usual = sum(count * typical * size for (count, _, _), size in zip(stretches, sizes, strict=True))
+    usual = sum(count * typical * size for (count, _, _), size in zip(intervals, sizes, strict=True))
     startup = ready - begin - (seconds.get("data", 0.0) if keeps_cache else 0.0)
     return Measured(
         node_count=node_count,
@@ -191,7 +191,7 @@ def read_measured(
     )
 
 
-def _stretches(
+def _intervals(
     events: Sequence[Mapping[str, Any]], timed: Sequence[TimingEvent], global_batch_size: int
 ) -> list[tuple[int, float, float]]:
     """Return (steps, seconds of each, how full their batches were) from one ``step`` event to the next."""

@@ -26,7 +26,7 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
-from trainer.documents.events import MembershipEvent, NodeEvent, StepEvent, TimingEvent, WireTime, read_events
+from trainer.documents.events import CollectiveTiming, MembershipEvent, NodeEvent, StepEvent, TimingEvent, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 LOW_GOODPUT = 0.5
@@ -61,7 +61,7 @@ class Communication:
     """The communication of the world that trained longest; shares are of training time, over all worlds. None: not
     known."""
 
-    wire_share: float
+    network_share: float
     waiting_share: float
     overlap: float | None
     """The share of the gradients' time on the network that the backward pass hid."""
@@ -69,7 +69,7 @@ class Communication:
     """The bandwidth of the bus, in the largest collective."""
     latency_milliseconds: float | None
     """The latency of one collective, however few bytes it moves."""
-    collectives: tuple[WireTime, ...]
+    collectives: tuple[CollectiveTiming, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,12 +230,12 @@ def _communication(found: Sequence[TimingEvent]) -> Communication | None:
     part, collectives = shares(found), typical_collectives(groups[0])
     fit = collective_link(collectives)
     buckets = [item for item in collectives if "bucket" in item.name]
-    wire = sum(item.wire_seconds for item in buckets)
+    network = sum(item.network_seconds for item in buckets)
     largest = max(collectives, key=lambda item: item.bytes, default=None)
     return Communication(
-        wire_share=part["communication"],
+        network_share=part["communication"],
         waiting_share=part["waiting"],
-        overlap=sum(item.overlap * item.wire_seconds for item in buckets) / wire if wire else None,
+        overlap=sum(item.overlap * item.network_seconds for item in buckets) / network if network else None,
         bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
         latency_milliseconds=1000 * fit.latency_seconds if fit else None,
         collectives=tuple(collectives),

@@ -30,7 +30,7 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
     names = [f"{point.mode}\n{point.world_size}" for point in points]
     floor = [0.0] * len(points)
     for index, (name, field) in enumerate(
-        (("compute", "compute_seconds"), ("communication", "wire_seconds"), ("waiting", "waiting_seconds"))
+        (("compute", "compute_seconds"), ("communication", "network_seconds"), ("waiting", "waiting_seconds"))
     ):
         values = [1000 * getattr(point, field) for point in points]
         parts.bar(names, values, bottom=floor, color=COLOURS[index], label=name, width=0.6)

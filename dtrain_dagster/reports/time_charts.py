@@ -72,16 +72,18 @@ def communication_chart(windows: Sequence[TimingEvent], communication: Communica
     label(upper, "Communication that nothing hides", "optimizer step", "% of the step")
     upper.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
     names = [f"{item.name} ({_size(item.bytes)})" for item in collectives]
-    wire = [1000 * item.wire_seconds for item in collectives]
+    network = [1000 * item.network_seconds for item in collectives]
     waits = [1000 * sum(item.waiting_seconds) / max(1, len(item.waiting_seconds)) for item in collectives]
-    longest = max((a + b for a, b in zip(wire, waits, strict=True)), default=1.0) or 1.0
-    lower.barh(names, wire, color=SEGMENT_COLOURS["communication"], label="network", height=0.62)
-    lower.barh(names, waits, left=wire, color=SEGMENT_COLOURS["waiting"], label="waiting, mean over ranks", height=0.62)
+    longest = max((a + b for a, b in zip(network, waits, strict=True)), default=1.0) or 1.0
+    lower.barh(names, network, color=SEGMENT_COLOURS["communication"], label="network", height=0.62)
+    lower.barh(
+        names, waits, left=network, color=SEGMENT_COLOURS["waiting"], label="waiting, mean over ranks", height=0.62
+    )
     for row, item in enumerate(collectives):
         is_large = item.bytes >= SMALLEST_RATED
         rate = f", {(item.bandwidth_bytes_per_second or 0.0) / 1e6:,.0f} MB/s" if is_large else ""
         text = f" {item.overlap:.0%} hidden by the backward pass{rate}"
-        lower.text(wire[row] + waits[row], row, text, va="center", fontsize=8, color=MUTED)
+        lower.text(network[row] + waits[row], row, text, va="center", fontsize=8, color=MUTED)
     lower.invert_yaxis()
     lower.set_xlim(0, longest * 1.75)
     label(lower, "Each collective of a step", "milliseconds, median over windows", "")

@@ -308,7 +308,7 @@ def test_a_cache_entry_that_others_may_write_is_not_read(copy: Path, tmp_path: P
 
 @pytest.mark.parametrize("number", [0.5, 30.0, True, math.nan])
 @pytest.mark.parametrize("place", [("rows",), ("samples", "train")])
-def test_rows_and_samples_of_a_stretch_are_whole_numbers(copy: Path, place: tuple[str, ...], number: float) -> None:
+def test_rows_and_samples_of_a_segment_are_whole_numbers(copy: Path, place: tuple[str, ...], number: float) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     check_manifest(manifest, "here")
     hostile_data._set("shards", 0, "segments", 0, *place, 0, number)(manifest)

@@ -1,4 +1,4 @@
-"""Contestants of the benchmark of throughput, as the processes that they are."""
+"""The frameworks that the benchmark of throughput compares, as real processes."""
 
 from __future__ import annotations
 

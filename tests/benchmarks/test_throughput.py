@@ -1,4 +1,4 @@
-"""What the benchmark concludes from stretches, and which settings it may give to whom."""
+"""What the benchmark concludes from its intervals, and which settings it may give to whom."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.throughput import interval, loss_difference, summary, usable
 
 def cell(model: str = "tcn", **seconds: list[float]) -> Cell:
     case = Case(model=model, batch=64, ranks=2, dataset="", folder="", port=0)
-    stretches = {name: [Measurement(10, 10 * value, 0.0, 0.0) for value in values] for name, values in seconds.items()}
-    return Cell(case, 10, stretches)
+    intervals = {name: [Measurement(10, 10 * value, 0.0, 0.0) for value in values] for name, values in seconds.items()}
+    return Cell(case, 10, intervals)
 
 
 def test_summary_takes_the_worst_rival_and_means_over_cells():

@@ -74,7 +74,9 @@ class Simulation:
                 for a, b in pairs
             ]
             link = {"kind": "link", "rank": 0, "generation": 1, "step": 50, "bytes": 4_000_000, "seconds": seconds}
-            events.append(link | {"time": events[len(events) // 2]["time"], "reason": "exposed wire above 20 %"})
+            events.append(
+                link | {"time": events[len(events) // 2]["time"], "reason": "exposed communication above 20 %"}
+            )
         return sorted(events, key=lambda event: event["time"])
 
     def _step(self, chance: random.Random, window: int, place: int, saves: bool, writing: bool) -> dict[str, Any]:
@@ -94,21 +96,21 @@ class Simulation:
             segments["optimizer"].append(self.optimizer * chance.lognormvariate(0, self.noise))
         segments["checkpoint"] = [self.stall if saves and rank == 0 else 0.0 for rank in range(self.ranks)]
         sizes = [*self.buckets, 48]
-        wires = [
+        network_times = [
             (self.latency + size * SECONDS_PER_BYTE) * chance.lognormvariate(0, self.noise)
             * (5.0 if self.slow_link_of is not None else 1.0)
             for size in sizes
         ]  # fmt: skip
         # All but the last bucket and the commit are hidden as far as the backward pass lasts.
-        hidden = min(sum(wires[:-2]), 0.5 * min(segments["backward"]))
-        wire = sum(wires) - hidden
+        hidden = min(sum(network_times[:-2]), 0.5 * min(segments["backward"]))
+        network = sum(network_times) - hidden
         arrivals = [sum(values) for values in zip(*segments.values(), strict=True)]
-        exposed = [max(arrivals) - own + wire * chance.lognormvariate(0, 0.02) for own in arrivals]
+        exposed = [max(arrivals) - own + network * chance.lognormvariate(0, 0.02) for own in arrivals]
         segments["communication"] = [min(exposed)] * self.ranks
         segments["waiting"] = [value - min(exposed) for value in exposed]
         segments["other"] = [0.0002] * self.ranks
         late_by = [max(exposed) - value for value in exposed]
-        return {"segments": segments, "late": late_by, "wires": wires, "hidden": hidden, "sizes": sizes}
+        return {"segments": segments, "late": late_by, "network_times": network_times, "hidden": hidden, "sizes": sizes}
 
     def _window(self, rows: list[dict[str, Any]], step: int, clock: float) -> dict[str, Any]:
         def over_steps(how: Any, values: Any) -> list[float]:
@@ -132,15 +134,17 @@ class Simulation:
         waiting = segments["waiting"]
         collectives = []
         for place, (label, size) in enumerate(zip(labels, rows[0]["sizes"], strict=True)):
-            wire = statistics.fmean(row["wires"][place] for row in rows)
-            can_hide = sum(statistics.fmean(row["wires"][number] for row in rows) for number in range(len(labels) - 2))
+            network = statistics.fmean(row["network_times"][place] for row in rows)
+            can_hide = sum(
+                statistics.fmean(row["network_times"][number] for row in rows) for number in range(len(labels) - 2)
+            )
             hides = place < len(self.buckets) - 1
             part = statistics.fmean(row["hidden"] for row in rows) / can_hide if hides else 0.0
             waits = [value / len(labels) for value in waiting]
             collectives.append({
-                "name": label, "bytes": size, "wire_seconds": wire, "waiting_seconds": waits,
-                "overlapped_seconds": [(wire + wait) * part for wait in waits],
-                "bandwidth_bytes_per_second": 2 * (self.ranks - 1) / self.ranks * size / wire,
+                "name": label, "bytes": size, "wire_seconds": network, "waiting_seconds": waits,
+                "overlapped_seconds": [(network + wait) * part for wait in waits],
+                "bandwidth_bytes_per_second": 2 * (self.ranks - 1) / self.ranks * size / network,
             })  # fmt: skip
         return {
             "kind": "timing", "time": clock, "rank": 0, "generation": 1, "step": step, "steps": STEPS_PER_WINDOW,

@@ -84,12 +84,12 @@ class DataShardManager:
     def will_need(self, split: str, first: int, last: int) -> None:
         """Have the kernel read the samples at positions [first, last) into memory, without waiting for it."""
         starts, edges = self._ranges[split]
-        stretches = range(
+        indices = range(
             int(np.searchsorted(edges, first, side="right")) - 1, int(np.searchsorted(edges, last, side="left"))
         )
-        for stretch in stretches:
-            begin, end = max(first, int(edges[stretch])), min(last, int(edges[stretch + 1]))
-            offset = int(starts[stretch]) - int(edges[stretch])
+        for index in indices:
+            begin, end = max(first, int(edges[index])), min(last, int(edges[index + 1]))
+            offset = int(starts[index]) - int(edges[index])
             self._read_ahead(begin + offset, end + offset)
 
     def _read_ahead(self, first: int, last: int) -> None:

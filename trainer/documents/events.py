@@ -202,12 +202,12 @@ class EndEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WireTime:
+class CollectiveTiming:
     """A collective of a step, by name: means over the steps of a window, or medians over windows."""
 
     name: str
     bytes: int
-    wire_seconds: float
+    network_seconds: float
     waiting_seconds: tuple[float, ...] = ()
     """The seconds that each rank waits for the last one."""
     overlapped_seconds: tuple[float, ...] = ()
@@ -217,7 +217,7 @@ class WireTime:
     @property
     def overlap(self) -> float:
         """Share of its own duration that the backward pass hid, mean over ranks."""
-        own = self.wire_seconds * max(1, len(self.overlapped_seconds)) + sum(self.waiting_seconds)
+        own = self.network_seconds * max(1, len(self.overlapped_seconds)) + sum(self.waiting_seconds)
         return min(1.0, sum(self.overlapped_seconds) / own) if own > 0 else 0.0
 
     @classmethod
@@ -226,7 +226,7 @@ class WireTime:
         return cls(
             name=str(row.get("name", "")),
             bytes=int(row.get("bytes") or 0),
-            wire_seconds=float(row.get("wire_seconds") or 0.0),
+            network_seconds=float(row.get("wire_seconds") or 0.0),
             waiting_seconds=tuple(map(float, row.get("waiting_seconds") or ())),
             overlapped_seconds=tuple(map(float, row.get("overlapped_seconds") or ())),
             bandwidth_bytes_per_second=row.get("bandwidth_bytes_per_second"),
@@ -249,7 +249,7 @@ class TimingEvent(Event):
     segments: Mapping[str, tuple[float, ...]]
     typical: Mapping[str, tuple[float, ...]]
     """Medians over the window's steps: ``input``, ``compute`` (forward, backward, optimizer), ``late``."""
-    collectives: tuple[WireTime, ...] = ()
+    collectives: tuple[CollectiveTiming, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """``topology``, ``backend``, ``device``, ``micro_batches``, ``local_samples_per_micro_batch``…"""
 
@@ -292,7 +292,7 @@ class TimingEvent(Event):
                 samples=tuple(map(int, row.get("samples") or ())),
                 segments=segments,
                 typical=typical,
-                collectives=tuple(WireTime.read_row(item) for item in row.get("collectives") or ()),
+                collectives=tuple(CollectiveTiming.read_row(item) for item in row.get("collectives") or ()),
                 facts={name: value for name, value in row.items() if isinstance(value, int | float | str)},
             )
         except (TypeError, AttributeError, ValueError, OverflowError) as error:

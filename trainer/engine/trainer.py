@@ -284,7 +284,7 @@ class DistributedTrainer:
             measured = communication.exchange(step, (window.loss_sum, window.samples))
             loss_sum, samples = measured.totals
             if reports.monitor:
-                reports.monitor.communication_time_ms = 1000 * float(measured.wire.mean())
+                reports.monitor.communication_time_ms = 1000 * float(measured.network.mean())
         else:
             done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
             loss_sum, samples = done["loss_sum"], done["samples"]

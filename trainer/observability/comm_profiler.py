@@ -67,13 +67,13 @@ class TimingWindow:
         return self.values[:, :, FIELDS.index(name)]
 
     @property
-    def wire(self) -> NDArray[np.float64]:
+    def network(self) -> NDArray[np.float64]:
         """Exposed communication of each step (steps,), without waiting; a single rank has none."""
         exposed = self.field("exposed")
         return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
 
     @property
-    def wires(self) -> list[tuple[int, float]]:
+    def network_times(self) -> list[tuple[int, float]]:
         """(bytes, typical seconds) of each collective, without waiting."""
         seconds = np.nanmedian(self.values[:, :, len(FIELDS) :: 2].min(axis=0), axis=0)
         return [(bytes_, took) for (_, bytes_), took in zip(self.collectives, seconds.tolist(), strict=True)]
@@ -131,7 +131,7 @@ class CommunicationProfiler:
         self._step_seconds = max(window.seconds, 1e-9)
         self._windows += 1
         self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
-        self._shares.append(float(window.wire.mean()) / self._step_seconds)
+        self._shares.append(float(window.network.mean()) / self._step_seconds)
         return window
 
     def report(
@@ -216,10 +216,10 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
 
 def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
     """Return the figures of each rank in a window, as the ``timing`` event has them."""
-    exposed, wire = window.field("exposed"), window.wire
+    exposed, network = window.field("exposed"), window.network
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
     alone, own = len(exposed) == 1, means.pop("exposed")
-    communication = np.full_like(own, wire.mean())
+    communication = np.full_like(own, network.mean())
     segments: dict[str, Any] = {name: means[name] for name in SEGMENTS if name != "exposed"}
     segments |= {"communication": communication, "waiting": np.zeros_like(own) if alone else own - communication}
     if alone:
@@ -241,11 +241,11 @@ def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
     carries in an all-reduce, 2 (W - 1) / W of the data, for each second on the network. Through one host that is no
     measure of a link."""
     own, hidden = window.values[:, :, len(FIELDS) :: 2], window.values[:, :, len(FIELDS) + 1 :: 2]
-    wires = own.min(axis=0)
-    had = ~np.isnan(wires)
+    network_times = own.min(axis=0)
+    had = ~np.isnan(network_times)
     counts = had.sum(axis=0)
-    wire = np.where(had, wires, 0.0).sum(axis=0) / counts
-    waiting = np.where(had, own - wires, 0.0).sum(axis=1) / counts
+    network = np.where(had, network_times, 0.0).sum(axis=0) / counts
+    waiting = np.where(had, own - network_times, 0.0).sum(axis=1) / counts
     overlapped = np.where(had, hidden, 0.0).sum(axis=1) / counts
     carried = bytes_carried(len(own))
     return [
@@ -258,7 +258,7 @@ def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
             "bandwidth_bytes_per_second": round(carried * bytes_ / seconds) if seconds and topology != "star" else None,
         }
         for (name, bytes_), seconds, waited, covered in zip(
-            window.collectives, rounded(wire), rounded(waiting.T), rounded(overlapped.T), strict=True
+            window.collectives, rounded(network), rounded(waiting.T), rounded(overlapped.T), strict=True
         )
     ]
 

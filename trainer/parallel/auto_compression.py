@@ -81,8 +81,8 @@ class MeasuredStep(StepParts):
 def exposed(step: MeasuredStep, link: Link, means: Means) -> float:
     """Return the seconds for which sums are expected to hold up a step. The computation of compression is never hidden:
     it comes after the backward pass, or takes its time from it."""
-    wire = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
-    return wire + means.cost_per_byte * sum(step.buckets)
+    network = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
+    return network + means.cost_per_byte * sum(step.buckets)
 
 
 def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
@@ -140,11 +140,11 @@ class Automatic:
         self._windows += 1
         if self._windows == 1 or window.values.shape[1] < LEAST_STEPS or not buckets:
             return None  # the first steps of a world are like no others
-        held_up, seconds = float(np.median(window.wire)), window.typical_seconds
+        held_up, seconds = float(np.median(window.network)), window.typical_seconds
         largest = max(buckets, key=Tensor.numel)
         if self.present == PLAIN:
-            self._link = link_of(window.wires)
-            self._hiding = max(0.0, sum(took for _, took in window.wires) - held_up)
+            self._link = link_of(window.network_times)
+            self._hiding = max(0.0, sum(took for _, took in window.network_times) - held_up)
             if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
                 self._known |= self._try(largest, self._link)
         self._age += window.seconds * window.values.shape[1]
@@ -225,13 +225,13 @@ def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list
     """Return the seconds of each hook: of computing alone, except for sums by node, which go over the network."""
     found = []
     for name, hook in hooks.items():
-        wire: CompressionTransport = transport if name == "hierarchical" else LoopbackTransport()
+        taken: CompressionTransport = transport if name == "hierarchical" else LoopbackTransport()
         seconds = []
         for step in range(TRIALS):
             tensor = torch.randn_like(bucket)
             _finish(tensor)
             began = time.monotonic()
-            hook.all_reduce(tensor, 0, step, wire, nullcontext)
+            hook.all_reduce(tensor, 0, step, taken, nullcontext)
             _finish(tensor)
             seconds.append(time.monotonic() - began)
         found.append(min(seconds))

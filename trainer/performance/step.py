@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
-def exposed_seconds(wires: Sequence[float], hiding_seconds: float) -> float:
+def exposed_seconds(network_times: Sequence[float], hiding_seconds: float) -> float:
     """Return the seconds for which these sums hold a step up, given in order of sending. The last never hides: with it
     the backward pass is done."""
-    hidden = min(hiding_seconds, sum(wires[:-1]))
-    return sum(wires) - hidden
+    hidden = min(hiding_seconds, sum(network_times[:-1]))
+    return sum(network_times) - hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ from trainer.errors import ConfigError
 from trainer.storage.azure_account import AccessVerdict, BlobError, attempt, service
 from trainer.storage.base import Storage, is_litter
 from trainer.storage.regular_files import too_large
-from trainer.storage.transfer_pool import Lanes
+from trainer.storage.transfer_pool import TransferPool
 
 BLOCK_BYTES = 8 << 20
 """The bytes of a transfer's part. A smaller file is transferred in one request."""
@@ -121,8 +121,8 @@ class BlobStorage(Storage):
     def stream(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to write in pieces, which are sent while the next ones come. All or nothing: if the block fails,
         nothing is written. Afterwards the file's ``version_id`` is the one that the account gave, or None."""
-        with Lanes(self.parallel) as lanes:
-            writer = _BlockWriter(self, name, lanes)
+        with TransferPool(self.parallel) as pool:
+            writer = _BlockWriter(self, name, pool)
             yield writer  # type: ignore[misc]
             writer.send_rest()
         writer.version_id = self._commit(name, writer.blocks, {}, {})
@@ -246,9 +246,9 @@ class BlobStorage(Storage):
 
     def _rest(self, name: str, first: _Part, take: Callable[[int, bytes], object]) -> None:
         """Read what follows the first part, several parts at once, in any order."""
-        with Lanes(self.parallel) as lanes:
+        with TransferPool(self.parallel) as pool:
             for start in range(len(first.data), first.size, BLOCK_BYTES):
-                lanes.put(partial(self._take, name, start, first.etag, take))
+                pool.put(partial(self._take, name, start, first.etag, take))
 
     def _take(self, name: str, offset: int, etag: str, take: Callable[[int, bytes], object]) -> None:
         take(offset, self._part(name, offset, BLOCK_BYTES, etag).data)
@@ -278,8 +278,8 @@ class BlobStorage(Storage):
             )
             return done.get("version_id")
         for last in (False, False, True):
-            with Lanes(self.parallel) as lanes:
-                writer = _BlockWriter(self, name, lanes)
+            with TransferPool(self.parallel) as pool:
+                writer = _BlockWriter(self, name, pool)
                 writer.write(data)
                 writer.send_rest()
             try:
@@ -353,8 +353,8 @@ class _BlockWriter(io.RawIOBase):
     """A file that cuts what is written into blocks and sends them by a transfer pool. `send_rest` sends the last
     one."""
 
-    def __init__(self, storage: BlobStorage, name: str, lanes: Lanes) -> None:
-        self._storage, self._name, self._lanes = storage, name, lanes
+    def __init__(self, storage: BlobStorage, name: str, pool: TransferPool) -> None:
+        self._storage, self._name, self._pool = storage, name, pool
         self._upload = uuid.uuid4().hex  # blocks of several writers of one blob must not be mixed up
         self._pieces: list[bytes] = []
         self._held = 0
@@ -383,7 +383,7 @@ class _BlockWriter(io.RawIOBase):
         self._pieces, self._held = [], 0
         block = base64.b64encode(f"{self._upload}-{len(self.blocks):06d}".encode()).decode()
         self.blocks.append(block)
-        self._lanes.put(lambda: self._storage.stage(self._name, block, content))
+        self._pool.put(lambda: self._storage.stage(self._name, block, content))
 
 
 def _write_at(descriptor: int, data: bytes, offset: int) -> None:

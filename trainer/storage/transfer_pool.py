@@ -11,7 +11,7 @@ TRANSFER = "transfer"
 """Name of these threads."""
 
 
-class Lanes:
+class TransferPool:
     """A transfer pool of up to ``count`` threads. Leaving its context waits for all jobs, or raises the first error.
 
     The thread that puts the jobs starts the threads, and they inherit its priority. They do not delay the end of the
@@ -36,7 +36,7 @@ class Lanes:
             thread.start()
         self._jobs.put(job)
 
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> TransferPool:
         return self
 
     def __exit__(

@@ -121,7 +121,7 @@ function collectiveTraces() {
   if (!all.length) return [];
   const size = bytes => bytes ? `${(bytes / 2 ** 20).toPrecision(3)} MiB` : "";
   const rate = bytes => bytes ? `${(bytes / 1e6).toPrecision(3)} MB/s` : "";
-  return [["wire", "communication"], ["waiting", "waiting"], ["overlapped", "forward"]].map(([name, colour]) => ({
+  return [["network", "communication"], ["waiting", "waiting"], ["overlapped", "forward"]].map(([name, colour]) => ({
     type: "bar", name, x: all.map(one => escaped(one.name)), y: all.map(one => one[`${name}_milliseconds`]),
     customdata: all.map(one => [size(one.bytes), rate(one.bandwidth_bytes_per_second)].filter(Boolean).join(", ")),
     marker: { color: SEGMENTS[colour] }, hovertemplate: "%{y:.2f} ms (%{customdata})",

@@ -30,7 +30,7 @@ from tests.webhook import web_hook
 from trainer.rundir import RunDir
 
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
-SLOW_WIRE = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06})
+SLOW_NETWORK = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06})
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
     @dg.asset(name="job", check_specs=[dg.AssetCheckSpec("communication_within_limits", asset="job")])
     def followed(context: dg.AssetExecutionContext):
         progress, told = JobProgress(), rundir.read_json(TOLD) or {}
-        for item in SLOW_WIRE.events():
+        for item in SLOW_NETWORK.events():
             progress = advance(progress, [item])
             tell_of(progress.recent, told, context, rundir, TRAINING, [address])
-        return dg.MaterializeResult(check_results=[communication_check(SLOW_WIRE.events(), TRAINING)])
+        return dg.MaterializeResult(check_results=[communication_check(SLOW_NETWORK.events(), TRAINING)])
 
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         first, again = (dg.materialize([followed], instance=instance) for _ in range(2))

@@ -135,7 +135,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Folder):
     assert "cancelling job t" in err
     assert "tuning cost" in err
     assert not folder.processes()
-    # It was written by the ranks, at the end of their stretch; what is not worth a file makes none.
+    # It was written by the ranks, at the end of their interval; what is not worth a file makes none.
     document = folder.job("t").read_json("tuned.json")
     assert not document["evidence"]["complete"]
     assert (folder.path / "tuned.json").exists() == bool(document["training"])

@@ -114,14 +114,14 @@ events = st.lists(
     max_size=25,
     unique_by=lambda event: (event["node_id"], event["time"]),
 )  # fmt: skip
-stretches = st.lists(
+intervals = st.lists(
     st.builds(lambda node_id, begin, length: there(node_id, begin, begin + length), nodes, st.floats(0, 1000),
               st.floats(-50, 1000)),
     max_size=6,
 )  # fmt: skip
 
 
-@given(stretches, events, st.lists(st.floats(0, 2000), max_size=4), st.sampled_from([None, LAPTOP]), st.randoms())
+@given(intervals, events, st.lists(st.floats(0, 2000), max_size=4), st.sampled_from([None, LAPTOP]), st.randoms())
 def test_it_is_never_negative_adds_up_over_time_and_counts_nothing_twice(
     usage, told, cuts, machine, rng: random.Random
 ):

@@ -136,7 +136,7 @@ def test_no_cost_is_negative_and_one_more_node_never_lowers_the_bill(usage, more
 @given(histories)
 def test_each_node_is_paid_once_for_each_moment(usage):
     """Against counting moment by moment between all starts and ends."""
-    stretches, notes = bill_usage(usage)
+    intervals, notes = bill_usage(usage)
     valid = [item for item in usage if item.ended_at >= item.started_at]
     bounds = sorted({round(at * SECOND) for item in valid for at in (item.started_at, item.ended_at)})
     expected = sum(
@@ -148,7 +148,7 @@ def test_each_node_is_paid_once_for_each_moment(usage):
             for item in valid
         )
     )
-    assert sum(item.microseconds for item in stretches) == expected
+    assert sum(item.microseconds for item in intervals) == expected
     assert any("clock" in note for note in notes) == (len(valid) < len(usage))
 
 
@@ -252,7 +252,7 @@ def test_work_that_was_done_again_and_nodes_that_were_frozen_are_lost():
     })  # fmt: skip
 
 
-def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_wire():
+def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_network():
     told = [
         at("membership", 0.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=0.0),
         at("hang", 27.0, rank=1, waited_seconds=20.0),

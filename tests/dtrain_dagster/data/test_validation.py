@@ -117,7 +117,7 @@ def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> N
     assert examples(panel.validation, "survivorship") == ["all 20 tickers survive to 2022-12-28"]
 
 
-def test_the_panel_s_stale_and_split_stretch_is_masked(panel: Panel) -> None:
+def test_the_panel_s_stale_and_split_segment_is_masked(panel: Panel) -> None:
     """RRC stands still for 68 days and is then divided by three. AAPL's fall of 2000-09-29 was real."""
     masks = panel.validation.masks
     assert (masks[0].ticker, masks[0].first, masks[0].last) == ("RRC", "1990-01-02", "1990-04-10")

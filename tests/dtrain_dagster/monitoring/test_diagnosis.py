@@ -96,7 +96,7 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     assert "communication itself takes" in found.evidence
 
 
-def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
+def test_network_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
     slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
     found = diagnose([*slow[:7], *quick[7:]])
     assert found.cause is SlowdownCause.HEALTHY
@@ -104,7 +104,7 @@ def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
 
 
 def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
-    """Latency makes this wire slow; that one rank's megabytes were slow to arrive once explains nothing."""
+    """Latency makes this network slow; that one rank's megabytes were slow to arrive once explains nothing."""
     few = {"computing": 0.003, "latency": 0.001, "optimizer": 0.0005, "buckets": (40_000, 40_000)}
     events = Simulation(windows=16, slow_link_of=1, **few).events()
     [link] = [item for item in events if item["kind"] == "link"]
@@ -113,7 +113,7 @@ def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
     assert diagnose(events).cause is SlowdownCause.SLOW_LINK
 
 
-def test_what_a_step_costs_however_few_samples_it_has_is_told_below_the_limit_of_the_wire():
+def test_what_a_step_costs_however_few_samples_it_has_is_told_below_the_limit_of_the_network():
     """With direct links latency is no fifth of the step any more, though little else is left than what is fixed."""
     few = {"computing": 0.0028, "latency": 0.00025, "optimizer": 0.0003, "buckets": (40_000,), "noise": 0.1}
     found = diagnose(Simulation(windows=12, **few).events())
@@ -170,7 +170,7 @@ def test_who_is_dealt_more_is_not_blamed(dealt: tuple[int, ...]):
     assert least in {item.rank for item in stragglers(settled(windows(late)))}
 
 
-def test_the_wire_of_a_run_with_a_straggler_is_not_blamed():
+def test_the_network_of_a_run_with_a_straggler_is_not_blamed():
     """The trap: with rank 1 late, every other rank's communication looks slow to itself."""
     found = diagnose(Simulation(windows=20, late_compute={1: 0.1}).events())
     assert found.cause is SlowdownCause.SLOW_COMPUTE

@@ -48,20 +48,22 @@ def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[d
     chance = random.Random(f"{seed} {world} {mode}")
     micro_batches = 2 * world if mode == "weak" else 6
     events: list[dict[str, Any]] = []
-    for stretch in range(12):
+    for interval in range(12):
         compute = 0.040 * math.ceil(micro_batches / world) * crowded * chance.gauss(1, 0.004)
-        wires = [all_reduce_seconds(size, world, SLOW) for size in (*BUCKETS, 48)]
-        exposed = wires[1] + max(0.0, wires[0] - 0.020) + wires[2]
+        network_times = [all_reduce_seconds(size, world, SLOW) for size in (*BUCKETS, 48)]
+        exposed = network_times[1] + max(0.0, network_times[0] - 0.020) + network_times[2]
         segments = {
             "input": 0.0, "forward": 0.4 * compute, "backward": 0.5 * compute, "optimizer": 0.1 * compute,
             "communication": exposed, "waiting": 0.0, "checkpoint": 0.0, "other": 0.0,
         }  # fmt: skip
-        slow = 5.0 if stretch == 0 else 1.0  # caches are cold
+        slow = 5.0 if interval == 0 else 1.0  # caches are cold
         collectives = [
             {"name": name, "bytes": size, "wire_seconds": seconds}
-            for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 304), wires, strict=True)
+            for name, size, seconds in zip(
+                ("bucket 0", "bucket 1", "commit"), (*BUCKETS, 304), network_times, strict=True
+            )
         ]
-        at = {"time": 1.7e9 + stretch, "step": 2 * stretch + 2}
+        at = {"time": 1.7e9 + interval, "step": 2 * interval + 2}
         events.append({"kind": "step", "step_seconds": slow * (compute + exposed)} | at)
         events.append({
             "kind": "timing", "steps": 2, "nodes": list(range(world)), "collectives": collectives if world > 1 else [],
@@ -79,7 +81,7 @@ def point_of(world: int, mode: str, **more: Any) -> ScalingPoint:
 
 def test_a_point_leaves_the_warm_up_out_and_prices_an_epoch() -> None:
     point = point_of(3, "weak")
-    assert point.step_seconds == pytest.approx(0.080 + point.wire_seconds, rel=0.01)
+    assert point.step_seconds == pytest.approx(0.080 + point.network_seconds, rel=0.01)
     assert point.compute_seconds == pytest.approx(0.080, rel=0.01)
     assert point.global_batch == 768
     assert point.usd_per_epoch == pytest.approx(3 * 3.06 / 3600 * point.step_seconds * math.ceil(98_538 / 768))
@@ -92,7 +94,7 @@ def test_efficiency_is_the_pace_of_a_rank_against_that_of_one_alone() -> None:
     points = [point_of(world, mode) for mode in ("weak", "strong") for world in (1, 2, 3)]
     weak, strong = efficiency(points, "weak"), efficiency(points, "strong")
     assert weak[1] == strong[1] == 1
-    expected = 0.080 / (0.080 + point_of(3, "weak").wire_seconds)
+    expected = 0.080 / (0.080 + point_of(3, "weak").network_seconds)
     assert weak[3] == pytest.approx(expected, rel=0.01)
     assert strong[2] > weak[2], "more to compute for the same to send: a step of three is shared by two"
 

@@ -47,12 +47,12 @@ def steps(last: int, seconds: float, began: float = BEGAN + 60, every: int = 10)
     ]
 
 
-def projected(stretches: list[NodeUsage], events: list[dict[str, Any]], the_plan: Any = None) -> Projection:
-    return project(CostTracker("c", stretches, "dedicated"), the_plan or plan(), ProgressRate().after(events))
+def projected(intervals: list[NodeUsage], events: list[dict[str, Any]], the_plan: Any = None) -> Projection:
+    return project(CostTracker("c", intervals, "dedicated"), the_plan or plan(), ProgressRate().after(events))
 
 
 @pytest.mark.parametrize(
-    ("stretches", "events", "seconds", "counts"),
+    ("intervals", "events", "seconds", "counts"),
     [
         ([], [], 3600, False),  # nothing has happened: the estimate
         (usage(50), [], 3600, False),  # starting, as planned
@@ -62,8 +62,8 @@ def projected(stretches: list[NodeUsage], events: list[dict[str, Any]], the_plan
         (usage(3200), steps(1000, 3.0), 3240, True),  # all steps done
     ],
 )
-def test_the_cost_at_the_end(stretches, events, seconds, counts):
-    found = projected(stretches, events)
+def test_the_cost_at_the_end(intervals, events, seconds, counts):
+    found = projected(intervals, events)
     assert found.at_end is not None
     assert found.at_end.low <= found.at_end.expected <= found.at_end.high
     assert found.counts is counts
@@ -71,11 +71,11 @@ def test_the_cost_at_the_end(stretches, events, seconds, counts):
 
 
 def test_a_lost_node_slows_the_rest_down_and_is_not_paid_for():
-    stretches = [
+    intervals = [
         NodeUsage(node_id=0, sku=V100, started_at=BEGAN, ended_at=BEGAN + 1860),
         NodeUsage(node_id=1, sku=V100, started_at=BEGAN, ended_at=BEGAN + 1060),
     ]
-    found = projected(stretches, steps(500, 2.0) + steps(700, 4.0, began=BEGAN + 1060 - 2000)[50:])
+    found = projected(intervals, steps(500, 2.0) + steps(700, 4.0, began=BEGAN + 1060 - 2000)[50:])
     assert found.at_end is not None
     left = 300 * 4.0 + 0.3 * (4 * 20 + 10 * 1) + 40
     assert found.at_end.expected == pytest.approx(HOURLY * (1860 + 1060 + left) / 3600, rel=0.01)
@@ -109,7 +109,7 @@ def stays(node: int, *times: tuple[float, float]) -> list[NodeUsage]:
 
 
 @pytest.mark.parametrize(
-    ("stretches", "events", "node_seconds"),
+    ("intervals", "events", "node_seconds"),
     [
         (  # one node, then two that are twice as fast
             stays(0, (0, 680)) + stays(1, (500, 680)),
@@ -128,8 +128,8 @@ def stays(node: int, *times: tuple[float, float]) -> list[NodeUsage]:
         ),
     ],
 )
-def test_worlds_and_launches_that_change_cost_by_the_step_what_each_step_cost(stretches, events, node_seconds):
-    found = projected(stretches, events, plan(phases={}))
+def test_worlds_and_launches_that_change_cost_by_the_step_what_each_step_cost(intervals, events, node_seconds):
+    found = projected(intervals, events, plan(phases={}))
     assert found.at_end is not None
     assert found.at_end.expected == pytest.approx(HOURLY * node_seconds / 3600, rel=0.001)
 
@@ -151,14 +151,14 @@ def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_i
 )
 def test_any_history_has_an_end_that_costs_no_less_than_what_was_paid(stays, reports):
     """Restarts, nodes lost, steps done anew, clocks that step."""
-    stretches = [
+    intervals = [
         NodeUsage(node_id=node, sku=V100, started_at=BEGAN + at, ended_at=BEGAN + at + took) for node, at, took in stays
     ]
     events = [
         {"kind": "step", "time": BEGAN + at, "step": step, "step_seconds": took}
         for step, took, at in sorted(reports, key=lambda report: report[2])
     ]
-    found = projected(stretches, events)
+    found = projected(intervals, events)
     assert found.at_end is not None
     assert 0 <= found.so_far <= found.at_end.low <= found.at_end.expected <= found.at_end.high
     assert found.at_end.high < float("inf")
@@ -228,9 +228,9 @@ REST, WHOLE = rest_of(100.0), rest_of(200.0)
 
 
 def test_each_change_has_its_dollars_from_this_runs_figures():
-    slow_wire = Simulation(windows=14, buckets=(60_000_000,)).events()
+    slow_network = Simulation(windows=14, buckets=(60_000_000,)).events()
     found = savings(
-        REST, WHOLE, settled(windows(slow_wire)), slow_wire, {"batch_size_per_gpu": 64}, price_table(), TODAY
+        REST, WHOLE, settled(windows(slow_network)), slow_network, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
     by_name = {item.option.kind: item.option for item in found}
     assert set(by_name) == {"fewer nodes", "other SKU", "low priority", "smaller model", "larger batch"}
@@ -246,11 +246,15 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
     assert "**fewer nodes**" in saving_table(found)
     assert all(item.text.startswith(f"{item.option.kind}: ") for item in found)
 
-    quick_wire = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
-    other = savings(REST, WHOLE, settled(windows(quick_wire)), quick_wire, {"max_steps": 100}, price_table(), TODAY)
+    quick_network = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
+    other = savings(
+        REST, WHOLE, settled(windows(quick_network)), quick_network, {"max_steps": 100}, price_table(), TODAY
+    )
     others = {item.option.kind: item.option.saved_usd for item in other}
     assert "larger batch" not in others, "of a fixed number of steps"
-    assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].saved_usd / 2, "hardly anything is lost to the wire"
+    assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].saved_usd / 2, (
+        "hardly anything is lost to communication"
+    )
 
 
 def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
@@ -264,9 +268,9 @@ def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_s
 def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_start():
     events, began = steps(500, 3.0), BEGAN
     the_plan = plan(job={"training": {"checkpoint_frequency": 100}})
-    stretches = usage(1560, began=began)
-    made = projected(stretches, events, the_plan)
-    nodes = paid_nodes([*stretches, *usage(10, nodes=5)], price_table(), "dedicated")
+    intervals = usage(1560, began=began)
+    made = projected(intervals, events, the_plan)
+    nodes = paid_nodes([*intervals, *usage(10, nodes=5)], price_table(), "dedicated")
     assert (nodes.node_count, nodes.price.sku) == (2, V100), "nodes that have left are paid for no more"
     rest, whole = rest_and_whole(nodes, made, the_plan, ProgressRate().after(events))
     assert made.at_end

@@ -59,7 +59,7 @@ def test_the_report_of_a_job_with_a_slow_node():
     assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3)
     assert sum(report.segment_shares.values()) == pytest.approx(1)
     assert report.communication is not None
-    assert report.communication.wire_share < 0.05 < report.communication.waiting_share
+    assert report.communication.network_share < 0.05 < report.communication.waiting_share
     assert report.communication.latency_milliseconds == pytest.approx(0.4, rel=0.1)
     assert report.communication.overlap == pytest.approx(0.5, abs=0.1)
     assert [rank.node_id for rank in report.ranks] == [10, 11, 12]

@@ -41,7 +41,7 @@ def gradient(rank: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_gradients_on_the_wire(alive: list[Rank], authority: Authority, encrypted: bool) -> None:
+def test_gradients_on_the_network(alive: list[Rank], authority: Authority, encrypted: bool) -> None:
     tls = authority.node() if encrypted else None
     with listening() as listener, Tap(listener.getsockname()) as tap:
         alive += [

@@ -62,7 +62,7 @@ sys.stdin.readline()
 def large_dataset(folder: Path, megabytes: int) -> Path:
     """As if it had been unpacked already; in each row stands its number."""
     rows = megabytes * 10**6 // (4 * (FEATURES + 1))
-    cut = rows // 3  # two stretches
+    cut = rows // 3  # two segments
     names = [f"f{number}" for number in range(FEATURES)]
     splits = {"train": {"first": "2000-01-01", "last": "2010-01-01"}}
     segments = [

@@ -81,7 +81,7 @@ def samples_in(ranges: list[tuple[int, int]]) -> set[int]:
 
 @given(order=block_orders)
 def test_with_blocks_a_group_of_positions_is_a_group_of_blocks(order: BlockOrder) -> None:
-    """A permutation, in which whatever is read at a time lies in so many stretches of the dataset."""
+    """A permutation, in which whatever is read at a time lies in so many segments of the dataset."""
     positions = np.arange(order.size)
     samples = order.samples(positions)
     assert np.array_equal(np.sort(samples), positions)

@@ -55,14 +55,14 @@ def choice(step: MeasuredStep, link: Link, present: str = PLAIN) -> str:
     return choose(present, expect(step, link, KNOWN, {}))
 
 
-def test_where_the_wire_is_slow_most_is_saved_and_where_it_is_quick_nothing_is_changed() -> None:
+def test_where_the_network_is_slow_most_is_saved_and_where_it_is_quick_nothing_is_changed() -> None:
     assert choice(LARGE, SLOW) == "topk"
     assert choice(LARGE, FAST) == PLAIN
     between = Link(latency_seconds=2e-4, seconds_per_byte=1e-8)
     assert choice(LARGE, between) == "fp16", "rounding is enough: the rest is not worth another gradient"
 
 
-def test_wire_that_is_hidden_is_no_reason_to_compress() -> None:
+def test_network_that_is_hidden_is_no_reason_to_compress() -> None:
     """All but a small last bucket is summed while the backward pass computes, however slow the link."""
     random = np.random.default_rng(0)
     for _ in range(300):
@@ -152,17 +152,23 @@ class Simulated:
         means = KNOWN[self.automatic.present]
         names = [*(f"bucket {number}" for number in range(len(self.buckets))), "commit"]
         sizes = [round(means.bytes_share * bucket.nbytes) for bucket in self.buckets] + [56]
-        wires = [link.latency_seconds + max(0, size - self.burst) * link.seconds_per_byte + stall for size in sizes]
+        network_times = [
+            link.latency_seconds + max(0, size - self.burst) * link.seconds_per_byte + stall for size in sizes
+        ]
         cost = means.cost_per_byte * sum(bucket.nbytes for bucket in self.buckets)
-        return self.see(dict(zip(names, zip(sizes, wires, strict=True), strict=True)), sum(wires) + cost, steps)
+        return self.see(
+            dict(zip(names, zip(sizes, network_times, strict=True), strict=True)), sum(network_times) + cost, steps
+        )
 
-    def see(self, wires: dict[str, tuple[int, float]], exposed: float, steps: int = 10) -> dict[str, Any] | None:
-        """``wires``: bytes and seconds of each collective."""
-        values = np.zeros((3, steps, len(FIELDS) + 2 * len(wires)))
+    def see(
+        self, network_times: dict[str, tuple[int, float]], exposed: float, steps: int = 10
+    ) -> dict[str, Any] | None:
+        """``network_times``: bytes and seconds of each collective."""
+        values = np.zeros((3, steps, len(FIELDS) + 2 * len(network_times)))
         values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = self.computing, exposed
-        values[:, :, len(FIELDS) :: 2] = [seconds for _, seconds in wires.values()]
+        values[:, :, len(FIELDS) :: 2] = [seconds for _, seconds in network_times.values()]
         self.seconds += steps * (self.computing + exposed)
-        window = TimingWindow(values, tuple((name, bytes_) for name, (bytes_, _) in wires.items()))
+        window = TimingWindow(values, tuple((name, bytes_) for name, (bytes_, _) in network_times.items()))
         return self.automatic.review(window, self.buckets)
 
 
@@ -245,7 +251,7 @@ def test_one_that_was_given_up_in_a_bad_moment_gets_another_chance() -> None:
     assert choices([world.window(SLOW) for _ in range(300)])[-1] == "topk"
 
 
-def test_short_windows_and_a_quick_wire_lead_to_no_trial() -> None:
+def test_short_windows_and_a_quick_network_lead_to_no_trial() -> None:
     short = Simulated(0.1, (4_000_000,))
     assert [short.window(SLOW, LEAST_STEPS - 1) for _ in range(5)] == [None] * 5
     quick = Simulated(0.1, (40_000,))

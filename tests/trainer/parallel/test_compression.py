@@ -265,21 +265,21 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
 def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
     worlds: Callable[[int], list[World]],
 ) -> None:
-    """What they are told of their steps is nearly all wire, at 4 kB/s; what they sound is this machine's loopback."""
+    """What they are told of their steps is nearly all communication, at 4 kB/s; what they sound is the loopback."""
     bytes_ = 400_000
 
-    def window(wire: float) -> TimingWindow:
+    def window(seconds: float) -> TimingWindow:
         values = np.zeros((4, 10, len(FIELDS) + 4))
-        values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 1.0, wire
-        values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = wire, 0.0001
+        values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 1.0, seconds
+        values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = seconds, 0.0001
         return TimingWindow(values, (("bucket 0", bytes_), ("commit", 56)))
 
     def work(world: World) -> Any:
         automatic = Automatic(world, NODES, 0.01, may_drop=True)
         told = []
         for number in range(200):
-            wire = 100.0 if automatic.present == "allreduce" else 20.0
-            told.append(automatic.review(window(wire), [torch.zeros(bytes_ // 4)]))
+            seconds = 100.0 if automatic.present == "allreduce" else 20.0
+            told.append(automatic.review(window(seconds), [torch.zeros(bytes_ // 4)]))
             if number > 1 and automatic.present == "allreduce":
                 break
         assert world.group is not None

@@ -10,18 +10,18 @@ from trainer.performance.link import Link
 from trainer.performance.step import StepParts, exposed_seconds
 
 
-def play(wires: list[float], hiding: float) -> float:
+def play(network_times: list[float], hiding: float) -> float:
     """Sums go one after the other; all but the last are ready at once, the last when the backward pass is done."""
-    clock = sum(wires[:-1])
-    return max(clock, hiding) + wires[-1] - hiding
+    clock = sum(network_times[:-1])
+    return max(clock, hiding) + network_times[-1] - hiding
 
 
 def test_what_is_exposed_is_what_is_left_when_the_backward_pass_is_done() -> None:
     chance = random.Random(1)
     for _ in range(500):
-        wires = [chance.uniform(0, 0.1) for _ in range(chance.randint(1, 6))]
+        network_times = [chance.uniform(0, 0.1) for _ in range(chance.randint(1, 6))]
         hiding = chance.choice([0.0, chance.uniform(0, 0.5)])
-        assert exposed_seconds(wires, hiding) == pytest.approx(play(wires, hiding), abs=1e-12)
+        assert exposed_seconds(network_times, hiding) == pytest.approx(play(network_times, hiding), abs=1e-12)
 
 
 def test_the_last_sum_never_hides_and_without_sums_nothing_is_exposed() -> None:

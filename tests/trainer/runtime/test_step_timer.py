@@ -34,7 +34,7 @@ from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, d
 
 CPU = torch.device("cpu")
 STEP = {"input": 0.01, "forward": 0.2, "backward": 0.3, "optimizer": 0.05, "other": 0.01, "samples": 64}
-WIRE = 0.02
+NETWORK = 0.02
 
 
 def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, **changes: Any) -> TimingWindow:
@@ -51,9 +51,9 @@ def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, *
 def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> None:
     """Rank 1 takes 50 ms longer: the others' own clocks would blame the network for it."""
     found = summarize_window(
-        window([[WIRE + 0.05] * 4, [WIRE] * 4, [WIRE + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh"
+        window([[NETWORK + 0.05] * 4, [NETWORK] * 4, [NETWORK + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh"
     )
-    assert found["segments"]["communication"] == pytest.approx([WIRE] * 3)
+    assert found["segments"]["communication"] == pytest.approx([NETWORK] * 3)
     assert found["segments"]["waiting"] == pytest.approx([0.05, 0, 0.05])
     assert found["typical"]["late"] == pytest.approx([0, 0.05, 0])
     assert found["typical"]["compute"] == pytest.approx([0.55, 0.6, 0.55])
@@ -63,12 +63,12 @@ def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> 
     assert (found["steps"], found["samples"]) == (4, [256, 256, 256])
 
 
-def test_the_wire_is_the_least_of_each_step_though_ranks_take_turns_in_being_late() -> None:
-    exposed = np.full((3, 6), WIRE + 0.09)
+def test_the_network_is_the_least_of_each_step_though_ranks_take_turns_in_being_late() -> None:
+    exposed = np.full((3, 6), NETWORK + 0.09)
     for step in range(6):
-        exposed[step % 3, step] = WIRE
+        exposed[step % 3, step] = NETWORK
     found = summarize_window(window(exposed.tolist()), "mesh")
-    assert found["segments"]["communication"] == pytest.approx([WIRE] * 3), "a minimum of means would be 0.08"
+    assert found["segments"]["communication"] == pytest.approx([NETWORK] * 3), "a minimum of means would be 0.08"
     assert found["segments"]["waiting"] == pytest.approx([0.06] * 3)
     assert found["typical"]["late"] == pytest.approx([0] * 3), "no rank is late as a rule"
 
@@ -82,7 +82,9 @@ def test_a_network_that_is_slow_for_all_is_no_rank_s_fault() -> None:
 def test_ranks_with_more_work_are_late_by_it() -> None:
     """Three micro-batches on two ranks: one has two of them."""
     slow, fast = 0.4, 0.2
-    found = summarize_window(window([[WIRE] * 5, [WIRE + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh")
+    found = summarize_window(
+        window([[NETWORK] * 5, [NETWORK + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh"
+    )
     assert found["samples"] == [640, 320]
     assert found["typical"]["late"] == pytest.approx([0.5, 0])
     assert found["segments"]["waiting"] == pytest.approx([0, 0.5])
@@ -95,7 +97,7 @@ def test_a_single_rank_neither_communicates_nor_waits() -> None:
     assert found["collectives"] == []
 
 
-def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hides() -> None:
+def test_each_collective_has_its_network_its_waiting_and_what_the_backward_pass_hides() -> None:
     """The second step has no «bucket 1»."""
     sizes = (("bucket 0", 1000), ("bucket 1", 3000))
     gone = np.nan
@@ -105,12 +107,14 @@ def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hid
         [[0.2, 0.1, 0.30, 0.2], [0.1, 0.0, gone, gone], [0.1, 0.1, 0.23, 0.0]],
     ])  # fmt: skip
     first, second = summarize_window(window([[0.1] * 3] * 3, sizes, own), "mesh")["collectives"]
-    wire = (0.2 + 0.1 + 0.1) / 3
+    network = (0.2 + 0.1 + 0.1) / 3
     assert (first["name"], first["bytes"]) == sizes[0]
-    assert first["wire_seconds"] == pytest.approx(wire, abs=1e-6)
-    assert first["waiting_seconds"] == pytest.approx([1.2 / 3 - wire, 1.2 / 3 - wire, 0.4 / 3 - wire], abs=1e-6)
+    assert first["wire_seconds"] == pytest.approx(network, abs=1e-6)
+    assert first["waiting_seconds"] == pytest.approx(
+        [1.2 / 3 - network, 1.2 / 3 - network, 0.4 / 3 - network], abs=1e-6
+    )
     assert first["overlapped_seconds"] == pytest.approx([1.0 / 3, 0.2, 0.2 / 3], abs=1e-6)
-    assert first["bandwidth_bytes_per_second"] == pytest.approx(2 * 2 / 3 * 1000 / wire, rel=1e-3)
+    assert first["bandwidth_bytes_per_second"] == pytest.approx(2 * 2 / 3 * 1000 / network, rel=1e-3)
     assert second["wire_seconds"] == pytest.approx(0.25)
     assert second["waiting_seconds"] == pytest.approx([0, 0.03, 0.015])
     star, _ = summarize_window(window([[0.1] * 3] * 3, sizes, own), "star")["collectives"]
@@ -188,7 +192,7 @@ def test_a_step_that_failed_leaves_no_time_behind_and_one_that_is_done_ends_wher
     assert len(off.take()) == 1
 
 
-def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
+def test_links_are_probed_where_the_network_takes_long_and_not_often() -> None:
     assert not is_probe_due([0.9, 0.9], 20, 0), "the first steps of a world say little"
     assert is_probe_due([0.05, 0.15, 0.15], 30, 0)
     assert not is_probe_due([0.05, 0.05, 0.15], 30, 0)
