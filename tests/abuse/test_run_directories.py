@@ -83,7 +83,7 @@ def written(tmp_path: Path) -> Callable[..., RunDir]:
     return write
 
 
-QUICK = {"pipe", "device", "half a character", "NaN", "400 MB", "other type"}
+QUICK = {"pipe", "device", "half a character", "NaN", "400 MB", "other type", "twice"}
 """Kinds of damage whose proof is repeated each time; all are in what takes long."""
 
 
@@ -101,12 +101,12 @@ def test_every_kind_of_damage_to_how_a_job_stands_is_a_row(stage: Stage, name: s
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("job.json", "400 MB"), ("events", "400 MB"), ("nodes", "huge"), ("membership", "pipe"),
+        ("job.json", "400 MB"), ("job.json", "twice"), ("events", "400 MB"), ("nodes", "huge"), ("membership", "pipe"),
         ("logs/node-0.log", "device"), ("logs/node-0.log", "escapes"),
         *(
             pytest.param(file, name, marks=pytest.mark.long)
             for file in ("job.json", "events", "nodes", "membership", "logs/node-0.log")
-            for name in ("pipe", "device", "400 MB", "half a character", "NaN", "folder", "escapes")
+            for name in ("pipe", "device", "400 MB", "half a character", "NaN", "twice", "folder", "escapes")
         ),
     ],
 )  # fmt: skip
