@@ -98,13 +98,18 @@ def test_processes_that_come_together_build_the_cache_once(dataset: Path, tmp_pa
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
-@pytest.mark.parametrize("fault", ["array cut short", "no list", "empty list", "array missing"])
+@pytest.mark.parametrize("fault", ["array cut short", "other bytes", "no list", "empty list", "array missing"])
 def test_a_damaged_cache_is_built_anew(dataset: Path, tmp_path: Path, fault: str) -> None:
     whole = DataShardManager(str(dataset), tmp_path)
     expected, _ = whole.gather(np.array([100]))
     expected = expected.clone()
     if fault == "array cut short":
         os.truncate(whole.folder / "features.npy", 5000)
+    elif fault == "other bytes":
+        path = whole.folder / "features.npy"
+        content = bytearray(path.read_bytes())
+        content[1000:] = bytes(len(content) - 1000)  # zeros behind the header
+        path.write_bytes(content)
     elif fault == "array missing":
         (whole.folder / "target.npy").unlink()
     elif fault == "no list":
