@@ -51,7 +51,7 @@ def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
                 "DTRAIN_STORAGE": "az://dtrain/team",
                 "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
                 "DTRAIN_AZURE_POLL_SECONDS": "1",
-                "DTRAIN_NODES": "3",
+                "DTRAIN_NODES": "2",
                 "PYTHONPATH": os.pathsep.join([cloud.environment["PYTHONPATH"], str(ROOT)]),
             },
         )

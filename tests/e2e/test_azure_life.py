@@ -24,7 +24,7 @@ from .conftest import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(340)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(340)]
 
 
 def test_a_job_outlives_its_killed_run_is_found_again_and_ends_with_a_terminated_one(tmp_path: Path) -> None:
