@@ -1,4 +1,7 @@
-"""``mlflow models serve`` without identity, secrets or network: ``python -I`` runs this file with a JSON order.
+"""MLflow's scoring server without identity, secrets or network: ``python -I`` runs this file with a JSON order.
+
+It is the server that ``mlflow models serve --env-manager local`` starts, by the same command, but in this process: the
+command line of MLflow would cost another interpreter and 3 s of a CPU.
 
 The model's own code runs in the server. Its process is in a network namespace with a loopback of its own, which no
 other process reaches and from which nothing is reached. Requests come through one socket, made outside, whose
@@ -14,6 +17,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shlex
 import socket
 import struct
 import sys
@@ -42,8 +46,13 @@ def main(order_file: str) -> None:
     if sandbox.forbid_calls(serves=True):
         held.append("calls")
     Path(order["held"]).write_text(json.dumps(held))
-    sys.argv = ["mlflow", *order["arguments"]]
-    runpy.run_module("mlflow", run_name="__main__")
+    from mlflow.pyfunc import scoring_server  # not above: it starts threads
+
+    host: Any = HOST  # annotated as a number there
+    command, environment = scoring_server.get_cmd(order["model"], order["port"], host, nworkers=1)
+    os.environ.update(environment)
+    sys.argv = shlex.split(command)
+    runpy.run_module(sys.argv[0], run_name="__main__")
 
 
 def _enter(order: dict[str, Any], outside: socket.socket) -> None:

@@ -92,7 +92,8 @@ class ServingCheck:
 
 @contextlib.contextmanager
 def scoring_server(model_uri: str, tracking_uri: str, *, timeout_seconds: float = 120.0) -> Iterator[ScoringServer]:
-    """Run ``mlflow models serve`` on a free port of loopback until the block ends; then no process of it is left.
+    """Run the server of ``mlflow models serve`` on a free port of loopback until the block ends; then no process of it
+    is left.
 
     ``model_uri``: a folder, or ``models:/NAME/VERSION``, whose files are fetched first and have to be those that were
     registered. The server runs in an empty folder, without ``PYTHONPATH``, and without identity, secrets or network
@@ -146,14 +147,13 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
         log_path, held, empty = (scratch / name for name in ("server.log", "held.json", "empty"))
         empty.mkdir()
         held.touch()
-        arguments = ["models", "serve", "--model-uri", str(folder), "--env-manager", "local"]
         order = {
             "sandbox": str(Path(runner.__file__).with_name("sandbox.py")),
-            "arguments": [*arguments, "--host", HOST, "--port", str(port), "--workers", "1"],
+            "model": str(folder),
             "port": port,
             "socket": outside.fileno(),
             "held": str(held),
-            "readable": [str(folder), str(empty), "/bin"],
+            "readable": [str(folder), str(empty)],
             "writable": [str(held), str(empty)],
             "memory_bytes": max(2 << 30, psutil.virtual_memory().total // 2),
             "cpu_seconds": SERVER_CPU_SECONDS,
@@ -162,8 +162,6 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
         order_path = scratch / "order.json"
         order_path.write_text(json.dumps(order))
         environment = runner.clean_environment(empty, min(4, os.cpu_count() or 1))
-        # `mlflow models serve` starts uvicorn by its bare name.
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-I", str(Path(__file__).with_name("serve_isolated.py")), str(order_path)],
