@@ -101,7 +101,7 @@ def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
 
 
 @dataclass
-class Bench:
+class BenchmarkHome:
     """A home of its own, in which everything up to the plan is materialized."""
 
     home: Path
@@ -208,7 +208,7 @@ def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return start, (rest * (1 / count + mean**2 / spread)) ** 0.5, slope
 
 
-def runs(bench: Bench, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
+def runs(bench: BenchmarkHome, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Train under Dagster and bare alternately, short and long; return what the former costs more."""
     rows, marks = [], []
     for steps in lengths:
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     load_before, spent = os.getloadavg()[0], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orchestration-") as temporary:
-        bench = Bench(Path(options.keep or temporary) / "home", options.ranks)
+        bench = BenchmarkHome(Path(options.keep or temporary) / "home", options.ranks)
         lengths = (options.short, options.long)
         parts = {"loads": lambda: loads(options.loads, bench.log), "runs": lambda: runs(bench, options.rounds, lengths)}
         figures, failed = in_parts(parts)

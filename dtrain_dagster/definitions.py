@@ -60,7 +60,7 @@ def build_defs(
     return dg.Definitions(
         assets=ASSETS,
         asset_checks=[
-            dataset.canaries,
+            dataset.leakage_checks,
             estimate_check.estimate_scored,
             champion_check.champion_holds,
             *([registry.endpoint_compatible] if settings.endpoint else []),

@@ -19,7 +19,7 @@ from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings.environment import load_settings
 from trainer.storage.open import open_storage
 
-CANARY_SECONDS = 300
+LEAKAGE_CHECK_SECONDS = 300
 
 
 class PricesConfig(dg.Config):
@@ -168,12 +168,12 @@ def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
         ),
     ],
 )
-def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
+def leakage_checks(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
     """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
     storage = open_storage(sharded_dataset.uri)
-    name = f"canaries-{code_version()}.json"
+    name = f"canaries-{code_version()}.json"  # the name of older datasets too
     if not storage.exists(name):
-        storage.write(name, _run_canaries(project, sharded_dataset.uri))
+        storage.write(name, _run_leakage_checks(project, sharded_dataset.uri))
     report = json.loads(storage.read(name))
     figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
     for check, reasons in report["checks"].items():
@@ -181,12 +181,12 @@ def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterabl
         yield dg.AssetCheckResult(check_name=check, asset_key="sharded_dataset", passed=not reasons, metadata=metadata)
 
 
-def _run_canaries(project: ProjectResource, uri: str) -> bytes:
+def _run_leakage_checks(project: ProjectResource, uri: str) -> bytes:
     """Return the JSON report of the leakage checks, which run in a process of their own: torch stays out of this
     one."""
     command = [sys.executable, "-m", "trainer.evaluation.leakage_check", "--dataset", uri]
     environment = os.environ | project.trainer_env()
-    done = subprocess.run(command, capture_output=True, timeout=CANARY_SECONDS, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=LEAKAGE_CHECK_SECONDS, env=environment, check=False)
     if done.returncode != 0:
         raise dg.Failure(f"the leakage checks could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
     return done.stdout.splitlines()[-1]

@@ -264,13 +264,13 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
     """Return the check that the trainer's records add up to the number of samples in the dataset's manifest."""
-    from trainer.data.coverage import unproven  # numpy, which the code location does not need to load
+    from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
     from trainer.data.manifest import load_manifest
     from trainer.storage.open import open_storage
 
     manifest = load_manifest(open_storage(plan.job["dataset"]["uri"]))
     count, epochs = manifest["samples"]["train"], result["consumed"]
-    wrong = unproven(epochs, count, whole_epochs=int(result["epochs"]))
+    wrong = find_coverage_errors(epochs, count, whole_epochs=int(result["epochs"]))
     return dg.AssetCheckResult(
         check_name="every_sample_used_once",
         passed=not wrong,

@@ -252,7 +252,7 @@ def claim_retraining(storage: Storage, key: str, now: float) -> str:
     if held["key"] != key and abs(now - held_at) < CLAIM_SECONDS:
         return str(held["key"])
     mine = json.dumps({"key": key, "at": now, "clock": reading}).encode()
-    return "" if storage.swap(CLAIM, known, mine) else "another cause"
+    return "" if storage.compare_and_swap(CLAIM, known, mine) else "another cause"
 
 
 def _trainings(

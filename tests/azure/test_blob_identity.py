@@ -23,8 +23,8 @@ def test_an_identity_opens_storage_without_a_key(
     storage.create("a/once", b"1")
     with pytest.raises(FileExistsError):
         storage.create("a/once", b"2")
-    assert storage.swap("a/pointer", None, b"1")
-    assert storage.swap("a/pointer", b"1", b"2")
+    assert storage.compare_and_swap("a/pointer", None, b"1")
+    assert storage.compare_and_swap("a/pointer", b"1", b"2")
     assert storage.read("large") == b"x" * 4500
     assert storage.list() == ["a", "large"]
     storage.delete("a")

@@ -36,7 +36,7 @@ except FileExistsError:
     pass
 while done < 15:
     now = storage.read("number")
-    done += storage.swap("number", now, b"%d" % (int(now) + 1))
+    done += storage.compare_and_swap("number", now, b"%d" % (int(now) + 1))
 """
 
 WITHOUT_AZURE = """
@@ -109,7 +109,7 @@ def test_the_verbs_do_what_they_do_in_a_folder(storage: Storage) -> None:
 
 def test_it_is_no_folder_of_this_machine(storage: Storage) -> None:
     assert not storage.is_local
-    storage.require_swap()
+    storage.require_compare_and_swap()
     storage.sweep("checkpoints", 0)
     with pytest.raises(ValueError, match="not a folder of this machine"):
         storage.local_path("a")
@@ -123,15 +123,15 @@ def test_create_refuses_what_is_there_and_keeps_it(storage: Storage) -> None:
 
 
 def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
-    assert not storage.swap("a/pointer", b"something", b"one")
+    assert not storage.compare_and_swap("a/pointer", b"something", b"one")
     assert not storage.exists("a/pointer")
-    assert storage.swap("a/pointer", None, b"one")
-    assert not storage.swap("a/pointer", None, b"two")
-    assert not storage.swap("a/pointer", b"", b"two")
+    assert storage.compare_and_swap("a/pointer", None, b"one")
+    assert not storage.compare_and_swap("a/pointer", None, b"two")
+    assert not storage.compare_and_swap("a/pointer", b"", b"two")
     for number in range(30):  # more often than the blob keeps marks of
-        assert storage.swap("a/pointer", b"one" if not number else b"%d" % number, b"%d" % (number + 1))
+        assert storage.compare_and_swap("a/pointer", b"one" if not number else b"%d" % number, b"%d" % (number + 1))
     storage.write("a/pointer", b"by another way")
-    assert storage.swap("a/pointer", b"by another way", b"back")
+    assert storage.compare_and_swap("a/pointer", b"by another way", b"back")
     assert storage.read("a/pointer") == b"back"
 
 
@@ -211,10 +211,10 @@ def test_an_answer_that_is_lost_is_not_taken_for_somebody_elses_work(
     with pytest.raises(FileExistsError):
         storage.create("once", b"another's")
     proxy.faults = [Fault(kind, "PUT", "/pointer", times=2)]
-    assert storage.swap("pointer", None, b"one")
+    assert storage.compare_and_swap("pointer", None, b"one")
     proxy.faults = [Fault(kind, "PUT", "/pointer", times=2)]
-    assert storage.swap("pointer", b"one", b"two")
-    assert not storage.swap("pointer", b"one", b"three")
+    assert storage.compare_and_swap("pointer", b"one", b"two")
+    assert not storage.compare_and_swap("pointer", b"one", b"three")
     assert storage.read("pointer") == b"two"
     assert proxy.injected == [kind] * 5
 
@@ -231,10 +231,10 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
     def others_go_on(seconds: float) -> None:
         with BlobProxy(azurite.url) as another, monkeypatch.context() as patch:
             patch.setenv("AZURE_STORAGE_CONNECTION_STRING", another.environment["AZURE_STORAGE_CONNECTION_STRING"])
-            assert open_storage(storage.uri).swap("pointer", b"ours", b"theirs")
+            assert open_storage(storage.uri).compare_and_swap("pointer", b"ours", b"theirs")
 
     monkeypatch.setattr(retry, "sleep", others_go_on)
-    assert storage.swap("pointer", b"old", b"ours")
+    assert storage.compare_and_swap("pointer", b"old", b"ours")
     assert storage.read("pointer") == b"theirs"
 
 
@@ -256,7 +256,7 @@ def test_nothing_is_lost_or_done_twice_on_a_bad_network(
                 done = False
                 while not done:
                     now = storage.read("number")
-                    done = storage.swap("number", now, b"%d" % (int(now) + 1))
+                    done = storage.compare_and_swap("number", now, b"%d" % (int(now) + 1))
             with storage.stream(f"large/{writer}") as file:
                 file.write(data)
         except BaseException as error:

@@ -21,7 +21,7 @@ from worlds import Job, build
 from tests.azure.azurite import Azurite
 from tests.azure.blob_proxy import BlobProxy
 from trainer.checkpoint.manager import LATEST, CheckpointManager
-from trainer.data.coverage import unproven
+from trainer.data.coverage import find_coverage_errors
 from trainer.model.saved_model import load_saved_model
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
@@ -114,7 +114,7 @@ def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     for name, tensor in theirs.items():
         assert float((mine[name] - tensor).abs().max()) <= 1e-5 * largest, name
     assert result["consumed"] == whole.result()["consumed"]
-    assert unproven(result["consumed"], result["train_samples"], round(result["epochs"])) == []
+    assert find_coverage_errors(result["consumed"], result["train_samples"], round(result["epochs"])) == []
     steps = [item["step"] for item in job.events("step")]
     assert steps == sorted(set(steps))
     assert len(steps) >= STEPS - 1, "the sum for the step in which rank 0 died may have died with it"

@@ -17,7 +17,7 @@ from play import Outcome
 from torch import Tensor
 
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.data.coverage import unproven
+from trainer.data.coverage import find_coverage_errors
 from trainer.elastic.membership import Generation, generations
 from trainer.rundir import NodePresence, RunDir
 
@@ -90,7 +90,7 @@ def largest_difference(rundir: RunDir, reference: Reference) -> float:
 
 def wrong_samples(result: Mapping[str, Any], expected: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every sample once per epoch: as in the undisturbed run, and as the count alone tells."""
-    wrong = unproven(result["consumed"], result["train_samples"], tapes.EPOCHS)
+    wrong = find_coverage_errors(result["consumed"], result["train_samples"], tapes.EPOCHS)
     if result["steps"] != tapes.STEPS:
         wrong.append(f"{result['steps']} steps instead of {tapes.STEPS}")
     if result["consumed"] != expected:

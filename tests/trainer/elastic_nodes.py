@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from worlds import FORKS, OWN_PARTS, Job, be_rank
 
-from trainer.data.coverage import unproven
+from trainer.data.coverage import find_coverage_errors
 from trainer.elastic.membership import Generation, generations
 
 PATIENCE = 100.0
@@ -122,7 +122,7 @@ def assert_undisturbed(nodes: Nodes, whole: Job) -> None:
         assert float((mine[name] - tensor).abs().max()) <= 1e-5 * largest, name
     assert result["consumed"] == whole.result()["consumed"]
     epochs = round(result["epochs"])
-    assert unproven(result["consumed"], result["train_samples"], epochs) == []
+    assert find_coverage_errors(result["consumed"], result["train_samples"], epochs) == []
     assert len(result["consumed"]) == epochs > 0
     numbers = [generation.number for generation in nodes.history()]
     assert numbers == sorted(set(numbers))

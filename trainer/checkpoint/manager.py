@@ -63,7 +63,7 @@ class CheckpointManager:
 
     def __init__(self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None) -> None:
         self.storage = rundir.storage
-        self.storage.require_swap()
+        self.storage.require_compare_and_swap()
         self.keep = keep
         self.fingerprint = fingerprint
         self.id = uuid.uuid4().hex
@@ -297,7 +297,7 @@ class CheckpointManager:
                 if version:
                     pointer["manifest_version_id"] = version
             pointer["generation"] = generation
-            if self.storage.swap(name, data, json.dumps(pointer).encode()):
+            if self.storage.compare_and_swap(name, data, json.dumps(pointer).encode()):
                 return pointer
 
     def _prune(self, generation: int) -> None:

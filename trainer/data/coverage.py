@@ -45,7 +45,7 @@ def digest_of_all(count: int) -> int:
 
 
 @dataclass(slots=True)
-class Consumed:
+class EpochCoverage:
     """The number and the digest of the samples that committed steps used in one epoch."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Consumed:
     digest: int = 0
 
 
-def unproven(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
+def find_coverage_errors(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
     """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs,
     one sentence for each fault, none if every sample was used exactly once per epoch. An epoch that was cut short (by
     ``max_steps`` or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""

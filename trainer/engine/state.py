@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
-from trainer.data.coverage import Consumed, add
+from trainer.data.coverage import EpochCoverage, add
 from trainer.engine.step import TrainingStep
 
 
@@ -29,7 +29,7 @@ class Progress:
     """The last step after which the validation split was evaluated."""
     evaluations_without_improvement: int = 0
     early_stopped: bool = False
-    consumed: list[Consumed] = field(default_factory=list)
+    consumed: list[EpochCoverage] = field(default_factory=list)
     """The samples used in each epoch, the newest last; see `trainer.data.coverage`."""
 
     def commit(self, epoch: int, samples: int, digest: int) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self.step += 1
         self.samples_seen += samples
         if not self.consumed or self.consumed[-1].epoch != epoch:
-            self.consumed.append(Consumed(epoch))
+            self.consumed.append(EpochCoverage(epoch))
         last = self.consumed[-1]
         last.samples += samples
         last.digest = add(last.digest, digest)
@@ -66,7 +66,7 @@ class TrainingState:
         anything is changed, if it does not fit."""
         check_fits(state["model"], self.module.state_dict())
         progress = dict(state["progress"])
-        progress["consumed"] = [Consumed(**item) for item in progress["consumed"]]
+        progress["consumed"] = [EpochCoverage(**item) for item in progress["consumed"]]
         self.module.load_state_dict(state["model"])
         self.step.load_state_dict(state["step"])
         self.progress = Progress(**progress)

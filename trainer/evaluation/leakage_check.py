@@ -181,7 +181,7 @@ def constant_nll(shards: DataShardManager) -> float:
     return float(score_forecast(predictive_of(forecast), target)["nll"].mean())
 
 
-def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:
+def run_leakage_checks(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:
     """Run all three trials and return them with the verdict, ready for JSON."""
     started = time.monotonic()
     constant = constant_nll(shards)
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         shards = DataShardManager(options.dataset)
-        result = run_canaries(shards, options.steps)
+        result = run_leakage_checks(shards, options.steps)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -72,7 +72,7 @@ def open_folder(folder: Path, code: Path | None) -> FolderModel:
     return FolderModel(spec, Isolated(folder=folder, modules=modules, path=(code,) if code else ()))
 
 
-def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
+def reevaluate(saved: Forecaster, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
     """Return the model's NLL on the windows that end after this day, and by how much it is lower than each baseline's.
 
     ``nll`` is None if there is no such window, or the model forecasts no distribution. Raise ValueError if the model
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         saved = open_folder(options.model, options.code)
-        report = reassess(saved, DataShardManager(options.dataset), options.after)
+        report = reevaluate(saved, DataShardManager(options.dataset), options.after)
     except (ConfigError, IsolationError, ValueError, KeyError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

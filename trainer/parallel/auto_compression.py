@@ -2,12 +2,12 @@
 ranks.
 
 All ranks hold the same measurements of a window (`trainer.observability.comm_profiler.TimingWindow`), so they decide
-alike. `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` keeps the history, times the
-compression and sounds the link. The hooks themselves belong to `trainer.parallel.compression`.
+alike. `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `AutoCompression` keeps the history, times
+the compression and probes the link. The hooks themselves belong to `trainer.parallel.compression`.
 
 Small messages do not predict large ones: what top-k sends takes one latency, and passes within the burst that many
 links allow. So the time of larger messages is never extrapolated from them. It is what plain sums took when they were
-last seen, in steps or in a sounding, which sums one bucket uncompressed beside the training.
+last seen, in steps or in a bandwidth probe, which sums one bucket uncompressed beside the training.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ LEAST_STEPS, AGREEING, AT_ONCE = 5, 2, 2.0
 choice. One window is enough where steps with plain sums are expected to take more than `AT_ONCE` times as long as the
 best: there each window costs most."""
 SUMS = 2
-"""Sums of each size in a sounding. The last one counts: by then the burst that a link allows is used up."""
-SOUNDED_FIRST, GROWTH, SOUNDING_SECONDS = 16384, 8, 1.0
-"""A sounding begins with `SOUNDED_FIRST` numbers of a bucket and grows by `GROWTH` while the next sum is expected to
-take at most `SOUNDING_SECONDS`: a link that has become slower must not hold up the training, and fewer bytes show it as
+"""Sums of each size in a bandwidth probe. The last one counts: by then the burst that a link allows is used up."""
+PROBED_FIRST, GROWTH, PROBE_SECONDS = 16384, 8, 1.0
+"""A bandwidth probe begins with `PROBED_FIRST` numbers of a bucket and grows by `GROWTH` while the next sum is expected
+to take at most `PROBE_SECONDS`: a link that has become slower must not hold up the training, and fewer bytes show it as
 well."""
 REST, SHORTEST_REST, LONGEST_REST = 100, 10.0, 600.0
-"""The pause before the next look at all hooks: `REST` times the duration of a sounding, at least `SHORTEST_REST`
+"""The pause before the next look at all hooks: `REST` times the duration of a bandwidth probe, at least `SHORTEST_REST`
 seconds, twice as long after each look, at most `LONGEST_REST` seconds."""
 BY_NODE_LATENCIES = 2.0
 TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
+class CommCost:
     """The costs of one hook: what it sends for each byte of gradients, and how long it computes for that."""
 
     bytes_share: float = 1.0
@@ -78,14 +78,14 @@ class MeasuredStep(StepParts):
     """Seconds of communication that nothing hides, with what the present hook computes after the backward pass."""
 
 
-def exposed(step: MeasuredStep, link: Link, means: Means) -> float:
+def exposed(step: MeasuredStep, link: Link, means: CommCost) -> float:
     """Return the seconds for which sums are expected to hold up a step. The computation of compression is never hidden:
     it comes after the backward pass, or takes its time from it."""
     network = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
     return network + means.cost_per_byte * sum(step.buckets)
 
 
-def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
+def expect(step: MeasuredStep, link: Link, known: Mapping[str, CommCost], off: Mapping[str, float]) -> dict[str, float]:
     """Return the expected seconds of a step with each known hook. ``off`` holds what was measured beyond `exposed` with
     the hooks that have been used; the others are expected to be off by as much as plain sums."""
     usual = max(0.0, off.get(PLAIN, 0.0))
@@ -111,19 +111,19 @@ def is_settled(present: str, verdicts: Sequence[str], expected: Mapping[str, flo
 
 
 def rest_of(link: Link, bytes_: int, looks: int) -> float:
-    """Return the seconds until the next look at all hooks, after this many looks; a sounding sums ``bytes_``."""
+    """Return the seconds until the next look at all hooks, after this many looks; a bandwidth probe sums ``bytes_``."""
     first = max(SHORTEST_REST, REST * SUMS * link.seconds(bytes_))
     return max(first, min(LONGEST_REST, first * 2.0 ** min(looks, 20)))
 
 
-class Automatic:
+class AutoCompression:
     """The present choice of hook for a world, reviewed at the end of each of its windows."""
 
     def __init__(self, world: World, nodes: Sequence[int], fraction: float, may_drop: bool) -> None:
         """``nodes`` holds the node of each rank; ``may_drop`` allows top-k."""
         self.world, self.nodes, self.fraction, self.may_drop = world, nodes, fraction, may_drop
         self.present = PLAIN
-        self._known: dict[str, Means] = {PLAIN: Means()}
+        self._known: dict[str, CommCost] = {PLAIN: CommCost()}
         self._off: dict[str, float] = {}
         self._hiding = 0.0
         self._link = Link(latency_seconds=0.0, seconds_per_byte=0.0)
@@ -157,7 +157,7 @@ class Automatic:
         expected = self._expect(step)
         if self._is_look_due(expected, largest.nbytes):
             if self.present != PLAIN:
-                self._link = link_of(self._sound(largest))
+                self._link = link_of(self._probe_link(largest))
             self._off, self._age, self._looks = {}, 0.0, self._looks + 1
             expected = self._expect(step)
         self._verdicts.append(choose(self.present, expected))
@@ -186,22 +186,22 @@ class Automatic:
         return expect(step, self._link, self._known, self._off)
 
     def _is_look_due(self, expected: Mapping[str, float], bytes_: int) -> bool:
-        """Return whether to forget the measurements of other hooks, and to sound the link where steps do not show it.
+        """Return whether to forget the measurements of other hooks, and to probe the link where steps do not show it.
         That is due now and then, and sooner where old measurements say that the present hook should be given up."""
         if self.present == PLAIN:
             return len(self._off) > 1 and self._age >= rest_of(self._link, bytes_, self._looks)
         is_doubted = choose(self.present, expected) != self.present
         return self._age >= rest_of(self._link, bytes_, 0 if is_doubted else self._looks)
 
-    def _sound(self, bucket: Tensor) -> list[tuple[int, float]]:
+    def _probe_link(self, bucket: Tensor) -> list[tuple[int, float]]:
         """Return (bytes, seconds) of two plain sums without waiting for ranks: of one number, and of a tensor like this
         bucket, or like a part of it where the whole would take too long."""
         assert self.world.group is not None
-        numbers, *took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
+        numbers, *took = self.world.group.run("bandwidth probe", partial(_time_plain, bucket))
         quickest = [min(values) for values in zip(*self.world.all_gather_object(took), strict=True)]
         return list(zip((bucket.itemsize, int(numbers) * bucket.itemsize), quickest, strict=True))
 
-    def _try(self, bucket: Tensor, link: Link) -> dict[str, Means]:
+    def _try(self, bucket: Tensor, link: Link) -> dict[str, CommCost]:
         """Return the costs of the other hooks, timed on a tensor like this bucket on all ranks at once."""
         names = [name for name in GENTLE_FIRST[1:] if name != "topk" or self.may_drop]
         if not 1 < len(set(self.nodes)) < len(self.nodes):
@@ -210,14 +210,14 @@ class Automatic:
         assert self.world.group is not None
         took = self.world.group.run("trial of compression", partial(_time, hooks, bucket))
         slowest = [max(values) for values in zip(*self.world.all_gather_object(took), strict=True)]
-        found: dict[str, Means] = {}
+        found: dict[str, CommCost] = {}
         for (name, hook), seconds in zip(hooks.items(), slowest, strict=True):
             share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
             if name == "hierarchical":  # the time beyond that between nodes is spent within them
                 latencies = BY_NODE_LATENCIES
                 seconds -= link.seconds(share * bucket.nbytes, latencies)
             cost = max(0.0, seconds) / bucket.nbytes
-            found[name] = Means(bytes_share=share, latencies=latencies, cost_per_byte=cost)
+            found[name] = CommCost(bytes_share=share, latencies=latencies, cost_per_byte=cost)
         return found
 
 
@@ -251,12 +251,12 @@ def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
         return time.monotonic() - began
 
     latency = min(seconds_of(bucket[:1]) for _ in range(TRIALS))
-    numbers = min(SOUNDED_FIRST, bucket.numel())
+    numbers = min(PROBED_FIRST, bucket.numel())
     while True:
         seconds = [seconds_of(bucket[:numbers]) for _ in range(SUMS)][-1]
         longest = torch.tensor([seconds], dtype=torch.float64)
         transport.all_reduce(longest)  # so that all ranks end alike: no less than any of them has measured
-        if numbers == bucket.numel() or GROWTH * longest.item() > SOUNDING_SECONDS:
+        if numbers == bucket.numel() or GROWTH * longest.item() > PROBE_SECONDS:
             return [numbers, latency, seconds]
         numbers = min(GROWTH * numbers, bucket.numel())
 

@@ -21,7 +21,7 @@ from trainer.comm.group import CollectiveResult, CompletedCollective
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
-from trainer.parallel.auto_compression import Automatic
+from trainer.parallel.auto_compression import AutoCompression
 from trainer.parallel.buckets import Bucket, Buckets, divide
 from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
@@ -46,7 +46,7 @@ class GradientSynchronizer:
         self.step = 0
         self._nodes: list[int] = []
         self._hook: CommHook
-        self._automatic: Automatic | None = None
+        self._automatic: AutoCompression | None = None
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
@@ -78,7 +78,7 @@ class GradientSynchronizer:
         kind: str = self.config.communication
         if kind == "auto":
             may_drop = self.config.precision != "fp16"
-            self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
+            self._automatic = AutoCompression(self.world, self._nodes, self.config.topk_fraction, may_drop)
             kind = self._automatic.present
         self._hook = make_comm_hook(kind, self._nodes, self.config.topk_fraction)
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True

@@ -139,7 +139,7 @@ class BlobStorage(Storage):
             return properties.version_id
         raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))
 
-    def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
+    def compare_and_swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
         mark = uuid.uuid4().hex[:12]
         while True:
             try:
@@ -163,7 +163,7 @@ class BlobStorage(Storage):
                 if error.verdict is not AccessVerdict.CONFLICT:
                     raise
 
-    def require_swap(self) -> None:
+    def require_compare_and_swap(self) -> None:
         """Do nothing: ETags provide compare-and-swap."""
 
     def exists(self, name: str) -> bool:

@@ -165,13 +165,13 @@ class Storage:
             Path(temporary).unlink(missing_ok=True)
         return None
 
-    def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
+    def compare_and_swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
         """Replace a file only if its content is ``expected`` (None: if it is missing); return whether it was replaced.
 
         Of several writers, in any process, that expect the same content one succeeds, and none waits for a frozen one.
         Raise `ConfigError` for a file system that cannot do this.
         """
-        self.require_swap()
+        self.require_compare_and_swap()
         path = self.path(name)
         if self.is_local:
             return swap_file(path, expected, data)
@@ -181,8 +181,8 @@ class Storage:
             self.fs.pipe_file(path, data)
             return True
 
-    def require_swap(self) -> None:
-        """Raise `ConfigError`, which names the file system, if `swap` does not work on it."""
+    def require_compare_and_swap(self) -> None:
+        """Raise `ConfigError`, which names the file system, if `compare_and_swap` does not work on it."""
         from fsspec.implementations.memory import MemoryFileSystem
 
         if not self.is_local and not isinstance(self.fs, MemoryFileSystem):

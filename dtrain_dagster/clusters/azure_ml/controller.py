@@ -62,7 +62,7 @@ class JobController:
             if record is None:
                 first = launch_records.first_record(spec, got, spec.env, self.options.cluster_name, self.run_id)
                 self._mark(first)
-                if self.launches.swap(None, first):
+                if self.launches.compare_and_swap(None, first):
                     return self._put(first, got)
                 continue
             status = self.look(fresh=True)
@@ -79,7 +79,7 @@ class JobController:
                 continue
             again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
             self._mark(again)
-            if self.launches.swap(before, again):
+            if self.launches.compare_and_swap(before, again):
                 return self._put(again, got)
 
     def _mark(self, record: Record) -> None:
@@ -254,7 +254,7 @@ class JobController:
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
             return self.status.report(record, facts, decision)  # somebody else was faster
         following = launch_records.next_record(current, got, decision.message)
-        if not self.launches.swap(before, following):
+        if not self.launches.compare_and_swap(before, following):
             return self.status.report(record, facts, decision)
         _log.warning(
             "job %s: %s; goes on as %s with %d nodes of %s", record["job_name"], decision.message,
@@ -306,7 +306,7 @@ class JobController:
                 if current is None or current["token"] != record["token"]:
                     return
                 record = launch_records.renamed(current)
-                if not self.launches.swap(before, record):
+                if not self.launches.compare_and_swap(before, record):
                     return
             except ClusterError as error:
                 if not isinstance(error, ServiceUnreachable):  # it would come again

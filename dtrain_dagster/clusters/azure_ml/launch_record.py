@@ -51,10 +51,10 @@ class Launches:
             return None, None
         return data, parse_document(data, f"{self.rundir.uri}/{LAUNCH}", schemas.DOCUMENTS[LAUNCH])
 
-    def swap(self, before: bytes | None, record: Record) -> bool:
+    def compare_and_swap(self, before: bytes | None, record: Record) -> bool:
         """Write the record if the present document is still ``before``; return whether it was."""
         data = json.dumps(record, indent=2, sort_keys=True, allow_nan=False).encode()
-        return self.rundir.storage.swap(LAUNCH, before, data)
+        return self.rundir.storage.compare_and_swap(LAUNCH, before, data)
 
     def change(self, token: str, **fields: Any) -> Record | None:
         """Set these fields of the launch with this token. Return the new record, or None if another launch counts by
@@ -70,7 +70,7 @@ class Launches:
         while True:
             before, record = self.read()
             changed = apply(record) if record is not None else None
-            if changed is None or changed == record or self.swap(before, changed):
+            if changed is None or changed == record or self.compare_and_swap(before, changed):
                 return changed
 
 

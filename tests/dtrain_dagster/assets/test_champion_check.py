@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dtrain_dagster.assets.champion_check import champion_holds
-from dtrain_dagster.assets.dataset import canaries
+from dtrain_dagster.assets.dataset import leakage_checks
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.data.sources import price_source
@@ -57,7 +57,7 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
     monkeypatch.setenv("DTRAIN_PRICES", str(prices))
     settings = load_settings()
     defs = build_defs(settings)
-    data = dg.AssetSelection.groups("data") - dg.AssetSelection.checks(canaries)  # which take their time
+    data = dg.AssetSelection.groups("data") - dg.AssetSelection.checks(leakage_checks)  # which take their time
     job = dg.Definitions.merge(defs, dg.Definitions(jobs=[dg.define_asset_job("data", data)])).resolve_job_def("data")
     with dg.DagsterInstance.ephemeral() as instance:
 

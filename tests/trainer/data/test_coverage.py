@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.data.coverage import add, digest_of_all, digest_samples, unproven
+from trainer.data.coverage import add, digest_of_all, digest_samples, find_coverage_errors
 from trainer.data.sampler import Sampler
 
 counts = st.integers(1, 300)
@@ -53,16 +53,16 @@ def test_however_samples_are_split_among_ranks_and_steps_the_sum_is_the_same(
 @given(counts, st.data())
 def test_a_sample_that_is_skipped_doubled_or_swapped_is_noticed(count: int, data: st.DataObject) -> None:
     samples = list(range(count))
-    assert unproven([record(samples)], count, 1) == []
+    assert find_coverage_errors([record(samples)], count, 1) == []
     one, other = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, count + 5))
     skipped = samples[:one] + samples[one + 1 :]
     if skipped:
-        [said] = unproven([record(skipped)], count, 1)
+        [said] = find_coverage_errors([record(skipped)], count, 1)
         assert said == f"epoch 0: {count - 1} samples were used, the split has {count}"
-    [said] = unproven([record([*samples, one])], count, 1)
+    [said] = find_coverage_errors([record([*samples, one])], count, 1)
     assert said == f"epoch 0: {count + 1} samples were used, the split has {count}"
     if one != other:
-        [said] = unproven([record([*skipped, other])], count, 1)
+        [said] = find_coverage_errors([record([*skipped, other])], count, 1)
         assert said == f"epoch 0: {count} samples were used, but not each of them once"
 
 
@@ -84,7 +84,7 @@ def test_all_means_each_once_beyond_one_block() -> None:
     ],
 )
 def test_what_is_said_of_records(records: list[dict[str, Any]], whole_epochs: int, said: list[str]) -> None:
-    assert unproven(records, 9, whole_epochs) == said
+    assert find_coverage_errors(records, 9, whole_epochs) == said
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 12), st.integers(0, 2**32), st.data())
@@ -108,4 +108,4 @@ def test_the_sampler_is_proven_though_the_world_changes_in_every_step(
                 used += len(micro_batch.positions)
                 total = add(total, digest_samples(micro_batch.positions))
         step += 1
-    assert unproven([{"epoch": 0, "samples": used, "digest": total}], samples, 1) == []
+    assert find_coverage_errors([{"epoch": 0, "samples": used, "digest": total}], samples, 1) == []

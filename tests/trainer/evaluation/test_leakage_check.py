@@ -13,7 +13,7 @@ from trainer.evaluation.leakage_check import (
     ShuffledLabels,
     judge_leakage,
     main,
-    run_canaries,
+    run_leakage_checks,
 )
 
 KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_accuracy_t": 30.0}
@@ -64,8 +64,8 @@ def test_planting_changes_one_number_and_not_the_data_beneath(market: Market) ->
 
 
 @pytest.mark.slow
-def test_canaries_on_a_market_without_leaks(market: Market) -> None:
-    result = run_canaries(market, steps=30)
+def test_leakage_checks_on_a_market_without_leaks(market: Market) -> None:
+    result = run_leakage_checks(market, steps=30)
     assert result["passed"], result["reasons"]
     trials = result["trials"]
     assert trials["control"]["nll"] < result["constant_nll"]  # so that shuffled labels had something to miss

@@ -24,8 +24,8 @@ from trainer.parallel.auto_compression import (
     PLAIN,
     REST,
     SUMS,
-    Automatic,
-    Means,
+    AutoCompression,
+    CommCost,
     MeasuredStep,
     choose,
     expect,
@@ -40,9 +40,9 @@ SLOW, FAST = (
     Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
 )  # what a rank's link carries for each byte
 KNOWN = {
-    PLAIN: Means(),
-    "fp16": Means(bytes_share=0.5, cost_per_byte=1e-9),
-    "topk": Means(bytes_share=0.03, cost_per_byte=4e-9),
+    PLAIN: CommCost(),
+    "fp16": CommCost(bytes_share=0.5, cost_per_byte=1e-9),
+    "topk": CommCost(bytes_share=0.03, cost_per_byte=4e-9),
 }
 LARGE = MeasuredStep(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
 
@@ -129,26 +129,26 @@ class Simulated:
 
     def __init__(self, computing: float, sizes: tuple[int, ...], burst: int = 0) -> None:
         world = World(RankFacts(world_size=3), torch.device("cpu"), "gloo")
-        self.automatic = Automatic(world, [0, 1, 2], 0.01, may_drop=True)
-        self.tried, self.sounded, self.seconds = 0, list[float](), 0.0
+        self.automatic = AutoCompression(world, [0, 1, 2], 0.01, may_drop=True)
+        self.tried, self.probed, self.seconds = 0, list[float](), 0.0
         self.automatic._try = self._try  # type: ignore[method-assign]
-        self.automatic._sound = self._sound  # type: ignore[method-assign]
+        self.automatic._probe_link = self._probe_link  # type: ignore[method-assign]
         self.computing, self.burst, self.buckets = computing, burst, [torch.zeros(size // 4) for size in sizes]
 
-    def _try(self, bucket: Any, link: Link) -> dict[str, Means]:
+    def _try(self, bucket: Any, link: Link) -> dict[str, CommCost]:
         self.tried += 1
         return {name: means for name, means in KNOWN.items() if name != PLAIN}
 
-    def _sound(self, bucket: torch.Tensor) -> list[tuple[int, float]]:
-        self.sounded.append(self.seconds)
-        link = self.sounds_like
+    def _probe_link(self, bucket: torch.Tensor) -> list[tuple[int, float]]:
+        self.probed.append(self.seconds)
+        link = self.probed_as
         return [(size, link.latency_seconds + size * link.seconds_per_byte) for size in (4, bucket.nbytes)]
 
     def window(
-        self, link: Link, steps: int = 10, stall: float = 0.0, sounds_like: Link | None = None
+        self, link: Link, steps: int = 10, stall: float = 0.0, probed_as: Link | None = None
     ) -> dict[str, Any] | None:
         """``stall``: seconds that each sum takes beyond what the link does."""
-        self.sounds_like = sounds_like or link
+        self.probed_as = probed_as or link
         means = KNOWN[self.automatic.present]
         names = [*(f"bucket {number}" for number in range(len(self.buckets))), "commit"]
         sizes = [round(means.bytes_share * bucket.nbytes) for bucket in self.buckets] + [56]
@@ -196,16 +196,16 @@ def test_small_messages_say_nothing_of_large_ones() -> None:
     small = {"bucket 0": (21_000, 0.0041), "bucket 1": (21_400, 0.0039), "commit": (56, 0.004)}
     told = [world.see(plain, 0.234) for _ in range(2)] + [world.see(small, 0.011) for _ in range(30)]
     assert choices(told) == ["topk"]
-    assert not world.sounded
+    assert not world.probed
     assert world.automatic.present == "topk"
 
 
-def test_a_link_that_stays_slow_is_sounded_ever_more_rarely() -> None:
+def test_a_link_that_stays_slow_is_probed_ever_more_rarely() -> None:
     world = Simulated(0.1, (4_000_000,), burst=131_072)
     assert choices([world.window(SLOW) for _ in range(2)]) == ["topk"]
     chosen = world.seconds
     assert choices([world.window(SLOW) for _ in range(3000)]) == []
-    rests = np.diff([chosen, *world.sounded])
+    rests = np.diff([chosen, *world.probed])
     cost = SUMS * 4_000_000 * SLOW.seconds_per_byte
     expected = [min(LONGEST_REST, REST * cost * 2**looks) for looks in range(len(rests))]
     assert len(rests) > 5
@@ -224,17 +224,17 @@ def test_a_choice_is_taken_back_when_the_link_is_better() -> None:
     assert world.tried == 1
 
 
-def test_a_link_that_is_quick_in_soundings_only_holds_up_few_windows() -> None:
+def test_a_link_that_is_quick_in_probes_only_holds_up_few_windows() -> None:
     """One that saves up for bursts while it is hardly used."""
     world = Simulated(0.1, (4_000_000,))
-    told = [world.window(SLOW, 50, sounds_like=FAST) for _ in range(700)]
+    told = [world.window(SLOW, 50, probed_as=FAST) for _ in range(700)]
     back = choices(told).count(PLAIN)
     assert choices(told) == ["topk"] + [PLAIN, "topk"] * back
-    assert 3 < back == len(world.sounded) < 12
-    assert max(np.diff(world.sounded)) > 400
+    assert 3 < back == len(world.probed) < 12
+    assert max(np.diff(world.probed)) > 400
 
 
-def test_a_link_that_gets_worse_is_sounded_before_the_present_one_is_given_up() -> None:
+def test_a_link_that_gets_worse_is_probed_before_the_present_one_is_given_up() -> None:
     """Not so soon, and plain sums would be tried: they were not bad when they were last seen."""
     world = Simulated(0.1, (4_000_000,))
     between = Link(latency_seconds=2e-4, seconds_per_byte=1.25e-8)
@@ -262,12 +262,12 @@ def test_short_windows_and_a_quick_network_lead_to_no_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patience", "numbers"), [(0.0, trainer.parallel.auto_compression.SOUNDED_FIRST), (1e9, 1_000_000)]
+    ("patience", "numbers"), [(0.0, trainer.parallel.auto_compression.PROBED_FIRST), (1e9, 1_000_000)]
 )
-def test_a_sounding_of_a_link_that_has_got_worse_ends_early(
+def test_a_bandwidth_probe_of_a_link_that_has_got_worse_ends_early(
     patience: float, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.parallel.auto_compression, "SOUNDING_SECONDS", patience)
+    monkeypatch.setattr(trainer.parallel.auto_compression, "PROBE_SECONDS", patience)
     found, latency, seconds = trainer.parallel.auto_compression._time_plain(torch.zeros(1_000_000), LoopbackTransport())
     assert found == numbers
     assert min(latency, seconds) > 0

@@ -23,12 +23,12 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.coverage import unproven
+from trainer.data.coverage import find_coverage_errors
 from trainer.data.loader import Batch
 from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
 from trainer.observability.comm_profiler import FIELDS, TimingWindow
 from trainer.parallel import compression
-from trainer.parallel.auto_compression import AGREEING, Automatic
+from trainer.parallel.auto_compression import AGREEING, AutoCompression
 from trainer.parallel.compression import (
     CommHook,
     FP16Compression,
@@ -262,10 +262,10 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         assert at_once(work, world) == ["n2 is gone"] * 3
 
 
-def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
+def test_ranks_that_try_what_compressing_takes_and_probe_the_link_agree(
     worlds: Callable[[int], list[World]],
 ) -> None:
-    """What they are told of their steps is nearly all communication, at 4 kB/s; what they sound is the loopback."""
+    """What they are told of their steps is nearly all communication, at 4 kB/s; what they probe is the loopback."""
     bytes_ = 400_000
 
     def window(seconds: float) -> TimingWindow:
@@ -275,7 +275,7 @@ def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
         return TimingWindow(values, (("bucket 0", bytes_), ("commit", 56)))
 
     def work(world: World) -> Any:
-        automatic = Automatic(world, NODES, 0.01, may_drop=True)
+        automatic = AutoCompression(world, NODES, 0.01, may_drop=True)
         told = []
         for number in range(200):
             seconds = 100.0 if automatic.present == "allreduce" else 20.0
@@ -284,13 +284,13 @@ def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
                 break
         assert world.group is not None
         done = [item.what for item in world.group.collectives]
-        return told, done.count("trial of compression"), done.count("sounding of the link")
+        return told, done.count("trial of compression"), done.count("bandwidth probe")
 
     [one, *others] = at_once(work, worlds(4))
     assert others == [one] * 3
-    told, tries, soundings = one
+    told, tries, probes = one
     chosen = [item for item in told if item]
-    assert (tries, soundings) == (1, AGREEING), "windows are long: each has its own sounding"
+    assert (tries, probes) == (1, AGREEING), "windows are long: each has its own probe"
     assert told[1]["choice"] == chosen[-1]["before"] != chosen[-1]["choice"] == "allreduce"
     assert set(told[1]["step_seconds"]) == {"allreduce", "hierarchical", "fp16", "topk"}
     assert chosen[-1]["bandwidth_bytes_per_second"] > 10 * told[1]["bandwidth_bytes_per_second"]
@@ -308,7 +308,7 @@ def test_a_node_that_is_killed_while_gradients_are_compressed(new_job: Callable[
         nodes.kill()
     result = job.result()
     assert (result["status"], result["world_size"]) == ("succeeded", 2)
-    assert unproven(result["consumed"], result["train_samples"], round(result["epochs"])) == []
+    assert find_coverage_errors(result["consumed"], result["train_samples"], round(result["epochs"])) == []
     assert not job.events("resume")
 
 

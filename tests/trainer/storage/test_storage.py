@@ -38,7 +38,7 @@ swap.PATIENCE_SECONDS = float(sys.argv[2])
 storage, done = open_storage(sys.argv[1]), 0
 while done < 100:
     now = storage.read("number")
-    done += storage.swap("number", now, b"%d" % (int(now) + 1))
+    done += storage.compare_and_swap("number", now, b"%d" % (int(now) + 1))
 """
 
 # Freezes itself at its N-th rename: of the file into the lock's folder, or from there over the old one.
@@ -53,7 +53,7 @@ def hook(event, arguments):
     if event == "os.rename" and renames == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGSTOP)
 sys.addaudithook(hook)
-print(storage.swap("pointer", b"old", b"late"), storage.read("pointer").decode())
+print(storage.compare_and_swap("pointer", b"old", b"late"), storage.read("pointer").decode())
 """
 
 
@@ -125,14 +125,14 @@ def test_the_root_folder_is_not_the_working_folder() -> None:
 
 
 def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
-    assert not storage.swap("a/pointer", b"something", b"one")
+    assert not storage.compare_and_swap("a/pointer", b"something", b"one")
     assert not storage.exists("a/pointer")
-    assert storage.swap("a/pointer", None, b"one")
-    assert not storage.swap("a/pointer", None, b"two")
-    assert not storage.swap("a/pointer", b"", b"two")
+    assert storage.compare_and_swap("a/pointer", None, b"one")
+    assert not storage.compare_and_swap("a/pointer", None, b"two")
+    assert not storage.compare_and_swap("a/pointer", b"", b"two")
     assert storage.read("a/pointer") == b"one"
-    assert storage.swap("a/pointer", b"one", b"two")
-    assert not storage.swap("a/pointer", b"one", b"three")
+    assert storage.compare_and_swap("a/pointer", b"one", b"two")
+    assert not storage.compare_and_swap("a/pointer", b"one", b"three")
     assert storage.read("a/pointer") == b"two"
     assert storage.list("a") == ["pointer"]
 
@@ -150,7 +150,7 @@ def test_no_swap_of_racing_processes_is_lost(tmp_path: Path, patience: float) ->
 @pytest.mark.parametrize("rename", [1, 2, 3, 4], ids=["takes", "fills", "replaces", "gives back"])
 def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(tmp_path: Path, rename: int) -> None:
     storage = open_storage(tmp_path)
-    storage.swap("pointer", None, b"old")  # so that the lock exists
+    storage.compare_and_swap("pointer", None, b"old")  # so that the lock exists
     command = [sys.executable, "-c", FREEZE, str(tmp_path), str(rename)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
         try:
@@ -158,25 +158,25 @@ def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(t
                 time.sleep(0.01)
             before = b"late" if rename == 4 else b"old"
             assert storage.read("pointer") == before
-            assert storage.swap("pointer", before, b"new")
-            assert storage.swap("pointer", b"new", b"newer")
+            assert storage.compare_and_swap("pointer", before, b"new")
+            assert storage.compare_and_swap("pointer", b"new", b"newer")
             os.kill(frozen.pid, signal.SIGCONT)
             output, _ = frozen.communicate(timeout=60)
         finally:
             frozen.kill()
     assert output.split() == ["True" if rename == 4 else "False", "newer"]
-    assert storage.swap("pointer", b"newer", b"newest")
+    assert storage.compare_and_swap("pointer", b"newer", b"newest")
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_lock_that_somebody_damaged_is_made_anew(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
-    assert storage.swap("pointer", None, b"one")
+    assert storage.compare_and_swap("pointer", None, b"one")
     (tmp_path / "pointer.lock" / "free").rmdir()
-    assert storage.swap("pointer", b"one", b"two")
+    assert storage.compare_and_swap("pointer", b"one", b"two")
     (tmp_path / "pointer.lock" / "free").rmdir()
     (tmp_path / "pointer.lock").rmdir()
-    assert storage.swap("pointer", b"two", b"three")
+    assert storage.compare_and_swap("pointer", b"two", b"three")
 
 
 def test_a_file_written_in_pieces_is_there_whole_or_not_at_all(storage: Storage) -> None:
