@@ -81,7 +81,7 @@ class Ours:
     def kill(self, node: int) -> None:
         """Send SIGKILL to the process group of the node's newest stay."""
         launch = self.rundir.read_json(LAUNCH) or {}
-        stay = max(item.stay for item in self.rundir.nodes() if item.node_id == node)
+        stay = max(item.incarnation for item in self.rundir.nodes() if item.node_id == node)
         [pid] = [pid for pid in marked(node_mark(launch, node, stay)) if os.getpgid(pid) == pid]
         os.killpg(pid, signal.SIGKILL)
 

@@ -9,7 +9,7 @@
       checkpoints/LATEST.json, BEST.json  which folder counts
       membership/g000001.json             who trains in a generation (`trainer.elastic.membership`); written once, it
                                           arbitrates
-      nodes/l0001-n000-s001.json          when each node was there: launch, node, stay; the base of every dollar
+      nodes/l0001-n000-s001.json          when each node was there: launch, node, incarnation; the base of every dollar
       result.json                         how it ended, from the trainer (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
@@ -69,6 +69,8 @@ _EVENT_FILE = re.compile(r"g(\d{1,12})-r(\d{1,12})-(\d{1,12})\.jsonl$")
 _NODE_FILE = re.compile(r"[a-z]\d{1,12}-n\d{1,12}(-s\d{1,12})?\.json")
 FOLLOW_BYTES = 16 << 20
 """Bytes of new events that one look reads, and one file more at most: a long job is read in several looks."""
+INCARNATION_KEY = "stay"
+"""The key of a node's incarnation in its file, as older versions wrote it."""
 _AT_ONCE = 16
 """Files that are requested together, where storage is remote."""
 STEP_FILES = 1000
@@ -77,13 +79,13 @@ STEP_FILES = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePresence:
-    """One stay of a node. Times are Unix seconds, by a clock that does not jump (`trainer.runtime.clock`); ``ended_at``
-    is None until it has ended."""
+    """One incarnation of a node: a replacement of a lost node is the next one. Times are Unix seconds, by a clock that
+    does not jump (`trainer.runtime.clock`); ``ended_at`` is None until it has ended."""
 
     node_id: int
     launch: int
     """The start of the job by its cluster: 1, 2, …"""
-    stay: int = 1
+    incarnation: int = 1
     """1 for the node that the launch began with; one more for each that took its place."""
     started_at: float
     """The time at which its first process was started."""
@@ -307,21 +309,23 @@ class RunDir:
             return None
 
     def write_node(self, presence: NodePresence) -> None:
-        """Write a presence, in place of an earlier one of the same stay."""
-        self.write_json(_node_file(presence), asdict(presence))
+        """Write a presence, in place of an earlier one of the same incarnation."""
+        self.write_json(_node_file(presence), _presence_document(presence))
 
-    def begin_stay(self, presence: NodePresence) -> NodePresence:
-        """Write a presence as the next stay of its node in its launch, and return it with that stay's number."""
+    def begin_incarnation(self, presence: NodePresence) -> NodePresence:
+        """Write a presence as the next incarnation of its node in its launch, and return it with that number."""
         while True:
             try:
-                self.storage.create(_node_file(presence), json.dumps(asdict(presence), allow_nan=False).encode())
+                self.storage.create(
+                    _node_file(presence), json.dumps(_presence_document(presence), allow_nan=False).encode()
+                )
                 return presence
             except FileExistsError:
-                presence = replace(presence, stay=presence.stay + 1)
+                presence = replace(presence, incarnation=presence.incarnation + 1)
 
     def nodes(self, skip_damaged: bool = False) -> list[NodePresence]:
-        """Return every stay of every node, in order of launch, node and stay. Raise `DamagedError` where one of them
-        cannot be read, since the sum that was paid is then unknown; with ``skip_damaged`` leave it out."""
+        """Return every incarnation of every node, in order of launch, node and incarnation. Raise `DamagedError` where
+        one of them cannot be read, since the sum that was paid is then unknown; with ``skip_damaged`` leave it out."""
         presences = []
         for name in known_names(self.storage, NODES, self._listed(NODES), _NODE_FILE):
             try:
@@ -333,6 +337,7 @@ class RunDir:
             if data is not None:
                 if "generation" in data:  # written before nodes could be replaced
                     data["launch"] = data.pop("generation")
+                data["incarnation"] = data.pop(INCARNATION_KEY, 1)
                 known = {key: data[key] for key in data.keys() & _PRESENCE_FIELDS}
                 stated = {"launch": data["launch"], "exit_codes": tuple(data["exit_codes"])}
                 presences.append(NodePresence(**{**known, **stated}))
@@ -340,6 +345,12 @@ class RunDir:
 
 
 _PRESENCE_FIELDS = frozenset(field.name for field in fields(NodePresence))
+
+
+def _presence_document(presence: NodePresence) -> dict[str, Any]:
+    """Return the content of a presence's file."""
+    document = asdict(presence)
+    return document | {INCARNATION_KEY: document.pop("incarnation")}
 
 
 def _in(folder: str, names: Iterable[str]) -> list[str]:
@@ -371,7 +382,7 @@ def event_file(generation: int, rank: int, number: int) -> str:
 
 
 def _node_file(presence: NodePresence) -> str:
-    return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
+    return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.incarnation:03d}.json"
 
 
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:

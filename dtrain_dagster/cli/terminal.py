@@ -223,10 +223,10 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
 
 
 def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> Table:
-    """Return a row for each stay of a node: when it was present, and how it left. A node that is silent for more than
-    ``stale`` seconds is not known to be present."""
+    """Return a row for each incarnation of a node: when it was present, and how it left. A node that is silent for more
+    than ``stale`` seconds is not known to be present."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
+    for title in ("LAUNCH", "NODE", "INCARNATION", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
     for node in presences:
         silent = now - node.heard_at(now)
@@ -235,7 +235,7 @@ def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> 
         else:
             codes = f"silent for {format_duration(silent)}" if silent > stale else "there"
         span = format_duration(node.seconds(now - node.clock_jump_seconds))
-        numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
+        numbers = (str(number) for number in (node.launch, node.node_id, node.incarnation))
         table.add_row(*numbers, time_of(node.started_at), span, codes)
     return table
 

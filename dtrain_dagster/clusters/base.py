@@ -112,8 +112,8 @@ class JobSpec:
     """Port of rank 0; None picks a free one."""
     elastic: bool = False
     """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
-    its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_STAY`` in their environment. If not, any process that fails ends
-    the job."""
+    its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_INCARNATION`` in their environment. If not, any process that fails
+    ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

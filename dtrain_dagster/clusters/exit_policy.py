@@ -28,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """The facts about a node, in its newest stay."""
+    """The facts about a node, in its newest incarnation."""
 
     node_id: int
     codes: tuple[int | None, ...]

@@ -23,13 +23,15 @@ HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 
-def find_latest_stays(nodes: Iterable[NodePresence]) -> list[NodePresence]:
-    """Return the last stay of each node of the last launch."""
+def find_latest_presences(nodes: Iterable[NodePresence]) -> list[NodePresence]:
+    """Return the last incarnation of each node of the last launch."""
     nodes = list(nodes)
     number = max((node.launch for node in nodes), default=0)
     newest: dict[int, NodePresence] = {}
     for node in nodes:
-        if node.launch == number and (node.node_id not in newest or node.stay > newest[node.node_id].stay):
+        if node.launch == number and (
+            node.node_id not in newest or node.incarnation > newest[node.node_id].incarnation
+        ):
             newest[node.node_id] = node
     return list(newest.values())
 
@@ -95,9 +97,9 @@ def newest_generation(rundir: RunDir) -> NodeGeneration | None:
 def usage(
     nodes: Sequence[NodePresence], sku: str, running: bool, now: float, stale: float = math.inf
 ) -> list[NodeUsage]:
-    """Return every stay as paid time; if the job is ``running``, a node still present counts until now. ``stale``: see
-    `is_here`."""
-    here = set(find_latest_stays(nodes)) if running else set()
+    """Return every presence as paid time; if the job is ``running``, a node still present counts until now. ``stale``:
+    see `is_here`."""
+    here = set(find_latest_presences(nodes)) if running else set()
     return [
         NodeUsage(
             node_id=node.node_id,
@@ -121,15 +123,15 @@ def health(job_id: str, node: NodePresence, now: float, generation: NodeGenerati
     if generation and generation.leaves_out(node):
         message = f"the others of {job_id} go on without it (generation {generation.number}): it does not answer"
         return NodeHealth(node_id=node.node_id, healthy=False, message=message)
-    stay = f", in the place of one that was lost (stay {node.stay})" if node.stay > 1 else ""
-    return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}{stay}")
+    replaces = f", in the place of one that was lost (incarnation {node.incarnation})" if node.incarnation > 1 else ""
+    return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}{replaces}")
 
 
 def job_health(rundir: RunDir, job_id: str, now: float) -> list[NodeHealth]:
-    """Return the health of each node of a running job, in its newest stay. Raise `DamagedError` where that cannot be
-    read."""
+    """Return the health of each node of a running job, in its newest incarnation. Raise `DamagedError` where that
+    cannot be read."""
     newest = newest_generation(rundir)
-    return [health(job_id, node, now, newest) for node in find_latest_stays(rundir.nodes())]
+    return [health(job_id, node, now, newest) for node in find_latest_presences(rundir.nodes())]
 
 
 def close(rundir: RunDir, ended_at: float | None = None) -> None:

@@ -17,10 +17,10 @@ a microsecond, and no checkpoint and step fit into a second."""
 def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> float:
     """Return how many node-seconds a job may be paid in all until its dollars are spent: those paid so far, on any
     nodes, and those that the rest of the dollars buys at the price of the nodes that it continues with. Pure. ``tier``:
-    also of stays that do not name theirs. Raise `PriceError` where a price is not known."""
-    stays = list(usage)
-    seconds = sum(max(0.0, stay.ended_at - stay.started_at) for stay in stays)  # as the nodes count them
-    left_usd = max(0.0, stop_at_usd - CostTracker("", stays, tier).total_usd)
+    also of intervals that do not name theirs. Raise `PriceError` where a price is not known."""
+    intervals = list(usage)
+    seconds = sum(max(0.0, item.ended_at - item.started_at) for item in intervals)  # as the nodes count them
+    left_usd = max(0.0, stop_at_usd - CostTracker("", intervals, tier).total_usd)
     return seconds + left_usd / price_of(sku).usd_per_hour(tier) * 3600
 
 

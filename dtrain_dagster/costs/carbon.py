@@ -127,8 +127,9 @@ def _add(
     machine: Machine,
     usual_load: float,
 ) -> None:
-    """Add the energy that one machine used while any of these stays lasted. Between two neighbouring points of time at
-    which something changes, power is constant. A stay that ends before it begins, as clocks step, counts nothing."""
+    """Add the energy that one machine used while any of these intervals lasted. Between two neighbouring points of time
+    at which something changes, power is constant. An interval that ends before it begins, as clocks step, counts
+    nothing."""
     points = {point for interval in intervals for point in (interval.started_at, interval.ended_at)}
     for interval in intervals:
         points.update(_changes(samples.get(interval.node_id, ()), interval.started_at, interval.ended_at))

@@ -146,7 +146,7 @@ def ledger(
 def _pieces(
     interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
-    """Return a paid stay without gaps: what its node did when, as far as is known, and what the gaps mean."""
+    """Return a paid interval without gaps: what its node did when, as far as is known, and what the gaps mean."""
     at = interval.began
     for span in _spans(interval, line):
         began, ended = max(at, span.began), min(interval.ended, span.ended)
@@ -159,7 +159,7 @@ def _pieces(
 
 
 def _spans(interval: NodeCost, line: Timeline) -> list[Span]:
-    """Return the spans of the terms that this stay of the node was a member of: a stay that began later is a
+    """Return the spans of the terms that this interval of the node was a member of: one that began later is a
     newcomer."""
     found: list[Span] = []
     was_in = False

@@ -88,8 +88,8 @@ class PeriodCost:
 class CostTracker:
     """The sum of a job's node presence. One tracker looks at one job.
 
-    It accepts any history: a stay that ends before it starts counts zero, overlapping stays of one node count once, and
-    ``notes`` says so.
+    It accepts any history: an interval that ends before it starts counts zero, overlapping intervals of one node count
+    once, and ``notes`` says so.
     """
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
@@ -132,7 +132,7 @@ class CostTracker:
         )
 
     def between(self, edges: Sequence[int]) -> list[PeriodCost]:
-        """Return the same dollars by node and time, cut at ``edges``, which rise and enclose all stays."""
+        """Return the same dollars by node and time, cut at ``edges``, which rise and enclose all intervals."""
         return [
             PeriodCost(node_id=node.node_id, began=begin, ended=end, units=(end - begin) * node.nano_usd_per_hour)
             for node in self.nodes
@@ -168,7 +168,7 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
     backward, twice = 0, 0
     jumps: dict[int, float] = defaultdict(float)
     for item in usage:
-        if is_finite(item.not_billed_seconds):  # of several stays the largest: the same setting may be in each
+        if is_finite(item.not_billed_seconds):  # of several intervals the largest: the same setting may be in each
             jumps[item.node_id] = max(jumps[item.node_id], item.not_billed_seconds, key=abs)
         if not (is_finite(item.started_at) and is_finite(item.ended_at)) or item.ended_at < item.started_at:
             backward += 1
@@ -183,9 +183,9 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
         if interval.microseconds:
             by_node[item.node_id].append(interval)
     found: list[NodeCost] = []
-    for _, stays in sorted(by_node.items()):
-        once = _once(stays)
-        twice += sum(item.microseconds for item in stays) - sum(item.microseconds for item in once)
+    for _, intervals in sorted(by_node.items()):
+        once = _once(intervals)
+        twice += sum(item.microseconds for item in intervals) - sum(item.microseconds for item in once)
         found += once
     notes = [
         f"the clock of node {node_id} was set {'forward' if seconds > 0 else 'back'} by {_span(abs(seconds))} while it "
@@ -194,7 +194,7 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
         if seconds
     ]
     if backward:
-        notes.append(f"{backward} stay(s) of nodes end before they start (a clock stepped back): they count zero")
+        notes.append(f"{backward} interval(s) of nodes end before they start (a clock stepped back): they count zero")
     if twice:
         notes.append(f"{twice / SECOND:,.1f} s of nodes are recorded twice: paid once, at the later record's price")
     return found, tuple(notes)
@@ -220,9 +220,9 @@ def _priced(interval: NodeCost, tier: Tier) -> NodeCost:
     return replace(interval, tier=tier, nano_usd_per_hour=nano_usd(price_of(interval.sku).usd_per_hour(tier)))
 
 
-def _once(stays: list[NodeCost]) -> list[NodeCost]:
-    """The stays of one node without overlaps."""
-    ordered = sorted(stays, key=lambda item: (item.began, item.ended))
+def _once(intervals: list[NodeCost]) -> list[NodeCost]:
+    """The intervals of one node without overlaps."""
+    ordered = sorted(intervals, key=lambda item: (item.began, item.ended))
     moments = sorted({moment for item in ordered for moment in (item.began, item.ended)})
     found: list[NodeCost] = []
     source: NodeCost | None = None

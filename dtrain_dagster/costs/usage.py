@@ -1,7 +1,7 @@
 """The time for which a node was paid: the one fact that every cluster hands to the cost accounting.
 
-It stands below both, so that costs need no cluster and clusters need no cost accounting. The cost of a stay is computed
-in `costs.tracker`; how a cluster finds out when its nodes were present belongs to the cluster.
+It stands below both, so that costs need no cluster and clusters need no cost accounting. The cost of an interval is
+computed in `costs.tracker`; how a cluster finds out when its nodes were present belongs to the cluster.
 """
 
 from __future__ import annotations

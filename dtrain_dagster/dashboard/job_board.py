@@ -55,7 +55,7 @@ class OpenJob:
         self.rundir = rundir
         self.dashboard = PerformanceDashboard()
         self.row: JobRow
-        self.stays: list[NodePresence] = []
+        self.nodes: list[NodePresence] = []
         self.cost: Cost | None = None
         self._tier = tier
         self._training: Mapping[str, Any] = {}
@@ -85,9 +85,9 @@ class OpenJob:
             events = self.rundir.follow(self._seen)
             self.dashboard.take(events)
             self._pace = self._pace.after(events)
-            self.stays = self.rundir.nodes()
+            self.nodes = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
-            self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now, self._pace)
+            self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self._pace)
             self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
             self._read_at = time.monotonic()
             return self
@@ -113,14 +113,13 @@ class OpenJob:
         """Return the number of nodes that are present, by their own records."""
         stale = stale_seconds(self.rundir.storage)
         return (
-            sum(presences.is_here(stay, now, stale) for stay in presences.find_latest_stays(self.stays))
+            sum(presences.is_here(presence, now, stale) for presence in presences.find_latest_presences(self.nodes))
             * self.row.running
         )
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole."""
         with self.lock:
-            stays = [asdict(stay) for stay in self.stays]
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
             return {
@@ -128,7 +127,7 @@ class OpenJob:
                 **self._details[1],
                 "job": asdict(self.row),
                 "headline": headline(self, now),
-                "stays": stays,
+                "presences": [asdict(presence) for presence in self.nodes],
                 "now": now,
             }
 
@@ -258,16 +257,16 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
 
 
 def cost_so_far(
-    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
+    rundir: RunDir, nodes: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
 ) -> Cost | None:
     """Return the nodes' cost so far and its projection; None where their price is not known. On Azure each launch
     counts with the nodes that it was given. A silent node has cost until it was last heard of: there may be no process
     left to record its end."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
-    usage, seen = [], presences.usage(stays, "", running, now, stale_seconds(rundir.storage))
-    for stay, item in zip(stays, seen, strict=True):
-        kind = given.get(stay.launch, launch)
+    usage, seen = [], presences.usage(nodes, "", running, now, stale_seconds(rundir.storage))
+    for presence, item in zip(nodes, seen, strict=True):
+        kind = given.get(presence.launch, launch)
         usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
     try:
         tracker = CostTracker("", usage, plan.get("tier", default_tier))
@@ -300,7 +299,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""
-    there = len({stay.node_id for stay in job.stays})
+    there = len({presence.node_id for presence in job.nodes})
     figures = [
         ("state", row.state, note),
         ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),

@@ -109,6 +109,6 @@ PANELS = (
     ),
     Panel(
         key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time", wide=True,
-        about="A bar for each stay of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).",
+        about="A bar for each incarnation of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).",
     ),
 )  # fmt: skip

@@ -42,7 +42,7 @@ class JobCourse:
         nodes = rundir.nodes()
         return cls(
             launches=max((node.launch for node in nodes), default=1),
-            replaced_nodes=sum(node.stay > 1 for node in nodes),
+            replaced_nodes=sum(node.incarnation > 1 for node in nodes),
             generations=rundir.last_generation(),
         )
 

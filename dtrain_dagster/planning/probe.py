@@ -134,7 +134,7 @@ def has_succeeded(rundir: RunDir) -> bool:
 def of_last_launch(
     events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]
 ) -> tuple[list[dict[str, Any]], list[NodePresence]]:
-    """Return the events and stays of the last launch. Time decides: events' generations count regroups, not
+    """Return the events and presences of the last launch. Time decides: events' generations count regroups, not
     launches."""
     launch = max(node.launch for node in nodes)
     nodes = [node for node in nodes if node.launch == launch]

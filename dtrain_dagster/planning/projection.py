@@ -159,7 +159,7 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Progress
 
 
 def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) -> Interval:
-    """Return the dollars still to be paid from now, which is the end of the last node's stay, to the end."""
+    """Return the dollars still to be paid from now, which is the end of the last node's presence, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
     share = max(0.0, 1 - pace.step / work["steps"])
 

@@ -23,7 +23,7 @@ from trainer.documents.events import TimingEvent
 
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
 STILL_THERE_SECONDS = 60.0
-"""Nodes whose stays end within so long of the last end count as there: their clocks and looks differ."""
+"""Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
 _FROM_CHECKPOINT: tuple[OptionKind, ...] = ("fewer nodes", "other SKU", "low priority")
 _ANOTHER_RUN: tuple[OptionKind, ...] = ("larger batch", "smaller model")
 

@@ -124,7 +124,7 @@ def summarise_performance(
     usage: Sequence[NodeUsage],
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """Return a job's `Performance`, from its records. ``usage``: the paid stays of its nodes; ``training``: its
+    """Return a job's `Performance`, from its records. ``usage``: the paid intervals of its nodes; ``training``: its
     trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:

@@ -95,8 +95,8 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
     """Return an SVG with a row per node: the time that was paid for, and the generations in which it trained; below,
     events."""
     events = list(events)
-    nodes = sorted({stay.node_id for stay in usage})
-    start, end = min(stay.started_at for stay in usage), max(stay.ended_at for stay in usage)
+    nodes = sorted({interval.node_id for interval in usage})
+    start, end = min(interval.started_at for interval in usage), max(interval.ended_at for interval in usage)
     unit, seconds = ("minutes", 60.0) if end - start > 600 else ("seconds", 1.0)
 
     def at(time: float) -> float:
@@ -105,10 +105,10 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
     figure = new_figure(9, 1.9 + 0.34 * (len(nodes) + 1))
     axis = figure.subplots()
     row = {node: place for place, node in enumerate(nodes)}
-    for place, stay in enumerate(usage):
+    for place, interval in enumerate(usage):
         axis.barh(
-            row[stay.node_id], at(stay.ended_at) - at(stay.started_at), left=at(stay.started_at), color=GRID,
-            height=0.7, label=None if place else "paid for",
+            row[interval.node_id], at(interval.ended_at) - at(interval.started_at), left=at(interval.started_at),
+            color=GRID, height=0.7, label=None if place else "paid for",
         )  # fmt: skip
     changes = read_events(MembershipEvent, events)
     told: set[str] = set()

@@ -127,8 +127,8 @@ def test_old_records_without_jumps_are_read(tmp_path: Path):
 )
 def test_the_ledger_is_the_bill_for_any_history_of_jumps(stays: list[tuple[int, float, float, float]], shift: float):
     nodes = [
-        NodePresence(node_id=node, launch=1, stay=number + 1, started_at=NOW + began, last_seen_at=NOW + began + lasted,
-                     clock_jump_seconds=jump)
+        NodePresence(node_id=node, launch=1, incarnation=number + 1, started_at=NOW + began,
+                     last_seen_at=NOW + began + lasted, clock_jump_seconds=jump)
         for number, (node, began, lasted, jump) in enumerate(stays)
     ]  # fmt: skip
     tracker = CostTracker("c", presence.usage(nodes, "Standard_NC6s_v3", True, NOW + shift), "dedicated")

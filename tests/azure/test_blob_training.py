@@ -149,7 +149,7 @@ def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     for node in (second, third):
         assert node.exit_codes == (0,)
         assert node.started_at < (node.ended_at or 0)
-        assert (node.launch, node.stay) == (1, 1)
+        assert (node.launch, node.incarnation) == (1, 1)
     print("requests", len(proxy.requests), "lists", proxy.sent("GET", "comp=list"))
 
 

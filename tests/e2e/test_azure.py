@@ -72,7 +72,7 @@ def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
         cloud.use(monkeypatch)
         [job] = [name for name in bought["jobs"] if name.startswith("train-")]
         rundir = RunDir(f"az://dtrain/team/jobs/{job.removesuffix('-l1')}")
-        stays = {(node.node_id, node.stay): node for node in rundir.nodes()}
+        stays = {(node.node_id, node.incarnation): node for node in rundir.nodes()}
         result = rundir.read_json("result.json")
         cloud.control("clock", advance_seconds=700)
         idle = cloud.control("bought")

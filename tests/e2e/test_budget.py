@@ -37,7 +37,9 @@ def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
         # usually 30, where it hung; 24 where the epoch's checkpoint was still being written when that of 30 was due
         assert 0 < step <= result["steps"] <= 30
         nodes = rundir.nodes()
-        assert {(node.launch, node.stay, node.exit_codes) for node in nodes} == {(1, 1, (77,))}, "nobody came again"
+        assert {(node.launch, node.incarnation, node.exit_codes) for node in nodes} == {(1, 1, (77,))}, (
+            "nobody came again"
+        )
         [event] = [event for event in stopped.all_events if event.is_step_failure]
         failure = event.step_failure_data.user_failure_data
         assert failure is not None

@@ -94,10 +94,10 @@ def test_a_node_is_killed_and_the_checkpoint_is_trained_all_the_same(small: Call
     assert told["generations"] >= 2
     assert "is gone" in told["membership"] or "failed after" in told["membership"]
     rundir = RunDir(str(job_folder(home)))
-    stays = [(node.node_id, node.stay) for node in rundir.nodes()]
+    stays = [(node.node_id, node.incarnation) for node in rundir.nodes()]
     assert (0, 1) in stays
     assert all(node.ended_at for node in rundir.nodes())
-    first = next(node for node in rundir.nodes() if (node.node_id, node.stay) == (0, 1))
+    first = next(node for node in rundir.nodes() if (node.node_id, node.incarnation) == (0, 1))
     assert first.exit_codes == (-signal.SIGKILL,)
     steps = [event["step"] for event in rundir.events("step")]
     assert len(steps) == len(set(steps)), "no step that counts was done twice"
@@ -116,7 +116,7 @@ def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any]
     assert result.success
     assert checks(result)["every_sample_used_once"]
     rundir = RunDir(str(job_folder(home)))
-    stays = {(node.node_id, node.stay): node for node in rundir.nodes()}
+    stays = {(node.node_id, node.incarnation): node for node in rundir.nodes()}
     frozen = stays[1, 1]
     assert frozen.exit_codes == (-signal.SIGKILL,)
     assert frozen.ended_at is not None

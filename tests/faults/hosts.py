@@ -76,12 +76,12 @@ class Preload:
 
 
 @dataclass(slots=True)
-class Stay:
+class ObservedIncarnation:
     """A node's process, by the harness's own clock (Unix seconds)."""
 
     node: int
     launch: int
-    stay: int
+    incarnation: int
     pid: int
     started_at: float
     ended_at: float | None = None
@@ -106,7 +106,7 @@ class Hosts:
         self.notes = folder / "notes.jsonl"
         self.notes.touch()
         self._notes = open(self.notes, "rb")  # noqa: SIM115 - read as it grows
-        self.stays: list[Stay] = []
+        self.observed: list[ObservedIncarnation] = []
         self.launches = 0
         self.supervisor = 0
         self._reaper: int | None = None
@@ -149,49 +149,51 @@ class Hosts:
             if "supervisor" in note:
                 self.supervisor = note["supervisor"]
                 continue
-            stay = Stay(note["node"], note["launch"], note["stay"], note["pid"], note["time"])
+            incarnation = ObservedIncarnation(
+                note["node"], note["launch"], note["incarnation"], note["pid"], note["time"]
+            )
             try:
-                stay.descriptor = os.pidfd_open(stay.pid)
+                incarnation.descriptor = os.pidfd_open(incarnation.pid)
             except ProcessLookupError:
-                stay.ended_at = time.time()
-            self.stays.append(stay)
-        for stay in self.stays:
-            if stay.descriptor is not None and select.select([stay.descriptor], [], [], 0)[0]:
-                stay.ended_at = time.time()
-                os.close(stay.descriptor)
-                stay.descriptor = None
+                incarnation.ended_at = time.time()
+            self.observed.append(incarnation)
+        for incarnation in self.observed:
+            if incarnation.descriptor is not None and select.select([incarnation.descriptor], [], [], 0)[0]:
+                incarnation.ended_at = time.time()
+                os.close(incarnation.descriptor)
+                incarnation.descriptor = None
 
     @property
     def running(self) -> bool:
         """Is there anything of the job?"""
         return self._reaper is not None and not self.preload.has_ended(self._reaper)
 
-    def newest(self, node: int) -> Stay | None:
-        """The newest stay of a node, if it lives."""
-        found = [stay for stay in self.stays if stay.node == node]
+    def newest(self, node: int) -> ObservedIncarnation | None:
+        """The newest incarnation of a node, if it lives."""
+        found = [incarnation for incarnation in self.observed if incarnation.node == node]
         return found[-1] if found and found[-1].ended_at is None else None
 
     def signal(self, node: int, number: int) -> bool:
         """To all processes of a node; False if there is none."""
-        stay = self.newest(node)
-        if stay is None:
+        incarnation = self.newest(node)
+        if incarnation is None:
             return False
         try:
-            os.killpg(stay.pid, number)
+            os.killpg(incarnation.pid, number)
         except ProcessLookupError:
             return False
         return True
 
     def is_frozen(self, node: int) -> bool:
-        stay = self.newest(node)
+        incarnation = self.newest(node)
         try:
-            return stay is not None and _state(stay.pid) == "T"
+            return incarnation is not None and _state(incarnation.pid) == "T"
         except OSError:
             return False
 
     def left(self) -> list[int]:
         """Processes of the job that still run: by the groups of its nodes, and its supervisor."""
-        groups = {stay.pid for stay in self.stays} | {self.supervisor}
+        groups = {incarnation.pid for incarnation in self.observed} | {self.supervisor}
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -210,10 +212,10 @@ class Hosts:
         while self.running and time.monotonic() < deadline:
             time.sleep(0.01)
         self._notes.close()
-        for stay in self.stays:
-            if stay.descriptor is not None:
-                os.close(stay.descriptor)
-                stay.descriptor = None
+        for incarnation in self.observed:
+            if incarnation.descriptor is not None:
+                os.close(incarnation.descriptor)
+                incarnation.descriptor = None
 
 
 def _state(pid: int) -> str:

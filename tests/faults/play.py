@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tape as tapes
-from hosts import NODES, Hosts, Preload, Stay
+from hosts import NODES, Hosts, ObservedIncarnation, Preload
 from network import Network
 from tape import Fault, Tape
 
@@ -50,7 +50,7 @@ class Outcome:
 
     tape: Tape
     rundir: RunDir
-    stays: list[Stay]
+    observed: list[ObservedIncarnation]
     launches: int
     seconds: float
     problems: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ def play(tape: Tape, preload: Preload, folder: Path, dataset: Path, network: Net
 class _Player:
     def __init__(self, tape: Tape, hosts: Hosts) -> None:
         self.tape, self.hosts = tape, hosts
-        self.outcome = Outcome(tape, hosts.rundir, hosts.stays, 0, 0.0)
+        self.outcome = Outcome(tape, hosts.rundir, hosts.observed, 0, 0.0)
         self._due = [fault for fault in tape.faults if fault.at is None]
         self._later: list[tuple[float, Callable[[], Any]]] = []
         self._exact = {fault.node: fault for fault in tape.faults if fault.at is not None and fault.kind == "stop"}
@@ -135,7 +135,7 @@ class _Player:
         return True
 
     def _all_ended(self) -> bool:
-        """Has the tape ended every node's newest stay, or the supervisor?"""
+        """Has the tape ended every node's newest incarnation, or the supervisor?"""
         if self.hosts.supervisor in self._killed:
             return True
         presences = self.hosts.rundir.nodes()
@@ -206,13 +206,13 @@ class _Player:
         self._after(fault, restore)
 
     def _thaw(self, node: int) -> Callable[[], Any]:
-        """To continue this very stay, even if another has come in its place."""
-        stay = self.hosts.newest(node)
+        """To continue this very incarnation, even if another has come in its place."""
+        incarnation = self.hosts.newest(node)
 
         def thaw() -> None:
-            if stay is not None and stay.ended_at is None:
+            if incarnation is not None and incarnation.ended_at is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(stay.pid, signal.SIGCONT)
+                    os.killpg(incarnation.pid, signal.SIGCONT)
 
         return thaw
 
@@ -221,7 +221,9 @@ class _Player:
 
     def _count_exact(self) -> None:
         """Which faults inside the nodes have happened, by what is seen of them."""
-        first = {item.node_id: item for item in self.outcome.rundir.nodes() if (item.launch, item.stay) == (1, 1)}
+        first = {
+            item.node_id: item for item in self.outcome.rundir.nodes() if (item.launch, item.incarnation) == (1, 1)
+        }
         memory = Counter(event["rank"] for event in self.outcome.rundir.events("out_of_memory"))
         for fault in self.tape.faults:
             if fault.at is None:

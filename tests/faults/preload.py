@@ -134,8 +134,11 @@ def _supervisor_class() -> Any:
                 _be_node(command, {**environment, **_address(self.order, node)}, pipe, group, me, self.order, node)
             with contextlib.suppress(OSError):  # whichever of the two comes first
                 os.setpgid(pid, group or pid)
-            stay = {"launch": int(environment["DTRAIN_LAUNCH"]), "stay": int(environment["DTRAIN_STAY"])}
-            _note(self.order, {"node": node, **stay, "pid": pid, "time": time.time()})
+            incarnation = {
+                "launch": int(environment["DTRAIN_LAUNCH"]),
+                "incarnation": int(environment["DTRAIN_INCARNATION"]),
+            }
+            _note(self.order, {"node": node, **incarnation, "pid": pid, "time": time.time()})
             return _Child(pid)
 
     return ForkingSupervisor

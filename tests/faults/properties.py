@@ -12,7 +12,7 @@ from typing import Any
 
 import tape as tapes
 import torch
-from hosts import Stay
+from hosts import ObservedIncarnation
 from play import Outcome
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def violations(outcome: Outcome, reference: Reference) -> list[str]:
     wrong += redone_steps(steps, history)
     wrong += split_brains(steps)
     wrong += several_writers(_manifests(rundir))
-    wrong += wrong_accounts(rundir.nodes(), outcome.stays)
+    wrong += wrong_accounts(rundir.nodes(), outcome.observed)
     wrong += wrong_codes(rundir.nodes())
     wrong += _checkpoint_that_does_not_load(rundir, outcome)
     if outcome.left:
@@ -174,33 +174,35 @@ def several_writers(manifests: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def wrong_accounts(presences: Sequence[NodePresence], stays: Sequence[Stay]) -> list[str]:
+def wrong_accounts(presences: Sequence[NodePresence], observed: Sequence[ObservedIncarnation]) -> list[str]:
     """The node-time that is paid is the node-time that was lived, by the harness's own clock: no gap, no overlap."""
     wrong = []
-    accounted = {(item.launch, item.node_id, item.stay): item for item in presences}
-    lived = {(stay.launch, stay.node, stay.stay): stay for stay in stays}
+    accounted = {(item.launch, item.node_id, item.incarnation): item for item in presences}
+    lived = {(incarnation.launch, incarnation.node, incarnation.incarnation): incarnation for incarnation in observed}
     for key in sorted(set(accounted) ^ set(lived)):
-        wrong.append(f"launch, node, stay {key} was {'not accounted' if key in lived else 'accounted and never there'}")
+        wrong.append(
+            f"launch, node, incarnation {key} was {'not accounted' if key in lived else 'accounted and never there'}"
+        )
     for key in sorted(set(accounted) & set(lived)):
-        item, stay = accounted[key], lived[key]
-        if item.ended_at is None or stay.ended_at is None:
-            wrong.append(f"launch, node, stay {key} never ended: {item}, {stay}")
-        elif abs(item.started_at - stay.started_at) + abs(item.ended_at - stay.ended_at) > CLOCK_SECONDS:
+        item, incarnation = accounted[key], lived[key]
+        if item.ended_at is None or incarnation.ended_at is None:
+            wrong.append(f"launch, node, incarnation {key} never ended: {item}, {incarnation}")
+        elif abs(item.started_at - incarnation.started_at) + abs(item.ended_at - incarnation.ended_at) > CLOCK_SECONDS:
             wrong.append(
-                f"launch, node, stay {key}: {item.ended_at - item.started_at:.2f} s were accounted, "
-                f"{stay.ended_at - stay.started_at:.2f} s were lived"
+                f"launch, node, incarnation {key}: {item.ended_at - item.started_at:.2f} s were accounted, "
+                f"{incarnation.ended_at - incarnation.started_at:.2f} s were lived"
             )
-    ordered = sorted(presences, key=lambda item: (item.node_id, item.launch, item.stay))
+    ordered = sorted(presences, key=lambda item: (item.node_id, item.launch, item.incarnation))
     for one, other in pairwise(ordered):
         if one.node_id == other.node_id and (one.ended_at or 0.0) > other.started_at:
-            wrong.append(f"two stays of node {one.node_id} overlap: {one}, {other}")
+            wrong.append(f"two incarnations of node {one.node_id} overlap: {one}, {other}")
     return wrong
 
 
 def wrong_codes(presences: Iterable[NodePresence]) -> list[str]:
     """Nodes are killed, are told to go, or are done; none fails, and none is lost that could have gone on."""
     return [
-        f"node {item.node_id}, stay {item.stay} of launch {item.launch} ended with exit code {code}"
+        f"node {item.node_id}, incarnation {item.incarnation} of launch {item.launch} ended with exit code {code}"
         for item in presences
         for code in item.exit_codes
         if code not in (0, -9, -15, 143)
@@ -253,13 +255,14 @@ def describe(outcome: Outcome) -> str:
         seats = ", ".join(f"{seat.member}{'' if seat.was_in else '*'}" for seat in item.members)
         lines.append(
             f"g{item.number} launch {item.launch} {item.topology} step {item.step} attempt {item.attempt} "
-            f"at {item.formed_at - outcome.stays[0].started_at:.2f}: {seats} ({item.reason})"
+            f"at {item.formed_at - outcome.observed[0].started_at:.2f}: {seats} ({item.reason})"
         )
     for event in outcome.rundir.events():
         if event["kind"] in ("error", "communication_error", "checkpoint_failed", "out_of_memory", "resume"):
             lines.append(json.dumps({key: value for key, value in event.items() if key != "time"}))
-    for stay in outcome.stays:
-        until = f"{stay.ended_at - outcome.stays[0].started_at:.2f}" if stay.ended_at else "?"
-        began = stay.started_at - outcome.stays[0].started_at
-        lines.append(f"node {stay.node}, stay {stay.stay} of launch {stay.launch}: {began:.2f} to {until}")
+    for incarnation in outcome.observed:
+        until = f"{incarnation.ended_at - outcome.observed[0].started_at:.2f}" if incarnation.ended_at else "?"
+        began = incarnation.started_at - outcome.observed[0].started_at
+        which = f"node {incarnation.node}, incarnation {incarnation.incarnation} of launch {incarnation.launch}"
+        lines.append(f"{which}: {began:.2f} to {until}")
     return "\n".join(lines)

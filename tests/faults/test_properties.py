@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tape as tapes
 import torch
-from hosts import Stay
+from hosts import ObservedIncarnation
 from properties import (
     redone_steps,
     several_writers,
@@ -132,25 +132,27 @@ def test_two_writers_of_one_generation_are_found() -> None:
     assert several_writers([one, {"generation": 1, "writer": "b"}])
 
 
-def presence(node: int, began: float, ended: float | None, stay: int = 1) -> NodePresence:
-    return NodePresence(node_id=node, launch=1, stay=stay, started_at=began, ended_at=ended, exit_codes=(0,))
+def presence(node: int, began: float, ended: float | None, incarnation: int = 1) -> NodePresence:
+    return NodePresence(
+        node_id=node, launch=1, incarnation=incarnation, started_at=began, ended_at=ended, exit_codes=(0,)
+    )
 
 
 def test_time_that_was_not_lived_or_not_accounted_is_found() -> None:
-    stays = [
-        Stay(node=0, launch=1, stay=1, pid=1, started_at=100.0, ended_at=110.0),
-        Stay(node=0, launch=1, stay=2, pid=2, started_at=111.0, ended_at=120.0),
+    observed = [
+        ObservedIncarnation(node=0, launch=1, incarnation=1, pid=1, started_at=100.0, ended_at=110.0),
+        ObservedIncarnation(node=0, launch=1, incarnation=2, pid=2, started_at=111.0, ended_at=120.0),
     ]
-    good = [presence(0, 100.0, 110.1), presence(0, 111.0, 120.1, stay=2)]
-    assert wrong_accounts(good, stays) == []
+    good = [presence(0, 100.0, 110.1), presence(0, 111.0, 120.1, incarnation=2)]
+    assert wrong_accounts(good, observed) == []
     for bad in (
         good[:1],
         [*good, presence(1, 100.0, 101.0)],
-        [good[0], presence(0, 111.0, None, stay=2)],
-        [good[0], presence(0, 111.0, 124.0, stay=2)],
-        [presence(0, 100.0, 110.4), presence(0, 110.3, 120.1, stay=2)],
+        [good[0], presence(0, 111.0, None, incarnation=2)],
+        [good[0], presence(0, 111.0, 124.0, incarnation=2)],
+        [presence(0, 100.0, 110.4), presence(0, 110.3, 120.1, incarnation=2)],
     ):
-        assert wrong_accounts(bad, stays)
+        assert wrong_accounts(bad, observed)
 
 
 def test_exit_codes_of_failures_are_found() -> None:

@@ -48,7 +48,7 @@ class Nodes:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "1",  # of no use: members find each other through the run directory
                 "DTRAIN_LAUNCH": str(launch),
-                "DTRAIN_STAY": str(stay),
+                "DTRAIN_INCARNATION": str(stay),
                 "DTRAIN_FAULTS": json.dumps(faults),
             }
             log = self.job.run_dir / f"log-{node}.txt"

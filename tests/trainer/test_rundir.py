@@ -113,5 +113,5 @@ def test_presences_of_nodes_come_back_with_their_seconds(rundir: RunDir) -> None
     assert rundir.nodes() == [here, gone]
     old = {"node_id": 2, "generation": 1, "started_at": 5.0, "ended_at": 6.0, "last_seen_at": 6.0, "exit_codes": [0]}
     rundir.write_json("nodes/g0001-n002.json", old)  # as it was written before nodes could be replaced
-    assert (rundir.nodes()[0].launch, rundir.nodes()[0].stay, rundir.nodes()[0].seconds(9.0)) == (1, 1, 1.0)
+    assert (rundir.nodes()[0].launch, rundir.nodes()[0].incarnation, rundir.nodes()[0].seconds(9.0)) == (1, 1, 1.0)
     assert (here.seconds(now=150.0), gone.seconds(now=150.0)) == (50.0, 30.0)

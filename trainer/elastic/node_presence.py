@@ -64,8 +64,8 @@ class PresenceRecorder:
         try:
             if self._begun:
                 self.rundir.write_node(self._record)
-            else:  # a new stay, independent of the records of this node's earlier processes
-                self._record = self.rundir.begin_stay(self._record)
+            else:  # a new incarnation, independent of the records of this node's earlier processes
+                self._record = self.rundir.begin_incarnation(self._record)
                 self._begun = True
             return True
         except OSError as error:

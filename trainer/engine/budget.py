@@ -53,7 +53,7 @@ class Paid:
 
 
 def sum_paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -> Paid:
-    """Return the node-seconds over all stays of all launches. A node of ``launch``, the present one, counts up to
+    """Return the node-seconds over all nodes of all launches. A node of ``launch``, the present one, counts up to
     ``now`` if it has not ended and was heard of within ``stale`` seconds; any other without an end counts until it was
     last heard of."""
     total, here = 0.0, 0

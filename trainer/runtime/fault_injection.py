@@ -1,8 +1,8 @@
 """Faults injected through the environment: tests break the real trainer at an exact point of a step.
 
 DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
-that step (0-based, the one being done), the fault happens, once, in the node's first stay only (DTRAIN_STAY). With
-``"every": true`` it happens each time, such as a sleep in every step of a slow node.
+that step (0-based, the one being done), the fault happens, once, in the node's first incarnation only
+(DTRAIN_INCARNATION). With ``"every": true`` it happens each time, such as a sleep in every step of a slow node.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Faults:
 
     def __init__(self, environment: Mapping[str, str], node: int) -> None:
         listed = json.loads(environment.get("DTRAIN_FAULTS") or "[]")
-        first_stay = environment.get("DTRAIN_STAY", "1") == "1"
+        first_incarnation = environment.get("DTRAIN_INCARNATION", "1") == "1"
         for fault in listed:
             if fault.get("kind") not in get_args(Kind) or fault.get("at") not in get_args(Point):
                 raise ConfigError(f"DTRAIN_FAULTS holds {fault!r}; kinds: {get_args(Kind)}, points: {get_args(Point)}")
-        self._pending: list[dict[str, Any]] = [item for item in listed if item["node"] == node and first_stay]
+        self._pending: list[dict[str, Any]] = [item for item in listed if item["node"] == node and first_incarnation]
         self._lock = threading.Lock()
 
     def reach(self, at: Point, step: int) -> None:

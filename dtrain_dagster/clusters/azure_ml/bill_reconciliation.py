@@ -247,7 +247,7 @@ Key = tuple[date, str, str]
 
 
 def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
-    """Return, by key, units, microseconds, and the microseconds of each stay."""
+    """Return, by key, units, microseconds, and the microseconds of each presence of a node."""
     found: dict[Key, tuple[int, int, list[int]]] = {}
     for node in tracker.nodes:
         at = node.began

@@ -49,7 +49,7 @@ class JobRecords:
                 self.rundir.write_json(PROVISIONING, [*noted, entry])
 
     def usage(self, record: Record | None, running: bool, now: float) -> list[NodeUsage]:
-        """Return every stay as paid time, with the SKU and tier that were really bought."""
+        """Return every presence of a node as paid time, with the SKU and tier that were really bought."""
         bought = kinds(record) if record else {}
         launch = record["launch"] if record else 0
         lasted = launch_durations(record, now) if record else {}

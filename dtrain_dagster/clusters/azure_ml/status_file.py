@@ -71,7 +71,7 @@ class StatusFile:
         return job_status_of(status)
 
     def _count_alive(self, now: float) -> int:
-        return sum(is_here(node, now, self.stale) for node in presences.find_latest_stays(self.rundir.nodes(True)))
+        return sum(is_here(node, now, self.stale) for node in presences.find_latest_presences(self.rundir.nodes(True)))
 
 
 def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> dict[str, Any]:

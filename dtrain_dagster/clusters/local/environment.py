@@ -15,7 +15,7 @@ PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
-_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_STAY", SECRET_FILE)
+_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", SECRET_FILE)
 
 
 class LaunchError(ValueError):
@@ -49,18 +49,19 @@ def choose_port(wanted: int | None) -> int:
         return probe.getsockname()[1]
 
 
-def node_mark(launch: Mapping[str, Any], node_id: int, stay: int) -> str:
-    """Return the mark of all processes of one stay of a node, see `dtrain_dagster.clusters.local.processes.MARK`."""
-    return f"{launch['token']}-l{launch['launch']}-n{node_id}-s{stay}-"
+def node_mark(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    """Return the mark of all processes of one incarnation of a node, see
+    `dtrain_dagster.clusters.local.processes.MARK`."""
+    return f"{launch['token']}-l{launch['launch']}-n{node_id}-s{incarnation}-"
 
 
 def rank_environment(
-    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, stay: int = 1, secret: str = ""
+    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, incarnation: int = 1, secret: str = ""
 ) -> dict[str, Any]:
-    """Return torchrun's variables for one process; for a process that regroups, also the launch and the stay.
+    """Return torchrun's variables for one process; for a process that regroups, also the launch and the incarnation.
     ``secret``: the path of the file with this launch's secret."""
     per_node, count = launch["processes_per_node"], launch["node_count"]
-    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": stay} if launch["elastic"] else {}
+    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": incarnation} if launch["elastic"] else {}
     return {
         "RANK": node_id * per_node + local_rank,
         "LOCAL_RANK": local_rank,
@@ -71,7 +72,7 @@ def rank_environment(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "PYTHONUNBUFFERED": 1,
-        MARK: node_mark(launch, node_id, stay),
+        MARK: node_mark(launch, node_id, incarnation),
         **({SECRET_FILE: secret} if secret else {}),
         **elastic,
     }

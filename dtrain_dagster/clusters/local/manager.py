@@ -248,7 +248,7 @@ class LocalClusterManager(GPUClusterManager):
         alive = (
             0
             if state.is_final
-            else sum(node.ended_at is None for node in presences.find_latest_stays(rundir.nodes(True)))
+            else sum(node.ended_at is None for node in presences.find_latest_presences(rundir.nodes(True)))
         )
         return JobStatus(
             job_id=job_id,

@@ -1,4 +1,4 @@
-"""One stay of a node on this machine: a process group with a log, from its start until none of it is left."""
+"""One incarnation of a node on this machine: a process group with a log, from its start until none of it is left."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import psutil
 
 MARK = "DTRAIN_JOB_TOKEN"
-"""The environment variable that every process of a job inherits: the job's token, then launch, node and stay."""
+"""The environment variable that every process of a job inherits: the job's token, then launch, node and incarnation."""
 POLL_SECONDS = 0.02
 
 

@@ -61,7 +61,7 @@ def settle_status(rundir: RunDir) -> dict[str, Any] | None:
     if status is None or JobState(status["state"]).is_final:
         return status
     sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())  # its reaper may have died with it
-    left = presences.find_latest_stays(rundir.nodes())
+    left = presences.find_latest_presences(rundir.nodes())
     ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
     message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")

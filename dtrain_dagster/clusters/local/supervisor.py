@@ -84,7 +84,7 @@ class Supervisor:
         self.beat = 0.0
         self.port = 0
         self.nodes: dict[int, Node] = {}
-        """The newest stay of each node of this launch."""
+        """The newest incarnation of each node of this launch."""
         self.replacements = self.relaunches = 0
         self.failure: Failure | None = None
 
@@ -122,19 +122,23 @@ class Supervisor:
         self.port = choose_port(self.launch["master_port"])
         self.secret.renew()
         for node_id in range(self.launch["node_count"]):
-            self._start_node(node_id, stay=1)
+            self._start_node(node_id, incarnation=1)
 
-    def _start_node(self, node_id: int, stay: int) -> None:
+    def _start_node(self, node_id: int, incarnation: int) -> None:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
-        which = f"launch {self.launch['launch']}" + (f", stay {stay}" if stay > 1 else "")
+        which = f"launch {self.launch['launch']}" + (f", incarnation {incarnation}" if incarnation > 1 else "")
         log = LineLog(path, f"--- {which}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
         now = self.clock.now()
-        here = NodePresence(node_id=node_id, launch=self.launch["launch"], stay=stay, started_at=now, last_seen_at=now)
+        here = NodePresence(
+            node_id=node_id, launch=self.launch["launch"], incarnation=incarnation, started_at=now, last_seen_at=now
+        )
         size = self.launch["processes_per_node"]
-        node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, stay), size)
+        node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, incarnation), size)
         self.rundir.write_node(here)
         for local_rank in range(size):
-            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay, str(self.secret.path))
+            variables = rank_environment(
+                self.launch, node_id, local_rank, self.port, incarnation, str(self.secret.path)
+            )
             variables |= self.clock.variables()
             environment = merge_environment(os.environ, self.launch, variables)
             pipe = log.open_pipe()
@@ -222,9 +226,9 @@ class Supervisor:
         for node_id in lost:
             self.replacements += 1
             before = self.nodes[node_id]
-            _say(f"node {node_id} is lost {[*before.codes]}: starting stay {before.presence.stay + 1}")
+            _say(f"node {node_id} is lost {[*before.codes]}: starting incarnation {before.presence.incarnation + 1}")
             try:
-                self._start_node(node_id, before.presence.stay + 1)
+                self._start_node(node_id, before.presence.incarnation + 1)
             except (LaunchError, OSError) as error:
                 _say(f"could not start it: {error}")
                 self.nodes[node_id].end(0.0)

@@ -129,16 +129,16 @@ function collectiveTraces() {
 }
 
 function timelineTraces() {
-  const { stays, marks, now } = job.look;
+  const { presences, marks, now } = job.look;
   const running = job.look.job.ended_at === null && ["running", "queued"].includes(job.look.job.state);
-  const until = stay => stay.ended_at ?? (running ? now : stay.last_seen_at ?? stay.started_at);
-  const bars = stays.length ? [{
-    type: "bar", orientation: "h", y: stays.map(stay => `node ${stay.node_id}`), base: stays.map(stay => local(stay.started_at)),
-    x: stays.map(stay => 1000 * Math.max(1, until(stay) - stay.started_at)),
-    marker: { color: stays.map(stay => nodeColour(stay.node_id)) }, width: 0.6, showlegend: false,
-    text: stays.map(stay => (stay.stay > 1 ? `stay ${stay.stay}` : "")), textposition: "inside", insidetextanchor: "start",
-    customdata: stays.map(stay => `${clock(stay.started_at)} to ${clock(until(stay))}` +
-      (stay.exit_codes.length ? `, exit codes ${stay.exit_codes.join(", ")}` : "")),
+  const until = node => node.ended_at ?? (running ? now : node.last_seen_at ?? node.started_at);
+  const bars = presences.length ? [{
+    type: "bar", orientation: "h", y: presences.map(node => `node ${node.node_id}`), base: presences.map(node => local(node.started_at)),
+    x: presences.map(node => 1000 * Math.max(1, until(node) - node.started_at)),
+    marker: { color: presences.map(node => nodeColour(node.node_id)) }, width: 0.6, showlegend: false,
+    text: presences.map(node => (node.incarnation > 1 ? `incarnation ${node.incarnation}` : "")), textposition: "inside", insidetextanchor: "start",
+    customdata: presences.map(node => `${clock(node.started_at)} to ${clock(until(node))}` +
+      (node.exit_codes.length ? `, exit codes ${node.exit_codes.join(", ")}` : "")),
     hovertemplate: "%{y}: %{customdata}<extra></extra>",
   }] : [];
   if (marks.length) {
@@ -171,7 +171,7 @@ function layoutOf(panel, traces) {
   if (panel.key !== "loss" && panel.kind === "lines") yaxis.rangemode = "tozero";
   if (["heatmap", "links"].includes(panel.kind)) yaxis.title = undefined;
   if (panel.kind === "timeline") {
-    const nodes = [...new Set(job.look.stays.map(stay => stay.node_id))].sort((a, b) => b - a).map(node => `node ${node}`);
+    const nodes = [...new Set(job.look.presences.map(node => node.node_id))].sort((a, b) => b - a).map(node => `node ${node}`);
     Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: [...nodes, "events"] });
   }
   if (["ranks", "collectives"].includes(panel.kind)) xaxis.type = "category";

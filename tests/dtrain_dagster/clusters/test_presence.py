@@ -11,7 +11,7 @@ NOW = 1000.0
 
 
 def node(node_id: int, started_at: float = 0.0, launch: int = 1) -> NodePresence:
-    return NodePresence(node_id=node_id, launch=launch, stay=1, started_at=started_at, last_seen_at=NOW - 1)
+    return NodePresence(node_id=node_id, launch=launch, incarnation=1, started_at=started_at, last_seen_at=NOW - 1)
 
 
 def generation(nodes: set[int], asking: set[int] = frozenset(), launch: int = 1) -> NodeGeneration:

@@ -127,7 +127,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert from_history([], (), sizes, 1, SKU, SPEEDS.__getitem__, lambda basis: LearningResult()) is None
 
     write_plan(rundir, job)
-    rundir.write_node(NodePresence(node_id=0, launch=1, stay=2, started_at=0.0, ended_at=1.0))
+    rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=2, started_at=0.0, ended_at=1.0))
     assert past_runs(instance, pace_mark(job, 1), keeps_cache=True) == [], "a node was lost: it tells of that"
     rundir.storage.delete("nodes/l0001-n000-s002.json")
 

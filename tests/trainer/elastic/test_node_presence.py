@@ -48,8 +48,8 @@ def test_each_stay_of_a_node_has_a_record_of_its_own(job: JobConfig) -> None:
         assert node.ended_at is not None
         assert node.started_at < node.ended_at
         assert node.last_seen_at is not None
-    assert (first.stay, first.exit_codes) == (1, (75,))
-    assert (second.stay, second.exit_codes) == (2, (0,))
+    assert (first.incarnation, first.exit_codes) == (1, (75,))
+    assert (second.incarnation, second.exit_codes) == (2, (0,))
 
 
 def test_a_node_that_is_there_says_so_again_and_again(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from trainer.runtime.fault_injection import Faults, InjectedError
 
 def faults(*listed: dict[str, Any], node: int = 0, stay: str | None = None) -> Faults:
     environment = {"DTRAIN_FAULTS": json.dumps(listed)}
-    return Faults(environment if stay is None else {**environment, "DTRAIN_STAY": stay}, node)
+    return Faults(environment if stay is None else {**environment, "DTRAIN_INCARNATION": stay}, node)
 
 
 RAISE = {"kind": "raise", "at": "forward", "step": 3, "node": 0}

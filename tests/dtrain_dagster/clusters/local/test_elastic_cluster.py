@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 
 WORK = """
 import json, signal
-STAY, LAUNCH, RUN = int(os.environ["DTRAIN_STAY"]), int(os.environ["DTRAIN_LAUNCH"]), Path(__file__).stem
+INCARNATION, LAUNCH, RUN = int(os.environ["DTRAIN_INCARNATION"]), int(os.environ["DTRAIN_LAUNCH"]), Path(__file__).stem
 HOME = OUT / "home" / "storage" / "jobs" / RUN
 def up():
-    keep = ("RANK", "WORLD_", "LOCAL_", "NODE_", "MASTER_", "DTRAIN_LAUNCH", "DTRAIN_STAY", "GLOO_", "OMP_")
+    keep = ("RANK", "WORLD_", "LOCAL_", "NODE_", "MASTER_", "DTRAIN_LAUNCH", "DTRAIN_INCARNATION", "GLOO_", "OMP_")
     env = {name: value for name, value in os.environ.items() if name.startswith(keep)}
-    file = OUT / f"up-{LAUNCH}-{RANK}-{STAY}"
+    file = OUT / f"up-{LAUNCH}-{RANK}-{INCARNATION}"
     (OUT / f"{file.name}.tmp").write_text(json.dumps({"pid": os.getpid(), "env": env}))
     (OUT / f"{file.name}.tmp").rename(file)
 def done():
@@ -56,7 +56,7 @@ def started(cluster, launch: int, rank: int, stay: int) -> dict[str, Any]:
 
 
 def stays(cluster, job_id: str) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    return [(node.launch, node.node_id, node.stay, node.exit_codes) for node in nodes_of(cluster, job_id)]
+    return [(node.launch, node.node_id, node.incarnation, node.exit_codes) for node in nodes_of(cluster, job_id)]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def elastic(cluster):
 )
 def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic, how, code: int):
     script = """
-    while STAY == 1 and RANK == 1:
+    while INCARNATION == 1 and RANK == 1:
         if (OUT / "die").exists():
             sys.exit(75)
         time.sleep(0.01)
@@ -91,17 +91,20 @@ def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic, how, code: int
     else:
         (cluster.folder / "die").touch()
     second = started(cluster, 1, 1, 2)
-    assert second["env"] == first["env"] | {"DTRAIN_STAY": "2"}
+    assert second["env"] == first["env"] | {"DTRAIN_INCARNATION": "2"}
     assert psutil.pid_exists(other["pid"])
     assert cluster.manager.job_status("grows").nodes_alive == 2
-    assert "stay 2" in cluster.manager.monitor_health().nodes[1].message
+    assert "incarnation 2" in cluster.manager.monitor_health().nodes[1].message
     (cluster.folder / "go").touch()
     status = cluster.wait("grows")
     assert status.state is JobState.SUCCEEDED, status.message
     assert stays(cluster, "grows") == [(1, 0, 1, (0,)), (1, 1, 1, (code,)), (1, 1, 2, (0,))]
     assert cluster.status_file("grows")["replacements"] == 1
     log = cluster.manager.job_logs("grows", node_id=1).splitlines()
-    assert [line.split(", 2")[0] for line in log if line.startswith("---")] == ["--- launch 1", "--- launch 1, stay 2"]
+    assert [line.split(", 2")[0] for line in log if line.startswith("---")] == [
+        "--- launch 1",
+        "--- launch 1, incarnation 2",
+    ]
 
 
 def test_node_time_is_process_time_without_gap_or_overlap(cluster, elastic):
@@ -144,7 +147,7 @@ def test_when_no_replacement_is_left_the_others_go_on(cluster, elastic):
     (cluster.folder / "go").touch()
     status = cluster.wait("fewer")
     assert status.state is JobState.SUCCEEDED, status.message
-    assert [node.stay for node in nodes_of(cluster, "fewer") if node.node_id == 1] == [1, 2, 3]
+    assert [node.incarnation for node in nodes_of(cluster, "fewer") if node.node_id == 1] == [1, 2, 3]
 
 
 def test_an_error_of_the_users_own_code_ends_the_job_at_once(cluster, elastic):
@@ -153,7 +156,7 @@ def test_an_error_of_the_users_own_code_ends_the_job_at_once(cluster, elastic):
     assert status.state is JobState.FAILED
     assert "rank 1 on node 1 failed first (exit code 1)" in status.message
     assert "no such column" in status.message
-    assert [node.stay for node in nodes_of(cluster, "error")] == [1, 1]
+    assert [node.incarnation for node in nodes_of(cluster, "error")] == [1, 1]
 
 
 def test_the_one_with_the_error_is_blamed_and_not_one_that_was_killed_before(cluster, elastic):

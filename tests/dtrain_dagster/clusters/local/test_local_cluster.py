@@ -106,7 +106,7 @@ def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(c
         }
         assert expected.items() <= seen["env"].items()
         assert int(seen["env"]["OMP_NUM_THREADS"]) >= 1
-        assert not {"DTRAIN_LAUNCH", "DTRAIN_STAY"} & set(seen["env"])  # this command cannot regroup
+        assert not {"DTRAIN_LAUNCH", "DTRAIN_INCARNATION"} & set(seen["env"])  # this command cannot regroup
     for node in range(3):
         said = cluster.manager.job_logs("who", node_id=node).splitlines()
         assert said[0].startswith("--- launch 1")

@@ -139,7 +139,7 @@ def test_of_a_supervisor_and_a_reaper_killed_together(cluster, daemons):
 
 def test_of_one_node_while_the_others_go_on(cluster):
     script = """
-    daemon(f"daemon-{RANK}-{os.environ['DTRAIN_STAY']}")
+    daemon(f"daemon-{RANK}-{os.environ['DTRAIN_INCARNATION']}")
     (OUT / f"pid-{RANK}").write_text(str(os.getpid()))
     time.sleep(300)
     """
@@ -153,8 +153,12 @@ def test_of_one_node_while_the_others_go_on(cluster):
     assert is_free(port)
     assert runs(kept)
     assert runs(new)
-    first = next(node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.stay) == (1, 1))
-    second = next(node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.stay) == (1, 2))
+    first = next(
+        node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.incarnation) == (1, 1)
+    )
+    second = next(
+        node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.incarnation) == (1, 2)
+    )
     assert first.ended_at < second.started_at
     cluster.manager.cancel_job("job")
     check_gone(cluster, [(lost, port), (kept, port), (new, port)])

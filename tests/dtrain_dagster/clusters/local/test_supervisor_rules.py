@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.local.environment import LaunchError, choose_port, 
 from dtrain_dagster.clusters.local.line_log import LineLog, last_lines, text_of
 from dtrain_dagster.clusters.local.processes import MARK
 from dtrain_dagster.clusters.local.submit import with_package
-from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_stays, health, usage
+from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
 from trainer.rundir import NodePresence
 
 LAUNCH = {
@@ -94,13 +94,13 @@ def test_what_wins_in_the_environment():
 
 
 def test_launch_and_stay_are_told_to_who_can_regroup_and_to_nobody_else():
-    elastic = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555, stay=3)
-    assert (elastic["DTRAIN_LAUNCH"], elastic["DTRAIN_STAY"]) == (4, 3)
-    outer = {"DTRAIN_LAUNCH": "9", "DTRAIN_STAY": "9"}  # of a job that submits this one
+    elastic = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555, incarnation=3)
+    assert (elastic["DTRAIN_LAUNCH"], elastic["DTRAIN_INCARNATION"]) == (4, 3)
+    outer = {"DTRAIN_LAUNCH": "9", "DTRAIN_INCARNATION": "9"}  # of a job that submits this one
     plain = merge_environment(outer, LAUNCH, rank_environment(LAUNCH, node_id=2, local_rank=1, port=5555))
     assert not set(outer) & set(plain)
     first = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555)
-    assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_STAY", MARK}
+    assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_INCARNATION", MARK}
 
 
 def test_a_taken_port_is_refused_and_a_free_one_found():
@@ -124,15 +124,15 @@ def test_health_of_a_node_follows_from_its_presence():
 
 
 def test_each_second_of_each_stay_is_paid_once():
-    lost = NodePresence(node_id=0, launch=2, stay=1, started_at=100.0, ended_at=120.0, exit_codes=(-9,))
-    here = NodePresence(node_id=0, launch=2, stay=10, started_at=121.0, last_seen_at=190.0)
-    also = NodePresence(node_id=1, launch=2, stay=9, started_at=100.0, last_seen_at=190.0)
+    lost = NodePresence(node_id=0, launch=2, incarnation=1, started_at=100.0, ended_at=120.0, exit_codes=(-9,))
+    here = NodePresence(node_id=0, launch=2, incarnation=10, started_at=121.0, last_seen_at=190.0)
+    also = NodePresence(node_id=1, launch=2, incarnation=9, started_at=100.0, last_seen_at=190.0)
     unwritten = NodePresence(node_id=1, launch=1, started_at=10.0, last_seen_at=50.0)  # its end: the disk was full
     nodes = [unwritten, here, lost, also]
-    assert find_latest_stays(nodes) == [here, also]
+    assert find_latest_presences(nodes) == [here, also]
     assert [use.ended_at for use in usage(nodes, "sku", running=True, now=200.0)] == [50.0, 200.0, 120.0, 200.0]
     assert [use.ended_at for use in usage(nodes, "sku", running=False, now=999.0)] == [50.0, 190.0, 120.0, 190.0]
-    assert find_latest_stays([]) == usage([], "sku", running=True, now=1.0) == []
+    assert find_latest_presences([]) == usage([], "sku", running=True, now=1.0) == []
 
 
 def test_the_project_is_found_and_the_users_own_path_comes_first():
