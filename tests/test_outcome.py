@@ -44,9 +44,10 @@ def run(folder: Path, source: str, *options: str) -> tuple[int, str, dict[str, A
     (folder / "test_these.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["tests.outcome"]\n')
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--results", "results.json", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "--results", "results.json", *options]
     root = Path(__file__).parents[1]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}
+    # Every other plugin that happens to be installed would be imported by three processes a run.
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, json.loads((folder / "results.json").read_text())
 

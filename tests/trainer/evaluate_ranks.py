@@ -1,9 +1,10 @@
-"""One rank of a world that evaluates the small market: ``evaluate_ranks.py FOLDER SAMPLES``, started as by torchrun."""
+"""One rank of a world that evaluates the small market, in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def forecaster(market: Market, loss: str = "student_t") -> tuple[torch.nn.Module
     return model, criterion
 
 
-def main(folder: Path, samples: int) -> None:
+def be_rank(folder: Path, samples: int, environment: Mapping[str, str]) -> None:
+    """The life of a rank; what torchrun would say is in ``environment``."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     world = join_world(DistributedTrainingConfig())
     market = Market()
@@ -42,7 +45,3 @@ def main(folder: Path, samples: int) -> None:
     result = {"evaluation": {**asdict(evaluation), "predictions": None}, "rows": rows, "report": report}
     (folder / f"rank{world.rank}.json").write_text(json.dumps(result))
     world.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -73,7 +73,7 @@ def save_slowly(folder: str, at: int, note: int) -> None:
 def main(folder: str, late: bool) -> None:
     torch.set_num_threads(1)
     file_swap.PATIENCE_SECONDS = 0.1
-    for at in range(1, 7 if late else 1000):
+    for at in range(1, 5 if late else 1000):
         shutil.rmtree(folder, ignore_errors=True)
         reader, writer = os.pipe()
         pid = os.fork()

@@ -294,8 +294,8 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
         "basis"
     ] == dg.TextMetadataValue("history")
 
-    plan, said = plan_of(instance, home, dataset, epochs=5000, budget_usd=0.05)
+    plan, said = plan_of(instance, home, dataset, epochs=50_000, budget_usd=0.05)
     assert plan is None
     assert "at least" in "\n".join(said)
-    assert "instead of 5000" in "\n".join(said)
+    assert "instead of 50000" in "\n".join(said)
     assert sorted(jobs.iterdir()) == before, "nothing ran for any of these"

@@ -15,7 +15,7 @@ from worlds import free_port
 
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
-from trainer.comm.static_rendezvous import join_world
+from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
 
@@ -185,16 +185,19 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
+    config = DistributedTrainingConfig(collective_timeout_seconds=1, bind_cores=False)
+
+    def facts(rank: int) -> dict[str, str]:  # each in a world of its own
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return world | {"RANK": str(rank)}
+
+    with pytest.raises(PeersMissingError, match=r"rank 1 waited 1 s at MASTER_ADDR=127\.0\.0\.1"):
+        join_world(config, facts(1))
     program = """
 from trainer.comm.static_rendezvous import *
 join_world(DistributedTrainingConfig(collective_timeout_seconds=1))
 """
-    ranks = []
-    for rank in ("0", "1"):  # each in a world of its own
-        environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, "-c", program]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True))
-    for rank, process in enumerate(ranks):
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert f"PeersMissingError: rank {rank} waited 1 s at MASTER_ADDR=127.0.0.1" in said
+    environment = os.environ | facts(0)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, "nothing keeps the process from ending"
+    assert "PeersMissingError: rank 0 waited 1 s at MASTER_ADDR=127.0.0.1" in done.stderr

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluate_ranks import CPU, forecaster
+from evaluate_ranks import CPU, be_rank, forecaster
 from market import Market
 from scipy import stats
 from torch import Tensor, nn
-from worlds import free_port
+from worlds import FORKS, free_port
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
@@ -32,15 +29,14 @@ ALONE = World(RankFacts(), CPU, "gloo")
 
 
 def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
-    script = Path(__file__).parents[1] / "evaluate_ranks.py"
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | world | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, script, folder, str(samples)], env=environment | {"RANK": str(rank)})
-        for rank in range(size)
-    ]
+    ranks = [FORKS.Process(target=be_rank, args=(folder, samples, world | {"RANK": str(rank)})) for rank in range(size)]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * size
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0] * size
     finally:
         for rank in ranks:
             rank.kill()
