@@ -171,7 +171,7 @@ def train(
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.jobs.progress import start_job
-    from dtrain_dagster.support.user_code import ensure_importable
+    from dtrain_dagster.support.user_sources import ensure_importable
 
     settings = read_settings(procs_per_node)
     cluster, project = cluster_of(settings)

@@ -83,7 +83,7 @@ def tune(
     """  # fmt: skip
     from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.support.user_code import ensure_importable
+    from dtrain_dagster.support.user_sources import ensure_importable
     from trainer.tuning.search import LEAST_SECONDS
 
     if not LEAST_SECONDS <= seconds < math.inf:

@@ -20,13 +20,8 @@ from typing import Any, Literal
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.jobs.orders import keep_order
-from dtrain_dagster.support.user_code import (
-    StagingError,
-    digest_sources,
-    installed_versions,
-    own_sources,
-    trainer_sources,
-)
+from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
+from dtrain_dagster.support.user_sources import StagingError
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
@@ -159,10 +154,9 @@ def code_version() -> str:
 
 
 def _own_digest(factory: str) -> str:
-    """Return what tells versions of a user's factory apart: the digest of the sources that a node gets, and the version
-    of an installed package. An edit or an upgrade makes another training. "" where the sources are not found."""
+    """Return what tells versions of a user's factory apart; "" where its sources are not found."""
     try:
-        return " ".join((digest_sources(own_sources([factory])), *installed_versions([factory])))
+        return digest_user_code(factory)
     except StagingError:
         return ""  # the start of the job says why
 

@@ -30,7 +30,7 @@ from dtrain_dagster.registry.server import (
 )
 from dtrain_dagster.registry.smoke_test import AnswerError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
-from dtrain_dagster.support.user_code import StagingError
+from dtrain_dagster.support.user_sources import StagingError
 from trainer.evaluation.gate import Gate
 
 __all__ = [

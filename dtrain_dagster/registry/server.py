@@ -301,6 +301,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         while time.monotonic() < deadline:
             process.poll()
             if not _runs(process.pid):
+                process.wait(patience)  # it may have ended since
                 return
             time.sleep(0.05)
 

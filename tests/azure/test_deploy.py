@@ -291,7 +291,7 @@ def test_the_nodes_image_holds_what_trainer_imports() -> None:
 
 def test_the_serving_image_holds_what_a_model_needs() -> None:
     from dtrain_dagster.registry.azure_endpoint import SERVING_PORT
-    from dtrain_dagster.support.user_code import SERVING_REQUIREMENTS
+    from dtrain_dagster.support.user_sources import SERVING_REQUIREMENTS
 
     held = re.findall(r"^([A-Za-z0-9-]+)", (AZURE / "requirements-serving.txt").read_text(), re.M)
     assert sorted(held) == sorted(SERVING_REQUIREMENTS)

@@ -22,7 +22,8 @@ from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import AuditLog
-from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
+from dtrain_dagster.support.user_code import stage_for_nodes
+from dtrain_dagster.support.user_sources import StagingError
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
 from trainer.storage.open import open_storage

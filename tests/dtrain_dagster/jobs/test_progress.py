@@ -4,7 +4,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JobProgress, KnownJob, advance, choose_job, fingerprint
-from dtrain_dagster.support.user_code import stage_for_nodes
+from dtrain_dagster.support.user_code import digest_user_code, stage_for_nodes
 from trainer.config import DatasetRef, JobConfig
 from trainer.rundir import event
 
@@ -127,3 +127,29 @@ def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_othe
     (tmp_path / "fp_transitive.py").rename(tmp_path / "fp_renamed.py")
     (tmp_path / "fp_model/layers.py").write_text(files["fp_model/layers.py"].replace("transitive", "renamed"))
     assert fingerprint(job, 1, 1) != before
+
+
+def test_another_version_of_what_a_users_module_imports_is_another_training(tmp_path, monkeypatch):
+    """But not of what every training needs; and a helper counts from wherever it lies on the Python path."""
+    packages, own, helpers = (tmp_path / name for name in ("lib/site-packages", "own", "helpers"))
+    told = packages / "fp_library-1.0.dist-info"
+    for folder in (told, own, helpers):
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(folder if folder != told else packages))
+    (packages / "fp_library.py").write_text("")
+    (told / "top_level.txt").write_text("fp_library\n")
+    (own / "fp_user.py").write_text("import os, numpy\nimport fp_library\nfrom fp_helper import width\n")
+    (helpers / "fp_helper.py").write_text("width = 3\n")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "fp_user")
+    part = {"factory": "fp_user:make"}
+    job = JobConfig(job_id="a", run_dir="b", dataset=DatasetRef(uri="c", dataset_id="d"), model=part)
+    marks = []
+    for version in ("1.0+cpu", "1.0+cu12", "1.1"):
+        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fp-library\nVersion: {version}\n")
+        marks.append(fingerprint(job, 1, 1))
+    (helpers / "fp_helper.py").write_text("width = 4\n")
+    marks.append(fingerprint(job, 1, 1))
+    assert (marks[0], len(set(marks))) == (marks[1], 3)
+    assert not [name for name in digest_user_code("fp_user:make").split()[1:] if name.startswith("numpy")]
+    staged = stage_for_nodes(tmp_path / "staged", ["fp_user:make"])
+    assert [name for name in staged if not name.startswith("trainer/")] == ["fp_helper.py", "fp_user.py"]

@@ -152,7 +152,7 @@ def test_an_incomplete_or_foreign_model_is_named(market: Market) -> None:
 
 
 def test_the_server_needs_what_the_requirements_say() -> None:
-    from dtrain_dagster.support.user_code import SERVING_REQUIREMENTS
+    from dtrain_dagster.support.user_sources import SERVING_REQUIREMENTS
 
     folder = Path(trainer.__file__).parents[1]
     foreign, seen, queue = set[str](), set[str](), ["trainer.model.mlflow_model"]

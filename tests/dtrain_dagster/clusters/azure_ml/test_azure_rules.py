@@ -34,7 +34,8 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
-from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
+from dtrain_dagster.support.user_code import stage_for_nodes
+from dtrain_dagster.support.user_sources import StagingError
 from trainer.rundir import LAUNCH, RunDir
 
 V100 = SkuChoice(sku="Standard_NC6s_v3", tier="dedicated")
