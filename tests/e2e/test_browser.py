@@ -54,6 +54,7 @@ def test_press_materialize_and_watch(dagster: Dagster, page: Page):
     shot(page, "lineage")
 
 
+@pytest.mark.long  # the same as in test_dagster.py, but by the button of Dagster's page
 def test_terminate_from_the_page(dagster: Dagster, page: Page):
     config = {"ops": {"cost_estimate": {"config": {"epochs": 400, "seed": 7}}}}
     run_id = dagster.launch("cost_estimate", "trained_checkpoint", config=config)

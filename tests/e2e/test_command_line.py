@@ -23,6 +23,7 @@ def materialize(project: Project, *assets: str, folder: Path, **options: object)
     return project.cli("dagster", "asset", "materialize", "-m", module, "--select", selection, "--config", str(path))
 
 
+@pytest.mark.long  # on the Azure path it is shown each time, by test_azure.py
 @pytest.mark.usefixtures("probed")
 def test_a_model_that_is_no_better_than_the_baselines_fails_the_ci_job(project: Project, tmp_path: Path):
     """Four steps teach nothing: the gate must fail, the model must still be registered, but never as champion."""
