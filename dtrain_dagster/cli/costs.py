@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @refuses
 def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) -> None:
-    """Show what a job has cost so far, and what each dollar paid for.
+    """Show what a job has cost, and what each dollar paid for.
 
     Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
     """

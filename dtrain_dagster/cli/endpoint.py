@@ -23,7 +23,7 @@ EXIT_INCOMPATIBLE = 1
 
 @click.group()
 def endpoint() -> None:
-    """Check any scoring endpoint; deploy and delete those of Azure ML."""
+    """Check a scoring endpoint; deploy one on Azure ML."""
 
 
 @endpoint.command()

@@ -25,8 +25,11 @@ SHOWN = 12
 @click.command()
 @refuses
 def setup() -> None:
-    """Make the folder that everything is written to (DTRAIN_HOME), marked as dtrain's, and Dagster's settings in
-    DAGSTER_HOME; on Azure with outputs of runs where DTRAIN_AZURE_DAGSTER_STORAGE says."""
+    """Make the folder that everything is written to.
+
+    It is DTRAIN_HOME, marked as dtrain's. Dagster's settings are written to DAGSTER_HOME; on Azure, outputs of runs go
+    where DTRAIN_AZURE_DAGSTER_STORAGE says.
+    """
     from dtrain_dagster.settings.home import HomeError, make_home, unwritable
 
     settings = read_settings()
@@ -69,7 +72,9 @@ def _write_compute_logs(target: Path, settings: Settings) -> None:
 @click.option("--yes", is_flag=True, help="Remove without asking (where nobody can be asked, nothing is removed).")
 @refuses
 def clean(yes: bool) -> None:
-    """Remove everything that was made here: runs, datasets, models. Shows it, and asks.
+    """Remove what was made here: runs, datasets, models.
+
+    It shows what, and asks.
 
     Only what dtrain itself has written into DTRAIN_HOME is removed, and only where the folder is marked as dtrain's and
     nothing runs there.
@@ -96,11 +101,11 @@ def clean(yes: bool) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
 def work(command: tuple[str, ...]) -> None:
-    """Run a command while no other works on DTRAIN_HOME, and exit with its code. `make run` is started by this.
+    """Run a command while no other works on the home.
 
-    A second one at the same time is refused, in words. The command holds the home even if this process is killed. One
-    that carries a password or key is refused as well, also in files that it names by --config: Dagster would store it.
-    """
+    It exits with the command's code; `make run` is started by this. A second one at the same time is refused, in words.
+    The command holds the home even if this process is killed. One that carries a password or key is refused as well,
+    also in files that it names by --config: Dagster would store it."""
     from dtrain_dagster.settings.home import hold_home, make_home
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 

@@ -25,6 +25,7 @@ from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
+from dtrain_dagster.cli.sections import SectionedGroup
 from dtrain_dagster.cli.train import launch, train
 from dtrain_dagster.cli.tune import tune
 from dtrain_dagster.cli.web import mlflow, tensorboard, ui
@@ -33,7 +34,7 @@ READERS = 16
 """The number of run directories that are read in parallel."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Run distributed trainings on the cluster, follow them, and stop them.
 
@@ -88,7 +89,10 @@ def jobs() -> None:
 @click.argument("job_id", metavar="[JOB]", required=False)
 @refuses
 def status(job_id: str | None) -> None:
-    """Show the state of a job, or, without JOB, of the cluster."""
+    """Show how one job, or the cluster's nodes, stand now.
+
+    Without JOB it shows the nodes. `dtrain watch` follows a job.
+    """
     from dtrain_dagster.cli.terminal import print_health, print_status
 
     settings = read_settings()
@@ -106,7 +110,10 @@ def status(job_id: str | None) -> None:
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
 @refuses
 def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
-    """Print what the processes of a job have printed. Ctrl-C ends the following, not the job."""
+    """Print what the processes of a job have printed.
+
+    With --follow, Ctrl-C ends the following, not the job.
+    """
     from dtrain_dagster.cli.terminal import stream_job
     from dtrain_dagster.jobs.log_follower import FileFollower, LogFollower, LogPoller
 
@@ -131,8 +138,10 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
 @click.argument("job_id", metavar="JOB")
 @refuses
 def cancel(job_id: str) -> None:
-    """Stop a job: in order, so that it can write a checkpoint, then by force. Returns when no process is left, or when
-    Azure ML says that the job has ended.
+    """Stop a job, which first writes a checkpoint.
+
+    One that does not end in time is ended by force. The command returns when no process is left, or when Azure ML says
+    that the job has ended.
 
     On the local cluster, by force means after 8 seconds, or DTRAIN_STOP_GRACE_SECONDS as it was set when the job was
     started.
@@ -148,7 +157,10 @@ def cancel(job_id: str) -> None:
 @click.argument("job_id", metavar="[JOB]", required=False)
 @refuses
 def summary(job_id: str | None) -> None:
-    """Show the result of a training: of the given job, or of the last one that Dagster materialized."""
+    """Show the result of a training that has ended.
+
+    Without JOB it is the last one that Dagster materialized.
+    """
     from dtrain_dagster.cli.summary import latest_job
     from trainer.rundir import RESULT
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 @click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
 @refuses
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
-    """Show jobs live in a browser, and as metrics for Prometheus under /metrics. Ctrl-C ends it.
+    """Show all jobs live in a browser.
 
-    It reads run directories, of this machine or of DTRAIN_STORAGE, and changes nothing.
-    """
+    Metrics for Prometheus are under /metrics. Ctrl-C ends it. It reads run directories, of this machine or of
+    DTRAIN_STORAGE, and changes nothing."""
     from dtrain_dagster.cli.web import listening
     from dtrain_dagster.dashboard.job_board import JobBoard
     from dtrain_dagster.dashboard.server import build_app
@@ -60,7 +60,10 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
 @click.option("-o", "--output", metavar="FILE", help="Where to write it.  [default: JOB.html]")
 @refuses
 def report(job_id: str, output: str | None) -> None:
-    """Save the dashboard of a job as one HTML file that needs no network (about 5 MB)."""
+    """Save the dashboard of a job as one HTML file.
+
+    It needs no network, and takes about 5 MB.
+    """
     from dtrain_dagster.dashboard.page import report_page
 
     settings = read_settings()
@@ -77,7 +80,10 @@ def report(job_id: str, output: str | None) -> None:
 @click.argument("job_id", metavar="JOB")
 @refuses
 def watch(job_id: str) -> None:
-    """Follow a job as `dtrain train` shows it. Ctrl-C ends the following, not the job."""
+    """Follow one job until it ends, as `dtrain train` does.
+
+    Ctrl-C ends the following, not the job.
+    """
     from dtrain_dagster.cli.terminal import watch_training
 
     settings = read_settings()
@@ -103,11 +109,14 @@ def watch(job_id: str) -> None:
 )
 @refuses
 def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> None:
-    """Trace the next steps of a job that trains, and say which operations take the time.
+    """Say which operations of a running job take the time.
+
+    The job's next steps are traced.
 
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
     """
     from dtrain_dagster.cli.terminal import operations_table
+    from trainer.documents.events import ProfileEvent, read_events
     from trainer.rundir import EVENTS, SeenFiles
 
     settings = read_settings()
@@ -123,11 +132,11 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
         raise Refusal(f"somebody else's request for a trace of {job_id} is still waiting: try again soon") from None
     left, deadline = set(asked), time.monotonic() + wait
     while left and time.monotonic() < deadline and not manager.job_status(job_id).state.is_final:
-        for item in rundir.follow(seen):
-            if item["kind"] == "profile" and item["rank"] in left:
-                left.remove(item["rank"])
+        for item in read_events(ProfileEvent, rundir.follow(seen)):
+            if item.rank in left:
+                left.remove(item.rank)
                 console().print(operations_table(item))
-                say(f"{rundir.uri}/{item['path']}")
+                say(f"{rundir.uri}/{item.path}")
         time.sleep(manager.poll_seconds)
     if left:
         raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @click.group()
 def prices() -> None:
-    """Show the prices of nodes per hour. Every figure has a source and a date; none is a bill."""
+    """Show and refresh the prices of nodes per hour.
+
+    Every figure has a source and a date; none is a bill.
+    """
 
 
 @prices.command("list")

@@ -6,8 +6,7 @@ On a terminal it has colours and is updated in place; in a file or a pipe it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from dtrain_dagster.jobs.log_follower import LogFollower
 from dtrain_dagster.jobs.progress import JobProgress, advance, follow_job
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.support.formatting import format_duration
+from trainer.documents.events import ProfileEvent
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
 
@@ -276,14 +276,14 @@ def format_age(status: JobStatus, now: float) -> str:
     return format_duration(max(0.0, (status.ended_at or now) - status.started_at))
 
 
-def operations_table(trace: Mapping[str, Any]) -> Table:
+def operations_table(trace: ProfileEvent) -> Table:
     """Return the operations that took most of a trace, from a ``profile`` event."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.title = f"rank {trace['rank']}, {trace['steps']} steps up to {trace['step']}"
+    table.title = f"rank {trace.rank}, {trace.steps} steps up to {trace.step}"
     table.add_column("OPERATION", no_wrap=True)
     for title in ("ITS OWN TIME", "SHARE", "CALLS"):
         table.add_column(title, justify="right")
-    for entry in trace["top"]:
+    for entry in trace.top:
         own = f"{1000 * entry['self_seconds']:.2f} ms"
         table.add_row(entry["name"], own, f"{entry['share']:.0%}", str(entry["calls"]))
     return table

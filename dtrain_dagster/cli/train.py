@@ -65,7 +65,7 @@ def launch(
     detach: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run a script of your own on N nodes of the local cluster.
+    """Run a script of your own on N nodes of this machine.
 
     COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and so on. A path that ends in .py is run with the Python that runs dtrain. The exit code is that of the
@@ -153,7 +153,7 @@ def train(
     name: str | None,
     detach: bool,
 ) -> None:
-    """Train a model with `python -m trainer` on N nodes.
+    """Train a model on N nodes, without Dagster.
 
     A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
     and a dataset of this machine is copied to where they read it. Started again under the same id, a job that failed

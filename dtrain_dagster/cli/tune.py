@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.settings.environment import Settings
+    from trainer.documents.events import TuneEvent
     from trainer.rundir import RunDir
 
 
@@ -70,7 +71,7 @@ def tune(
     out: Path,
     name: str | None,
 ) -> None:
-    """Measure which settings train this model fastest, on this dataset and this cluster.
+    """Measure which settings train this model fastest.
 
     One job tries micro-batch and accumulation (of the same global batch), precision, threads, input, communication and
     compiling, side by side and in whole real steps. What changes numbers counts only if as much is learned. FILE is for
@@ -150,6 +151,7 @@ def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus
     from rich.progress import BarColumn, Progress, TextColumn
 
     from dtrain_dagster.jobs.progress import follow_job
+    from trainer.documents.events import TuneEvent, read_events
 
     shown = console()
     events: list[dict[str, Any]] = []
@@ -158,23 +160,20 @@ def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus
         task = bar.add_task("starting", total=None)
         for now, _ in follow_job(manager, rundir, job_id, take=events.extend):
             status = now
-            for item in events:
-                if item["kind"] == "tune":
-                    shown.print(_line(item), soft_wrap=True, highlight=False, markup=False)
-                    description = f"{item.get('group', '')}: {item['candidate']}"
-                    bar.update(
-                        task, description=description, total=item["budget_seconds"], completed=item["elapsed_seconds"]
-                    )
+            for item in read_events(TuneEvent, events):
+                shown.print(_line(item), soft_wrap=True, highlight=False, markup=False)
+                description = f"{item.group}: {item.candidate}"
+                bar.update(task, description=description, total=item.budget_seconds, completed=item.elapsed_seconds)
             events.clear()
     return status
 
 
-def _line(item: Mapping[str, Any]) -> str:
+def _line(item: TuneEvent) -> str:
     """One thing that was done, as a person reads it. Pure."""
     figures = ""
-    if item.get("samples_per_second"):
-        figures = f" {item['samples_per_second']['median']:,.0f} samples/s, {_percent(item['gain'])}"
-    return f"{item['elapsed_seconds']:5.0f} s  {item['group']}: {item['candidate']}: {item['doing']}{figures}"
+    if item.samples_per_second and item.gain:
+        figures = f" {item.samples_per_second['median']:,.0f} samples/s, {_percent(item.gain)}"
+    return f"{item.elapsed_seconds:5.0f} s  {item.group}: {item.candidate}: {item.doing}{figures}"
 
 
 def _percent(gain: Mapping[str, float]) -> str:

@@ -70,7 +70,9 @@ def listening(host: str, port: int) -> Iterator[socket]:
 )  # fmt: skip
 @refuses
 def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Path) -> None:
-    """Run Dagster's UI and daemon, as `dagster dev` does, behind a guard that refuses other websites. Ctrl-C ends it.
+    """Run Dagster's UI and daemon, for this machine alone.
+
+    They run as under `dagster dev`, but behind a guard that refuses other websites. Ctrl-C ends it.
 
     It listens on 127.0.0.1 only: anyone who reaches it runs commands as you. From elsewhere: ssh -L
     3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
@@ -99,7 +101,10 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
 @USERS
 @refuses
 def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
-    """Serve MLflow's pages over the project's own tracking database, behind the guard. Ctrl-C ends it."""
+    """Serve MLflow's pages over the project's models and runs.
+
+    They are behind the guard. Ctrl-C ends it.
+    """
     from dtrain_dagster.settings.home import make_home
     from dtrain_dagster.support.secrets import resolve
     from dtrain_dagster.web.guard import rules_for
@@ -125,7 +130,10 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
 @USERS
 @refuses
 def tensorboard(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
-    """Serve TensorBoard for all jobs on this machine, behind the guard. Ctrl-C ends it."""
+    """Serve TensorBoard for all jobs on this machine.
+
+    It is behind the guard. Ctrl-C ends it.
+    """
     from dtrain_dagster.web.guard import rules_for
     from dtrain_dagster.web.other_pages import tensorboard_app
 

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
-from trainer.documents.events import EndEvent, MembershipEvent, PhaseEvent, StepEvent, TimingEvent, read_event
+from trainer.documents.events import (
+    EndEvent,
+    HangEvent,
+    MembershipEvent,
+    PhaseEvent,
+    StepEvent,
+    TimingEvent,
+    read_event,
+)
 
 LARGEST = 10**12
 """Largest number of steps or seconds that is believed."""
@@ -51,7 +59,8 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
             if kind == "end":
                 facts.ends.append((generation, time, read_event(EndEvent, item).status))
             elif kind == "hang":
-                facts.hangs[generation].append((time, microseconds(_positive(item["waited_seconds"]))))
+                waited = _positive(read_event(HangEvent, item).waited_seconds)
+                facts.hangs[generation].append((time, microseconds(waited)))
             if rank != 0:
                 continue
             if kind == "membership":

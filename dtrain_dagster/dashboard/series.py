@@ -245,13 +245,11 @@ class PerformanceDashboard:
                 self.news.append({"time": at, "kind": kind, "text": text})
 
     def _take_step(self, item: dict[str, Any]) -> None:
-        describe_strategy = read_event(StepEvent, item)
-        if describe_strategy.step_seconds and describe_strategy.eta_seconds is not None:
-            self.total_steps = describe_strategy.step + round(
-                describe_strategy.eta_seconds / describe_strategy.step_seconds
-            )
+        told = read_event(StepEvent, item)
+        if told.step_seconds and told.eta_seconds is not None:
+            self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
-        self._add("steps", "step", {name: getattr(describe_strategy, name) for name in names})
+        self._add("steps", "step", {name: getattr(told, name) for name in names})
 
     def _take_evaluation(self, item: dict[str, Any]) -> None:
         found = read_event(EvaluationEvent, item)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.documents.events import NO_COLLECTIVE, HangEvent, read_events
+
 SETTLE_SECONDS = 10.0
 """Seconds within which all ranks of a hang report; a rank that has not by then is silent."""
 SILENT = "it is frozen, cut off, in code that never lets go of the interpreter, or busy outside of a step"
 MOST_NAMES = 6
 """Ranks that are named; of more, the rest is counted."""
-NOTHING = "no collective"
 START = "start"
 """Reason for the first generation of a launch (`trainer.elastic.generation`)."""
 Report = dict[str, Any]
@@ -40,32 +41,34 @@ def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Rep
     return tuple(latest[rank] for rank in sorted(latest))
 
 
-def hang_verdict(reports: Sequence[Report]) -> str:
-    """Return one sentence: which rank never arrived where the others wait, and where it stands instead."""
-    nodes = max((item.get("nodes") or [] for item in reports), key=len)
-    known = {item["rank"]: item for item in reports}
+def hang_verdict(rows: Iterable[Report]) -> str:
+    """Return one sentence, of the rows of an unresolved hang: which rank never arrived where the others wait, and
+    where it stands instead."""
+    reports = read_events(HangEvent, rows)
+    nodes = max((item.nodes for item in reports), key=len)
+    known = {item.rank: item for item in reports}
     silent = [rank for rank in range(len(nodes)) if rank not in known]
-    furthest = max(_sequence(item) for item in reports)
-    there = [item for item in reports if _sequence(item) == furthest]
-    behind = [item for item in reports if _sequence(item) < furthest]
+    furthest = max(item.sequence for item in reports)
+    there = [item for item in reports if item.sequence == furthest]
+    behind = [item for item in reports if item.sequence < furthest]
     # A rank that waits in an earlier one is no culprit if there is another: in a broadcast some end before others.
     missing = [item for item in behind if _is_busy(item)] or ([] if silent else behind)
     waiting = [item for item in reports if item not in missing]
-    step = f"step {reports[0]['step']}"
-    seconds = max(item.get("waited_seconds") or 0.0 for item in waiting)
+    step = f"step {reports[0].step}"
+    seconds = max(item.waited_seconds for item in waiting)
     if missing or silent:
-        first = min(map(_sequence, missing)) + 1 if missing else min(map(_sequence, waiting))
+        first = min(item.sequence for item in missing) + 1 if missing else min(item.sequence for item in waiting)
         collective = f"the {_name(reports, first)} of {step}"
         if not missing:
             return f"{_silence(silent, nodes)}; {_waiting(waiting, seconds, f'in {collective}')}"
-        names, stand = _ranks([item["rank"] for item in missing], nodes), _stands(missing, furthest)
+        names, stand = _ranks([item.rank for item in missing], nodes), _stands(missing, furthest)
         also = f"; {_silence(silent, nodes)}" if silent else ""
         return f"{names} never entered {collective}: {stand}{also}; {_waiting(waiting, seconds, 'there')}"
     collective = f"the {_name(there, furthest)} of {step}"
     gone_on = [item for item in there if _is_busy(item)]
     waiting = [item for item in there if item not in gone_on]
     if waiting and gone_on:
-        left = _ranks([item["rank"] for item in gone_on], nodes)
+        left = _ranks([item.rank for item in gone_on], nodes)
         has = "has" if len(gone_on) == 1 else "have"
         return f"{left} {has} left {collective}, a message was lost: {_waiting(waiting, seconds, 'in it')}"
     if waiting:
@@ -88,7 +91,7 @@ class HangNews:
             self.began = None
             return
         self.began = now if self.began is None else self.began
-        members = max(len(item.get("nodes") or []) for item in reports)
+        members = max(len(item.nodes) for item in read_events(HangEvent, reports))
         if len(reports) < members and now - self.began < SETTLE_SECONDS and not is_final:
             return
         sentence = hang_verdict(reports)
@@ -105,32 +108,28 @@ def _position(item: Report) -> tuple[int, float]:
     return item["generation"], item["step"]
 
 
-def _sequence(item: Report) -> int:
-    return item.get("sequence") or 0
-
-
-def _is_busy(item: Report) -> bool:
+def _is_busy(item: HangEvent) -> bool:
     """Return whether the rank does something else than wait in a collective, as far as can be seen."""
-    return item.get("operation", NOTHING) == NOTHING
+    return item.operation == NO_COLLECTIVE
 
 
-def _name(there: Sequence[Report], sequence: int) -> str:
+def _name(there: Sequence[HangEvent], sequence: int) -> str:
     """Return the name of this collective, without its size and owner."""
-    recent = (entry for item in there for entry in item.get("recent") or [])
+    recent = (entry for item in there for entry in item.recent)
     names = [str(entry.get("what")) for entry in recent if entry.get("sequence") == sequence]
-    names += [item["operation"] for item in there if not _is_busy(item)]
+    names += [item.operation for item in there if not _is_busy(item)]
     return re.sub(r" \([\d,.]+ bytes\)$| of the step$", "", names[0]) if names else "next collective"
 
 
-def _stands(items: Sequence[Report], furthest: int) -> str:
+def _stands(items: Sequence[HangEvent], furthest: int) -> str:
     """Return where each of the ranks is, or the first few."""
     found = []
     for item in items[:MOST_NAMES]:
-        who = "it" if len(items) == 1 else f"rank {item['rank']}"
-        if not _is_busy(item) and _sequence(item) < furthest:
-            found.append(f"{who} is still in the {_name([item], _sequence(item))} before it")
+        who = "it" if len(items) == 1 else f"rank {item.rank}"
+        if not _is_busy(item) and item.sequence < furthest:
+            found.append(f"{who} is still in the {_name([item], item.sequence)} before it")
         else:
-            found.append(f"{who} is in {item.get('where') or 'an unknown place'}")
+            found.append(f"{who} is in {item.where}")
     return "; ".join(found)
 
 
@@ -139,8 +138,8 @@ def _silence(ranks: Sequence[int], nodes: Sequence[int]) -> str:
     return f"{_ranks(ranks, nodes)} {says} nothing ({why})"
 
 
-def _waiting(items: Sequence[Report], seconds: float, where: str) -> str:
-    ranks = [item["rank"] for item in items]
+def _waiting(items: Sequence[HangEvent], seconds: float, where: str) -> str:
+    ranks = [item.rank for item in items]
     return f"{_ranks(ranks, [])} {'waits' if len(ranks) == 1 else 'wait'} {where} since {seconds:.0f} s"
 
 

@@ -17,6 +17,10 @@ from typing import Any, ClassVar, Self, TypeVar
 _E = TypeVar("_E", bound="Event")
 
 
+NO_COLLECTIVE = "no collective"
+"""The ``operation`` of a rank that waits in none."""
+
+
 class EventError(ValueError):
     """A row is not of the kind that was asked for, or has not what every event of its kind has."""
 
@@ -172,6 +176,55 @@ class ResumeEvent(Event):
     kind: ClassVar[str] = "resume"
     path: str
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangEvent(Event):
+    """A rank has made no progress for long: where it stands, and in which collective, if in any."""
+
+    kind: ClassVar[str] = "hang"
+    step: int
+    node_id: int | None = None
+    nodes: Sequence[int] = ()
+    """The node of each rank."""
+    waited_seconds: float = 0.0
+    operation: str = NO_COLLECTIVE
+    """The collective that it waits in, with size and owner; `NO_COLLECTIVE` if it does something else."""
+    sequence: int = 0
+    """The number of the newest collective that it has entered, which is the same on all ranks."""
+    where: str = "an unknown place"
+    """The line of code that it is in."""
+    recent: Sequence[Mapping[str, Any]] = ()
+    """Its latest collectives: ``sequence``, ``what``, ``ended``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileEvent(Event):
+    """A rank has written a trace of its last ``steps`` steps."""
+
+    kind: ClassVar[str] = "profile"
+    step: int
+    steps: int
+    path: str
+    """The trace, in the run directory."""
+    top: Sequence[Mapping[str, Any]] = ()
+    """The operations that took most: ``name``, ``self_seconds``, ``share``, ``calls``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneEvent(Event):
+    """Tuning has tried or decided something."""
+
+    kind: ClassVar[str] = "tune"
+    elapsed_seconds: float
+    budget_seconds: float
+    group: str = ""
+    candidate: str = ""
+    doing: str = ""
+    samples_per_second: Mapping[str, float] | None = None
+    """The interval of what was measured: ``low``, ``median``, ``high``."""
+    gain: Mapping[str, float] | None = None
+    """The same, as a ratio to what it is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

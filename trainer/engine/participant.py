@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from trainer.comm.launcher_env import rank_facts
+from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import World, choose_device
-from trainer.config import ConfigError, JobConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
@@ -26,6 +26,21 @@ from trainer.rundir import RESULT
 from trainer.runtime.affinity import AVAILABLE, bind
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.malloc import keep_freed_memory
+
+
+def prepare_process(
+    config: DistributedTrainingConfig, facts: RankFacts, device: torch.device, environment: Mapping[str, str]
+) -> int:
+    """Set the number of torch's threads in this rank and return it; on a CPU, keep freed memory. To be called before
+    other threads start, which keep the number that they start with."""
+    threads = config.threads_per_rank
+    if threads is None and "OMP_NUM_THREADS" not in environment:  # the launcher's choice comes first
+        threads = max(1, len(AVAILABLE) // facts.local_world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    return torch.get_num_threads()
 
 
 class Participant:
@@ -61,7 +76,7 @@ class Participant:
             self.budget = begin_budget(self.config, self.rundir, facts, environment, self.launch, steps_done)
             undo.callback(self.budget.close)
             self.device, backend = choose_device(facts, self.config.backend)
-            self._prepare_threads(environment)
+            prepare_process(self.config, facts, self.device, environment)
             self.world = World(facts, self.device, backend)
             self.elastic: DynamicRendezvous | None = None
             if self.launch is not None:
@@ -87,15 +102,6 @@ class Participant:
     def close(self) -> None:
         """Leave the group, and release the resources of this process."""
         self._undo.close()
-
-    def _prepare_threads(self, environment: Mapping[str, str]) -> None:
-        threads = self.config.threads_per_rank
-        if threads is None and "OMP_NUM_THREADS" not in environment:  # the launcher's choice comes first
-            threads = max(1, len(AVAILABLE) // self.facts.local_world_size)
-        if threads is not None:
-            torch.set_num_threads(threads)  # before other threads start, which keep the setting that they start with
-        if self.device.type == "cpu":
-            keep_freed_memory()
 
     def _on_sigterm(self, *_: object) -> None:
         self.asked_to_stop = True  # nothing more here: the other ranks are told in the next step

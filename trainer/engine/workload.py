@@ -20,13 +20,18 @@ from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.runtime.fault_injection import Faults
 
 
-def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of a job, on the device where that is configured. Raise `DatasetError` where one of ``splits``
-    is empty."""
+def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
+    """Return the dataset of a job. Raise `DatasetError` where one of ``splits`` is empty."""
     shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
     for split in splits:
         if shards.count(split) == 0:
             raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+    return shards
+
+
+def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
+    """Return the dataset of a job as `open_dataset` does, on the device where that is configured."""
+    shards = open_dataset(job, splits)
     if job.training.data_on_device:
         keep_on_gpu(shards, device)
     return shards

@@ -25,12 +25,12 @@ from typing import Any
 import trainer
 from trainer.comm.group import Collective, InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
+from trainer.documents.events import NO_COLLECTIVE
 from trainer.observability.reporter import Reporter
 
 LEAST_SECONDS, STEPS = 20.0, 20
 """By default a step counts as a hang if it takes longer than the first, in seconds, and longer than the second, in
 usual steps."""
-NOTHING = "no collective"
 PATIENT = "barrier"
 """The collective in which ranks wait while one works alone, for as long as that takes."""
 STACKS_BYTES, FRAMES, RECENT = 20_000, 64, 10
@@ -120,7 +120,7 @@ class Watchdog:
             "step": step + (began is not None),
             "node_id": node_id,
             "nodes": list(nodes),
-            "operation": waits_in.what if waits_in else NOTHING,
+            "operation": waits_in.what if waits_in else NO_COLLECTIVE,
             "sequence": recent[-1].sequence if recent else 0,
             "waited_seconds": round(waited, 3),
             "where": where_now(),

@@ -34,9 +34,11 @@ from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits_on_device
-from trainer.data.shards import DatasetError, DataShardManager
+from trainer.data.shards import DatasetError
 from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.engine.participant import prepare_process
 from trainer.engine.step import NonFiniteError
+from trainer.engine.workload import open_dataset
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model
@@ -44,7 +46,6 @@ from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
-from trainer.runtime.malloc import keep_freed_memory
 from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
 from trainer.tuning.search_space import LAYOUT, TrialSettings, TuningContext
 from trainer.tuning.trial import TuningTrial
@@ -86,22 +87,13 @@ class Tuner:
 
     def __init__(self, job: JobConfig, seconds: float, vary_batch: bool) -> None:
         self.rundir, self.facts = RunDir(job.run_dir), rank_facts(os.environ, job.training)
-        threads = job.training.threads_per_rank
-        if threads is None:
-            own = "OMP_NUM_THREADS" in os.environ
-            threads = torch.get_num_threads() if own else max(1, len(AVAILABLE) // self.facts.local_world_size)
+        self.device, self.backend = choose_device(self.facts, job.training.backend)
+        threads = prepare_process(job.training, self.facts, self.device, os.environ)
         self.job = replace(job, training=replace(job.training, threads_per_rank=threads))
-        torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
         self.faults = Faults(os.environ, self.facts.node_rank)
-        self.device, self.backend = choose_device(self.facts, job.training.backend)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.world = join_world(job.training)
-        self.shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
-        for split in ("train", "valid"):
-            if self.shards.count(split) == 0:
-                raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+        self.shards = open_dataset(job, ("train", "valid"))
         self.world.barrier()  # one may have unpacked the data for minutes
         signal.signal(signal.SIGTERM, self._on_sigterm)
         hosts = self.world.all_gather_object(platform.node())

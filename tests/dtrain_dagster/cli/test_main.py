@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.sections import SECTIONS
 from dtrain_dagster.cli.terminal import format_progress, nodes_table
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
@@ -501,3 +503,12 @@ def test_a_line_of_progress_says_what_is_known():
     progress = JobProgress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
     expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
     assert format_progress(replace(progress, nodes_alive=1), 40) == expected
+
+
+def test_help_lists_each_command_in_one_section_with_a_whole_sentence():
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(main.commands)
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    for name in main.commands:
+        [line] = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)
+        assert line.endswith("."), line
+        assert not line.endswith("..."), f"{name}: shorten the first sentence of its help"
