@@ -22,7 +22,7 @@ from tests.azure.emulator import ROOT, Emulator
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # each time: the commands in cli/test_main.py, such jobs in test_manager.py
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 JOBS = "az://dtrain/team/jobs"
 MODEL = """

@@ -19,7 +19,7 @@ from trainer.rundir import LAUNCH, RESULT, RunDir
 JOB_ID = "train-two-nodes"
 
 
-@pytest.mark.slow
+@pytest.mark.long  # each time: a lost node on Blob in e2e/test_azure.py, lost launches in test_manager.py
 def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

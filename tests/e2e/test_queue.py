@@ -44,7 +44,7 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
             **ON_AZURE,
             "DTRAIN_HOME": str(tmp_path / "home"),
             "DTRAIN_PRICES": str(small_prices(tmp_path)),
-            "DTRAIN_NODES": "2",
+            "DTRAIN_NODES": "1",
             "DTRAIN_NOTIFY": url,
         }.items():
             monkeypatch.setenv(name, value)

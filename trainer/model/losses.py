@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,6 @@ from torch.autograd.function import once_differentiable
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model import factories
 from trainer.spec import DataSpec
-
-
-@runtime_checkable
-class Criterion(Protocol):
-    """The interface of every loss; see the module's docstring for the optional methods."""
-
-    outputs: int
-
-    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
