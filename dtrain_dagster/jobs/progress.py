@@ -20,8 +20,6 @@ from typing import Any, Literal
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.jobs.orders import keep_order
-from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
-from dtrain_dagster.support.user_sources import StagingError
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
@@ -150,11 +148,16 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
 @cache
 def code_version() -> str:
     """Return twelve hex digits over the source of the `trainer` package, the code that runs on the nodes."""
+    from dtrain_dagster.support.user_code import digest_sources, trainer_sources
+
     return digest_sources(trainer_sources())
 
 
 def _own_digest(factory: str) -> str:
     """Return what tells versions of a user's factory apart; "" where its sources are not found."""
+    from dtrain_dagster.support.user_code import digest_user_code
+    from dtrain_dagster.support.user_sources import StagingError
+
     try:
         return digest_user_code(factory)
     except StagingError:

@@ -15,7 +15,6 @@ from typing import Any
 from trainer.checkpoint.staging import Stage
 from trainer.runtime.affinity import roam
 from trainer.runtime.retry import RetryPolicy
-from trainer.storage.transfer_pool import TRANSFER
 
 RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=5, log_level=logging.WARNING)
 """The policy for writing one checkpoint."""
@@ -163,12 +162,6 @@ class Writer:
             save.told = True
             message = f"still being written after {now - save.began:.0f} s: storage is slow or stalls; training goes on"
             self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=False)
-
-
-def still_writing() -> bool:
-    """Return whether a thread of this process still writes a checkpoint or a part of one. It may be inside native
-    code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to be."""
-    return any(thread.name in (WRITER, TRANSFER) for thread in threading.enumerate())
 
 
 def _yield_to_training() -> None:

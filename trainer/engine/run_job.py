@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.async_writer import still_writing
 from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
@@ -82,9 +82,12 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
 
 def leave_process(code: int) -> int:
     """Return the exit code, or end the process here: where a group was abandoned, whose threads may hang for long;
-    where a checkpoint is still being written, which would crash the interpreter at its end; or where the budget is
-    spent."""
-    if has_abandoned_groups() or still_writing() or code == BUDGET:
+    where a thread in the background still works, such as that of a checkpoint; or where the budget is spent.
+
+    Such a thread may be inside native code, which does not survive the interpreter's end: the process would abort,
+    whatever its exit code was to be.
+    """
+    if has_abandoned_groups() or any(thread.daemon for thread in threading.enumerate()) or code == BUDGET:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -255,8 +255,8 @@ def test_work_that_was_done_again_and_nodes_that_were_frozen_are_lost():
 def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_network():
     told = [
         at("membership", 0.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=0.0),
-        at("hang", 27.0, rank=1, waited_seconds=20.0),
-        at("hang", 47.0, rank=0, waited_seconds=40.0),
+        at("hang", 27.0, rank=1, step=3, waited_seconds=20.0),
+        at("hang", 47.0, rank=0, step=3, waited_seconds=40.0),
         window(50.0, 10, [0, 1], forward=[0.8, 0.8], communication=[4.2, 4.2]) | {"seconds": 5.0},
     ]
     nodes = CostTracker("local", [stay(0, 0.0, 50.0), stay(1, 0.0, 50.0)], "dedicated").nodes

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,9 @@ def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
         subprocess.Popen(command, stdin=subprocess.PIPE) as pretender,
         subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lock]) as holder,
     ):
-        assert is_supervisor(holder.pid, tmp_path)
+        while not is_supervisor(holder.pid, tmp_path):  # for a moment a new process has no command line yet
+            assert holder.poll() is None
+            time.sleep(0.01)
         assert not is_supervisor(pretender.pid, tmp_path)
         assert supervisor_of(tmp_path, pretender.pid) is None
     os.close(lock)
