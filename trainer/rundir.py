@@ -7,8 +7,7 @@
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
-      membership/g000001.json             who trains in a generation (`trainer.elastic.membership`); written once, it
-                                          arbitrates
+      membership/g000001.json             who trains in a generation; written once, it arbitrates
       nodes/l0001-n000-s001.json          when each node was there: launch, node, incarnation; the base of every dollar
       result.json                         how it ended, from the trainer (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
@@ -295,9 +294,7 @@ class RunDir:
         from trainer.config import MOST_TRACED_STEPS
 
         if not 1 <= steps <= MOST_TRACED_STEPS:
-            raise ValueError(
-                f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps (`trainer.observability.trace`)"
-            )
+            raise ValueError(f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps")
         self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
@@ -316,9 +313,8 @@ class RunDir:
         """Write a presence as the next incarnation of its node in its launch, and return it with that number."""
         while True:
             try:
-                self.storage.create(
-                    _node_file(presence), json.dumps(_presence_document(presence), allow_nan=False).encode()
-                )
+                document = json.dumps(_presence_document(presence), allow_nan=False)
+                self.storage.create(_node_file(presence), document.encode())
                 return presence
             except FileExistsError:
                 presence = replace(presence, incarnation=presence.incarnation + 1)
@@ -337,10 +333,8 @@ class RunDir:
             if data is not None:
                 if "generation" in data:  # written before nodes could be replaced
                     data["launch"] = data.pop("generation")
-                data["incarnation"] = data.pop(INCARNATION_KEY, 1)
-                known = {key: data[key] for key in data.keys() & _PRESENCE_FIELDS}
-                stated = {"launch": data["launch"], "exit_codes": tuple(data["exit_codes"])}
-                presences.append(NodePresence(**{**known, **stated}))
+                data |= {"incarnation": data.pop(INCARNATION_KEY, 1), "exit_codes": tuple(data["exit_codes"])}
+                presences.append(NodePresence(**{key: data[key] for key in data.keys() & _PRESENCE_FIELDS}))
         return presences
 
 

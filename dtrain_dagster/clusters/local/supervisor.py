@@ -122,23 +122,19 @@ class Supervisor:
         self.port = choose_port(self.launch["master_port"])
         self.secret.renew()
         for node_id in range(self.launch["node_count"]):
-            self._start_node(node_id, incarnation=1)
+            self._start_node(node_id)
 
-    def _start_node(self, node_id: int, incarnation: int) -> None:
+    def _start_node(self, node_id: int, number: int = 1) -> None:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
-        which = f"launch {self.launch['launch']}" + (f", incarnation {incarnation}" if incarnation > 1 else "")
+        which = f"launch {self.launch['launch']}" + (f", incarnation {number}" if number > 1 else "")
         log = LineLog(path, f"--- {which}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
-        now = self.clock.now()
-        here = NodePresence(
-            node_id=node_id, launch=self.launch["launch"], incarnation=incarnation, started_at=now, last_seen_at=now
-        )
+        place = {"node_id": node_id, "launch": self.launch["launch"], "incarnation": number}
+        here = NodePresence(**place, started_at=(now := self.clock.now()), last_seen_at=now)
         size = self.launch["processes_per_node"]
-        node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, incarnation), size)
+        node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, number), size)
         self.rundir.write_node(here)
         for local_rank in range(size):
-            variables = rank_environment(
-                self.launch, node_id, local_rank, self.port, incarnation, str(self.secret.path)
-            )
+            variables = rank_environment(self.launch, node_id, local_rank, self.port, number, str(self.secret.path))
             variables |= self.clock.variables()
             environment = merge_environment(os.environ, self.launch, variables)
             pipe = log.open_pipe()
