@@ -1,10 +1,9 @@
 """Strangers on the same host: processes of another user, without the secret of the launch, at every port of a job.
 
-`attack` takes the parts of a world one by one (failure detector, store, parameter server, direct links, gloo) and lets
-a stranger speak to each: with the messages of protocols that trusted everyone who knew a job's id, with a handshake
-that is recorded, reflected, cut or made up, and with more connections than there are descriptors. Afterwards the
-members must still be able to join, and no stranger may have had an answer.
-"""
+`attack` takes the parts of a world one by one (failure detector, store, parameter server, peer-to-peer connections,
+gloo) and lets a stranger speak to each: with the messages of protocols that trusted everyone who knew a job's id, with
+a handshake that is recorded, reflected, cut or made up, and with more connections than there are descriptors.
+Afterwards the members must still be able to join, and no stranger may have had an answer."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ HOST, PATIENCE = "127.0.0.1", 30.0
 def attack(random: random.Random, rounds: int) -> Tally:
     """Let a stranger attack all parts of a world, and try ``rounds`` forged handshakes of each kind."""
     tally, secret = Tally(), LaunchSecret(random.randbytes(SECRET_BYTES))
-    forge(tally, random, rounds, secret.key("direct", JOB, 1))
+    forge(tally, random, rounds, secret.key("peer_to_peer", JOB, 1))
     with stranger() as who:
-        for part in (detector, store, hub, direct):
+        for part in (detector, store, parameter_server, peer_to_peer):
             part(tally, who, secret)
             who.does("drop")
     for part in (place_in_gloo, place_in_store, place_in_star):
@@ -58,8 +57,8 @@ def forge(tally: Tally, random: random.Random, rounds: int, key: bytes) -> None:
         "a reply recorded before": lambda: Caller(key, "2", "0").answer(Listener(key, "0").reply(_hello(key))),
         "a reflected challenge": lambda: Caller(key, "2", "0").answer(Listener(key, "2").reply(_hello(key, "0"))),
         "the place of another rank": lambda: _between(key, key, "2", "0", "1"),
-        "another generation": lambda: _between(key, LaunchSecret(key).key("direct", JOB, 2), "2", "0", "0"),
-        "no secret at all": lambda: _between(key, LaunchSecret().key("direct", JOB, 1), "2", "0", "0"),
+        "another generation": lambda: _between(key, LaunchSecret(key).key("peer_to_peer", JOB, 2), "2", "0", "0"),
+        "no secret at all": lambda: _between(key, LaunchSecret().key("peer_to_peer", JOB, 1), "2", "0", "0"),
         "a bit that changed": lambda: _changed(key, random, lambda text: _flip(text, random)),
         "a message that is cut": lambda: _changed(key, random, lambda text: text[: random.randrange(len(text))]),
         "a message with more": lambda: _changed(key, random, lambda text: text + random.randbytes(1 << 12)),
@@ -174,7 +173,7 @@ def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
         served.close()
 
 
-def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+def parameter_server(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     """Attack the parameter server: numbers of a stranger that was let in would be summed."""
     listener, key = open_listener(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
@@ -188,9 +187,9 @@ def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
         _note(tally, "the parameter server", answers, works)
 
 
-def direct(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
-    """Attack direct links: a stranger comes to each port as soon as it is known."""
-    key, answers = secret.key("direct", JOB, 1), list[Any]()
+def peer_to_peer(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+    """Attack peer-to-peer connections: a stranger comes to each port as soon as it is known."""
+    key, answers = secret.key("peer_to_peer", JOB, 1), list[Any]()
 
     class Told(dist.HashStore):
         def set(self, name: str, value: str) -> None:
@@ -202,7 +201,7 @@ def direct(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
     told = Told()
     _note(
-        tally, "direct links", answers,
+        tally, "peer-to-peer connections", answers,
         lambda: _sums([lambda rank=rank: connect_all(told, rank, 2, HOST, PATIENCE, key) for rank in range(2)]),
     )  # fmt: skip
 

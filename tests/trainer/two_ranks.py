@@ -1,4 +1,4 @@
-"""A world of two ranks in this process, each on a thread of its own, over gloo and direct links."""
+"""A world of two ranks in this process, each on a thread of its own, over gloo and peer-to-peer connections."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ A blocking collective of gloo cannot be interrupted: a rank that waits for a fro
 the communication thread waits in the collective, and the training waits for that thread, which can be interrupted:
 `InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
-Small sums over direct links (`trainer.comm.peer_to_peer`) can be interrupted: the calling thread carries them out
-itself.
-"""
+Small sums over peer-to-peer connections (`trainer.comm.peer_to_peer`) can be interrupted: the calling thread carries
+them out itself."""
 
 from __future__ import annotations
 
@@ -143,13 +142,14 @@ class InterruptibleGroup:
 
     def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
         """Sum over ranks, in place, in order with all other collectives; the result is the tensor. The sum runs at once
-        on this thread if direct links take it and no collective is in progress, else on the communication thread."""
+        on this thread if peer-to-peer connections take it and no collective is in progress, else on the communication
+        thread."""
         collective = self._begin_here(what, tensor)
         if collective is None:
             return self.submit(what, partial(_summed, tensor), tensor.nbytes)
         assert self.transport is not None
         try:
-            with traced(f"direct {what}"):
+            with traced(f"peer-to-peer {what}"):
                 self.transport.all_reduce(tensor)
         except Exception as error:  # a peer's end, or of its own
             self._broken(error)

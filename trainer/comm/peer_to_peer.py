@@ -27,7 +27,7 @@ from trainer.comm.listener import BACKLOG, Door
 from trainer.runtime.affinity import AVAILABLE
 
 MOST_RANKS = 8
-"""The most ranks with direct links: in larger worlds too few sums are small enough."""
+"""The most ranks with peer-to-peer connections: in larger worlds too few sums are small enough."""
 NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
 """The most bytes that a rank sends for a sum: the first within one host and between two ranks, where a ring would not
 send less; the second otherwise."""

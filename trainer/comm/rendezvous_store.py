@@ -1,10 +1,9 @@
 """The store through which the ranks of a world find each other: keys and values at rank 0, for authenticated
 ranks.
 
-torch's own TCPStore trusts every connection, and gloo, NCCL and direct links read from it the addresses that they
-connect to. Here every connection goes through `trainer.comm.handshake` first. On TCP, only an attacker on the network
-path can change the later data.
-"""
+torch's own TCPStore trusts every connection, and gloo, NCCL and peer-to-peer connections read from it the addresses
+that they connect to. Here every connection goes through `trainer.comm.handshake` first. On TCP, only an attacker on the
+network path can change the later data."""
 
 from __future__ import annotations
 

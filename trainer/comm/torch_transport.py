@@ -69,13 +69,14 @@ class TorchTransport:
 
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
-        make_group: Callable[[str, int, int], Any], direct: PeerToPeerAllReduce | None = None,
+        make_group: Callable[[str, int, int], Any], peer_to_peer: PeerToPeerAllReduce | None = None,
         close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Use ``make_group`` to make a subgroup from its name, this process's rank in it and its size. ``direct``:
-        links for small sums, if all ranks have them. ``close_store``: called when the store is no longer needed."""
+        """Use ``make_group`` to make a subgroup from its name, this process's rank in it and its size.
+        ``peer_to_peer``: links for small sums, if all ranks have them. ``close_store``: called when the store is no
+        longer needed."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
-        self._direct, self._close_store = direct, close_store
+        self._peer_to_peer, self._close_store = peer_to_peer, close_store
         self._levels: tuple[Any, Any] | None = None
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
@@ -89,17 +90,17 @@ class TorchTransport:
             self.all_reduce(host)
             tensor.detach().copy_(host)
         elif self.takes_at_once(tensor):
-            assert self._direct is not None
-            self._direct.all_reduce(tensor)
+            assert self._peer_to_peer is not None
+            self._peer_to_peer.all_reduce(tensor)
         else:
             self.group.allreduce([tensor]).wait()
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
-        return self._direct is not None and self._direct.takes(tensor)
+        return self._peer_to_peer is not None and self._peer_to_peer.takes(tensor)
 
     def interrupt(self) -> None:
-        if self._direct is not None:
-            self._direct.interrupt()
+        if self._peer_to_peer is not None:
+            self._peer_to_peer.interrupt()
 
     def all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
@@ -167,8 +168,8 @@ class TorchTransport:
 
     def close(self) -> None:
         """Close the group without a message to the peers: their last barrier is over."""
-        if self._direct is not None:
-            self._direct.close()
+        if self._peer_to_peer is not None:
+            self._peer_to_peer.close()
         if self._gpu is None:  # NCCL's own threads may look into it at any time
             self._close_store()
 
@@ -216,9 +217,9 @@ def make_torch_transport(
     close_store: Callable[[], None] = lambda: None,
 ) -> TorchTransport:  # fmt: skip
     """Return a transport over a store that no other group uses. ``patience``: the timeout of barriers, in seconds.
-    ``host``: the address of this host for gloo, None for its own choice; ``own_host``: the same for direct links.
-    GLOO_SOCKET_IFNAME in the environment comes first. ``key``: the key that only the ranks have. ``close_store``:
-    called when the transport is closed, or cannot be made."""
+    ``host``: the address of this host for gloo, None for its own choice; ``own_host``: the same for peer-to-peer
+    connections. GLOO_SOCKET_IFNAME in the environment comes first. ``key``: the key that only the ranks have.
+    ``close_store``: called when the transport is closed, or cannot be made."""
 
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
         group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
@@ -229,25 +230,30 @@ def make_torch_transport(
     try:
         data = make("data", rank, size)
         patient = make("patient", rank, size, None, patience)
-        direct = None
+        peer_to_peer = None
         if gpu is None and size <= MOST_RANKS:
-            place, words = host or own_host, hmac.digest(key, b"direct", "sha256")
-            direct = _direct_links(dist.PrefixStore("direct", store), rank, size, place, timeout, data, words)
+            place, words = host or own_host, hmac.digest(key, b"peer_to_peer", "sha256")
+            peer_to_peer = _connect_peers(
+                dist.PrefixStore("peer_to_peer", store), rank, size, place, timeout, data, words
+            )
     except BaseException:
         close_store()
         raise
-    return TorchTransport(data, patient, gpu, timeout, make, direct, close_store)
+    return TorchTransport(data, patient, gpu, timeout, make, peer_to_peer, close_store)
 
 
-def _direct_links(
+def _connect_peers(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
 ) -> PeerToPeerAllReduce | None:
-    """Return direct links if all ranks have them, else None: they are optional. ``group``: the group of these ranks."""
+    """Return peer-to-peer connections if all ranks have them, else None: they are optional. ``group``: the group of
+    these ranks."""
     links = None
     try:
         links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout, key)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
-        _log.warning("rank %d has no direct links to all others: %s; small sums take gloo's way", rank, error)
+        _log.warning(
+            "rank %d has no peer-to-peer connections to all others: %s; small sums take gloo's way", rank, error
+        )
     having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
     try:
         group.allreduce([having]).wait()

@@ -114,7 +114,8 @@ def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
 
 
 def test_what_a_step_costs_however_few_samples_it_has_is_told_below_the_limit_of_the_network():
-    """With direct links latency is no fifth of the step any more, though little else is left than what is fixed."""
+    """With peer-to-peer connections latency is no fifth of the step any more, though little else is left than what is
+    fixed."""
     few = {"computing": 0.0028, "latency": 0.00025, "optimizer": 0.0003, "buckets": (40_000,), "noise": 0.1}
     found = diagnose(Simulation(windows=12, **few).events())
     assert found.cause is SlowdownCause.SMALL_BATCHES

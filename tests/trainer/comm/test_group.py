@@ -161,7 +161,7 @@ def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
 def test_a_sum_has_the_same_bits_on_all_ranks(
     ranks: Callable[..., Ranks], size: int, numbers: int, kind: torch.dtype
 ) -> None:
-    """By direct links and by gloo's own all-reduce."""
+    """By peer-to-peer connections and by gloo's own all-reduce."""
     parts = torch.randn(size, numbers, generator=torch.Generator().manual_seed(size)).to(kind)
     found = ranks("torch", size=size).all(lambda rank: rank.all_reduce(parts[rank.rank].clone()))
     for other in found[1:]:

@@ -18,7 +18,7 @@ from trainer.comm.handshake import (
 )
 from trainer.comm.launch_secret import LaunchSecret
 
-KEY = LaunchSecret(bytes(range(32))).key("direct", "job", 3)
+KEY = LaunchSecret(bytes(range(32))).key("peer_to_peer", "job", 3)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=NAME_BYTES // 4)
 
 
@@ -72,16 +72,16 @@ def test_a_proof_for_one_rank_is_none_for_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [("direct", "job", 4), ("direct", "other", 3), ("store", "job", 3), ("direct", "job")]
+    "other", [("peer_to_peer", "job", 4), ("peer_to_peer", "other", 3), ("store", "job", 3), ("peer_to_peer", "job")]
 )
 def test_a_key_for_something_else_opens_nothing(other: tuple[str, ...]) -> None:
     wrong = LaunchSecret(bytes(range(32))).key(*other)
     with pytest.raises(AuthenticationError):
         recorded_between(KEY, wrong)
     with pytest.raises(AuthenticationError):
-        recorded_between(KEY, LaunchSecret(bytes(32)).key("direct", "job", 3))
+        recorded_between(KEY, LaunchSecret(bytes(32)).key("peer_to_peer", "job", 3))
     with pytest.raises(AuthenticationError):
-        recorded_between(KEY, LaunchSecret().key("direct", "job", 3))
+        recorded_between(KEY, LaunchSecret().key("peer_to_peer", "job", 3))
 
 
 def recorded_between(one: bytes, other: bytes) -> None:
