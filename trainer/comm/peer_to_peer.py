@@ -2,7 +2,8 @@
 
 A sum by gloo wakes two threads, one after the other, on each rank, and among several it goes around a ring. Where a
 model's gradients are some kilobytes, that takes longer than to send and to add them. Here the training thread does
-all of it: it sends its tensor to each other rank, receives theirs, and adds them up.
+all of it: it sends its tensor to each other rank, receives theirs, and adds them up. Without it, a step of the stock
+model with 64 samples per rank takes 1.18 times as long on two cores (quartiles 1.10 and 1.21, `benchmarks.cpu_parts`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`FlatAdamW`: AdamW whose weights and moments each lie in one piece of memory, so that an update is one operation.
 
 In a small model, an update of each parameter costs more for going from one to the next than for computing: with the
-default model on a CPU, torch's own takes about a tenth of a step.
+default model on a CPU, torch's own takes about a tenth of a step. A whole step takes 1.04 times as long without it
+(quartiles 0.97 and 1.05, `benchmarks.cpu_parts`: 64 samples per rank, two cores).
 """
 
 from __future__ import annotations
