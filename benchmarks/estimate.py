@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.costs.estimate import Forecast, Interval, LearningResult, Sizes
+from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
@@ -125,7 +125,7 @@ class Course:
         learned = learn(self.scores, "probe", SKU)
         forecast = self._probe(job, sizes, count, learned)
         expected = forecast.seconds_at(count)
-        unlearned = replace(forecast, learned=LearningResult())
+        unlearned = replace(forecast, learned=LearnedCorrection())
         began = time.monotonic()
         probe.run_probe(self.manager, job, count, 1, self.env)
         followed = time.monotonic() - began
@@ -180,12 +180,12 @@ class Course:
         job = replace(job, training=replace(job.training, epochs=epochs))
         return job, replace(sizes, epochs=epochs)
 
-    def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: LearningResult) -> Forecast:
+    def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: LearnedCorrection) -> Forecast:
         counts = probe.probe_counts(count, has_limits=False)
         return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
 
     def _learn(
-        self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: LearningResult
+        self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: LearnedCorrection
     ) -> None:
         per_second = price_of(SKU).usd_per_hour("dedicated") / 3600
         score = Score(

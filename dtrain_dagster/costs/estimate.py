@@ -205,7 +205,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearningResult:
+class LearnedCorrection:
     """The correction that past estimates of this instance have taught, see `planning.scoring.learn`."""
 
     factor: float = 1.0
@@ -240,7 +240,7 @@ class Forecast:
     sizes: Sizes
     basis: Basis
     basis_words: str
-    learned: LearningResult = field(default_factory=LearningResult)
+    learned: LearnedCorrection = field(default_factory=LearnedCorrection)
     measured_speed: float = 1.0
     """Speed of the measured GPUs relative to those of the estimate: not 1 where the table of speeds was used."""
     rests_on: tuple[str, ...] = ()

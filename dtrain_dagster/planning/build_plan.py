@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-from dtrain_dagster.costs.estimate import Estimate, Forecast, LearningResult, Sizes
+from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, SkuPrice, Tier, price_table
 from dtrain_dagster.jobs.progress import fingerprint
@@ -166,7 +166,7 @@ def note_price(planned: PlannedJob) -> str:
     return note
 
 
-def _learned_words(learned: LearningResult) -> str:
+def _learned_words(learned: LearnedCorrection) -> str:
     if not learned.runs:
         return ""
     return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"

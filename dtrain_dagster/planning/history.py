@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, LearningResult, Measured, Sizes
+from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.progress import PLAN, fingerprint
 from dtrain_dagster.planning.probe import read_measured
@@ -91,7 +91,7 @@ class History:
             scores=tuple(past_scores(instance)),
         )
 
-    def learned(self, basis: Basis, sku: str) -> LearningResult:
+    def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
         """Return the correction that past scores teach for this basis and SKU."""
         return learn([past.score for past in self.scores], basis, sku)
 
@@ -227,7 +227,7 @@ def from_history(
     node_count: int,
     sku: str,
     speed_of: Callable[[str], float],
-    learned_of: Callable[[Basis], LearningResult],
+    learned_of: Callable[[Basis], LearnedCorrection],
 ) -> Forecast | None:
     """Return the best forecast from past runs, None where there are none.
 
@@ -278,7 +278,7 @@ def _history(
     jobs: tuple[str, ...],
     sizes: Sizes,
     totals: Sequence[float],
-    learned_of: Callable[[Basis], LearningResult],
+    learned_of: Callable[[Basis], LearnedCorrection],
 ) -> Forecast:
     return Forecast(
         measured=measured,

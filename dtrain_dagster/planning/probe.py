@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.estimate import Forecast, LearningResult, Measured, Sizes
+from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.jobs.progress import follow_job, start_job
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
@@ -71,7 +71,7 @@ def forecast(
     counts: Sequence[int],
     mark: str,
     env: dict[str, str],
-    learned: LearningResult,
+    learned: LearnedCorrection,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> Forecast:
     """Return the forecast from probes on these node counts (the planned one last), run now or read from before.

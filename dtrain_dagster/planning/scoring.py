@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearningResult
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection
 
 PRIOR_RUNS = 4
 MOST_RUNS = 30
@@ -69,7 +69,7 @@ class Summary:
     """Share of runs that lay within their interval."""
 
 
-def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearningResult:
+def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearnedCorrection:
     """Return the correction for the next estimate on that basis and SKU. ``scores``: the oldest first."""
     undisturbed = (score for score in scores if not score.disturbed)
     alike = [score for score in undisturbed if score.basis == basis and score.sku == sku][-MOST_RUNS:]
@@ -80,7 +80,7 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearningResult:
     if errors:
         squares += PRIOR_RUNS * bias**2  # as far as the prior is away from the bias, it is not certain
     spread = math.sqrt(squares / count * (1 + 1 / count))
-    return LearningResult(factor=math.exp(bias), spread=spread if errors else PRIOR_SPREAD, runs=len(errors))
+    return LearnedCorrection(factor=math.exp(bias), spread=spread if errors else PRIOR_SPREAD, runs=len(errors))
 
 
 def summarise_scores(scores: Sequence[Score]) -> Summary:

@@ -18,7 +18,7 @@ from dtrain_dagster.costs.estimate import (
     PRIOR_SPREAD,
     Forecast,
     Interval,
-    LearningResult,
+    LearnedCorrection,
     Measured,
     Sizes,
     Work,
@@ -212,14 +212,14 @@ def test_what_a_score_says():
 
 
 def test_one_odd_run_teaches_little_and_many_teach_much():
-    assert learn([], "probe", "A") == LearningResult()
+    assert learn([], "probe", "A") == LearnedCorrection()
     once, often = learn([score(200, 100)], "probe", "A"), learn([score(200, 100)] * 25, "probe", "A")
     assert 1 < once.factor < 1.2
     assert often.factor > 1.7
-    assert learn([score(200, 100)] * 25, "history", "A") == LearningResult(), (
+    assert learn([score(200, 100)] * 25, "history", "A") == LearnedCorrection(), (
         "what another basis got wrong is not its fault"
     )
-    assert learn([score(200, 100)] * 25, "probe", "B") == LearningResult()
+    assert learn([score(200, 100)] * 25, "probe", "B") == LearnedCorrection()
     accident = learn([score(9000, 100)], "probe", "A")
     assert accident.factor == pytest.approx(once.factor, rel=0.01)
     corrected = [score(120, 120, learned_factor=1.2)] * 25

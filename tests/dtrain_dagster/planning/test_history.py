@@ -16,7 +16,7 @@ import pytest
 from dtrain_dagster.assets.estimate_check import judged
 from dtrain_dagster.assets.planning import cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.costs.estimate import LearningResult, Sizes
+from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import PLAN, fingerprint
@@ -100,7 +100,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
 
     def told(totals: tuple[float, ...] = (), sku: str = SKU, nodes: int = 1, steps: int = 30):
         longer = replace(sizes, max_steps=steps, epochs=999)
-        return from_history([run], totals, longer, nodes, sku, SPEEDS.__getitem__, lambda basis: LearningResult())
+        return from_history([run], totals, longer, nodes, sku, SPEEDS.__getitem__, lambda basis: LearnedCorrection())
 
     own = told()
     assert (own.basis, own.rests_on) == ("history", ("train-past",))
@@ -121,10 +121,10 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert other.basis == "table"
     assert "2 times as fast" in other.basis_words
     assert other.seconds_at(1).expected > own.seconds_at(1).expected
-    gone = from_history([], (40.0, 44.0), sizes, 2, SKU, SPEEDS.__getitem__, lambda basis: LearningResult())
+    gone = from_history([], (40.0, 44.0), sizes, 2, SKU, SPEEDS.__getitem__, lambda basis: LearnedCorrection())
     assert gone is not None
     assert gone.seconds_at(2).expected == 42.0
-    assert from_history([], (), sizes, 1, SKU, SPEEDS.__getitem__, lambda basis: LearningResult()) is None
+    assert from_history([], (), sizes, 1, SKU, SPEEDS.__getitem__, lambda basis: LearnedCorrection()) is None
 
     write_plan(rundir, job)
     rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=2, started_at=0.0, ended_at=1.0))
@@ -244,7 +244,7 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
     presence = NodePresence(node_id=0, launch=1, started_at=min(times), ended_at=max(times))
     RunDir(short.run_dir).write_node(presence)
     manager = build_resources(Settings(home=home, nodes=1))["cluster"].manager()
-    found = forecast(manager, job, sizes, [1], "mark", {}, LearningResult(), said.append)
+    found = forecast(manager, job, sizes, [1], "mark", {}, LearnedCorrection(), said.append)
     assert said == [f"the probe {short.job_id} was run before"]
     assert found.rests_on == (short.job_id,)
 
