@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 
 def choices_metadata(table: Choices) -> dict[str, Any]:
-    """Return ``choices`` (table), ``choices_picture``, ``choice`` (in words), ``choices_rest_on`` and
+    """Return ``choices`` (table), ``choices_picture``, ``choice`` (`explain_choice`), ``choices_rest_on`` and
     ``choices_not_available``, each only where it is not empty."""
     from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
     from dtrain_dagster.reports.training_charts import markdown_image
 
     metadata: dict[str, Any] = {"choices_rest_on": dg.MarkdownMetadataValue(_rest_on(table))}
-    if table.chosen:
-        metadata["choice"] = in_words(table.chosen)
     if table.rows:
+        metadata["choice"] = explain_choice(table)
         records = [dg.TableRecord(_row(choice)) for choice in table.rows]
         metadata["choices"] = dg.TableMetadataValue(records, table_schema(records))
         metadata["choices_picture"] = dg.MarkdownMetadataValue(
@@ -36,6 +35,44 @@ def choices_metadata(table: Choices) -> dict[str, Any]:
         ]
         metadata["choices_not_available"] = dg.TableMetadataValue(missing, table_schema(missing))
     return metadata
+
+
+def explain_choice(table: Choices) -> str:
+    """Return what runs, what fewer nodes of the same kind would save, and the cheapest of all choices, each with its
+    dollars and its time. Pure."""
+    from dtrain_dagster.planning.choices import misses
+
+    planned, cheapest = table.planned, table.cheapest
+    if planned is None:
+        said = ["The planned nodes are not among the choices (see choices_not_available)."]
+    else:
+        said = [f"This plan runs on {in_words(planned)}."]
+        kind = (planned.sku, planned.tier)
+        fewer = [row for row in table.rows if (row.sku, row.tier) == kind and row.node_count < planned.node_count]
+        fitting = [row for row in fewer if not misses(row, table.deadline_seconds, table.budget_usd)]
+        least = min(fitting, key=lambda row: row.usd.expected, default=planned)
+        if least.usd.expected < planned.usd.expected:
+            said.append(f"{_compared(least, planned)}: `choose_nodes: true` takes it.")
+    if cheapest is None:
+        said.append("No choice surely keeps the limits.")
+    elif planned is None:
+        said.append(f"The cheapest of all choices is {in_words(cheapest)}.")
+    elif cheapest is planned:
+        said.append("It is the cheapest of all choices.")
+    elif (cheapest.sku, cheapest.tier) != (planned.sku, planned.tier) or cheapest.node_count > planned.node_count:
+        said.append(
+            f"Of all choices the cheapest is {_compared(cheapest, planned)}, {cheapest.origin} "
+            "(DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)."
+        )
+    return " ".join(said)
+
+
+def _compared(other: PlanChoice, planned: PlanChoice) -> str:
+    """Return ``1 × NC6s_v3 (dedicated): $0.031 instead of $0.083, 36 s instead of 32 s``."""
+    return (
+        f"{other.name}: {dollars(other.usd.expected)} instead of {dollars(planned.usd.expected)}, "
+        f"{format_duration(other.seconds.expected)} instead of {format_duration(planned.seconds.expected)}"
+    )
 
 
 def in_words(choice: PlanChoice) -> str:
@@ -52,11 +89,11 @@ def in_words(choice: PlanChoice) -> str:
 def _row(choice: PlanChoice) -> dict[str, str | int | float]:
     from dtrain_dagster.planning.choices import tier_words
 
-    told = (("chosen", choice.is_chosen), ("this plan", choice.is_planned), ("Pareto", choice.is_pareto))
+    told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest), ("Pareto", choice.is_pareto))
     marks = [word for word, holds in told if holds]
     seconds, usd = choice.seconds, choice.usd
     return {
-        "mark": ("➜ " if choice.is_chosen else "") + ", ".join(marks),
+        "mark": ("➜ " if choice.is_planned else "") + ", ".join(marks),
         "nodes": choice.node_count,
         "sku": choice.sku,
         "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",

@@ -64,10 +64,10 @@ def refuse_plan(
     fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
     nearest = ""
     if table:
-        from dtrain_dagster.planning.choices import PlanError, choose_plan
+        from dtrain_dagster.planning.choices import PlanError, require_choice
 
         try:
-            fits.append(f"{in_words(choose_plan(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+            fits.append(f"{in_words(require_choice(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
         except PlanError as error:
             nearest = f" Of all choices {error}."
     remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."

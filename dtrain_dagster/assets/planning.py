@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
-from dtrain_dagster.assets.plan_choices import choices_metadata, in_words
+from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.provisioning import provision, provisioning
 from dtrain_dagster.clusters.base import GPUClusterManager
@@ -125,8 +125,7 @@ def cost_estimate(
     estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
-    if table.chosen and not table.chosen.is_planned:
-        context.log.info(f"of all SKUs, tiers and numbers of nodes this one costs least: {in_words(table.chosen)}")
+    context.log.info(explain_choice(table))
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd)
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "

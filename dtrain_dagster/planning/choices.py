@@ -1,9 +1,10 @@
-"""The choices of nodes for a training: SKUs × nodes × tiers, each with time and dollars, and the one to take. Pure.
+"""The choices of nodes for a training: SKUs × nodes × tiers, each with time and dollars, the cheapest marked. Pure.
 
 Every GPU of a node is a rank, and each rank keeps its batch: more of them make larger and fewer steps of the same
 epochs. The origin of a figure stands beside it: measured, scaled from a measurement, or guessed from a table of speeds.
 
-The one to take is the cheapest that keeps the deadline and the budget with the upper ends of its intervals.
+The cheapest is that of all choices which keep the deadline and the budget with the upper ends of their intervals. It is
+a comparison: what runs is the planned one, see `PlanChoice.is_planned`.
 """
 
 from __future__ import annotations
@@ -88,11 +89,12 @@ class PlanChoice:
     price_from: str
     is_pareto: bool = False
     """Whether no other choice is both as cheap and as quick, and better in one of them."""
-    is_chosen: bool = False
+    is_cheapest: bool = False
+    """Whether it is the cheapest of those that keep deadline and budget."""
     is_planned: bool = False
     """Whether it is carried out: the one of the settings, unless the plan takes another number of nodes."""
     why_not: str = ""
-    """The reason against it; empty for the chosen one."""
+    """What speaks against it, compared with the cheapest; empty for the cheapest itself."""
 
     @property
     def name(self) -> str:
@@ -123,9 +125,14 @@ class Choices:
     price_words: str
 
     @property
-    def chosen(self) -> PlanChoice | None:
-        """Return the choice to take, None where none fits."""
-        return next((row for row in self.rows if row.is_chosen), None)
+    def cheapest(self) -> PlanChoice | None:
+        """Return the cheapest choice that fits, None where none does."""
+        return next((row for row in self.rows if row.is_cheapest), None)
+
+    @property
+    def planned(self) -> PlanChoice | None:
+        """Return the choice that will run; None where its nodes cannot be bought, or are not compared."""
+        return next((row for row in self.rows if row.is_planned), None)
 
     @property
     def pareto(self) -> tuple[PlanChoice, ...]:
@@ -162,14 +169,14 @@ def choices(
     rows = sorted(offered, key=_by_cost)
     front = _front(rows)
     fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]
-    chosen = fitting[0] if fitting else None
+    cheapest = fitting[0] if fitting else None
     return Choices(
         rows=tuple(
             replace(
                 row,
                 is_pareto=row in front,
-                is_chosen=row is chosen,
-                why_not=_why_not(row, chosen, deadline_seconds, budget_usd),
+                is_cheapest=row is cheapest,
+                why_not=_why_not(row, cheapest, deadline_seconds, budget_usd),
             )
             for row in rows
         ),
@@ -182,11 +189,11 @@ def choices(
     )
 
 
-def choose_plan(table: Choices) -> PlanChoice:
-    """Return the chosen one. Raise `PlanError` where none fits, with the nearest choices and the setting to change for
+def require_choice(table: Choices) -> PlanChoice:
+    """Return the cheapest choice that fits. Raise `PlanError` where none fits, with the nearest choices and the setting to change for
     each."""
-    if table.chosen:
-        return table.chosen
+    if table.cheapest:
+        return table.cheapest
     if not table.rows:
         known = "; ".join(f"{item.sku} ({tier_words(item.tier)}): {item.why}" for item in table.not_available)
         raise PlanError(f"there is nothing to choose from: {known or 'no SKU was named'}. Set DTRAIN_GPU_TYPE")
@@ -306,22 +313,22 @@ def _front(rows: Sequence[PlanChoice]) -> list[PlanChoice]:
 
 
 def _why_not(
-    row: PlanChoice, chosen: PlanChoice | None, deadline_seconds: float | None, budget_usd: float | None
+    row: PlanChoice, cheapest: PlanChoice | None, deadline_seconds: float | None, budget_usd: float | None
 ) -> str:
-    if row is chosen:
+    if row is cheapest:
         return ""
     missed = misses(row, deadline_seconds, budget_usd)
-    if missed or not chosen:
+    if missed or not cheapest:
         return "; ".join(missed)
-    slower = row.seconds.expected - chosen.seconds.expected
-    words = f"{dollars(row.usd.expected - chosen.usd.expected)} more"
-    return f"{words} and {format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
+    slower = row.seconds.expected - cheapest.seconds.expected
+    words = f"{dollars(row.usd.expected - cheapest.usd.expected)} more"
+    return f"{words} and {format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the cheapest that fits"
 
 
 def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
     found = [
-        "A choice fits when the upper ends of its intervals keep the deadline and the budget; the cheapest of those is "
-        "taken.",
+        "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
+        "marked, and the row «this plan» is what runs.",
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
         "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]

@@ -1,4 +1,4 @@
-"""The chart of the choices: dollars against time, the Pareto front, and the choice that is taken."""
+"""The chart of the choices: dollars against time, the Pareto front, the cheapest that fits and the plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MOST_NUMBERED = 12
 """The most choices that get a number and a line in the list beside the chart."""
 MANY = 40
-"""The number of choices above which only the front, the chosen and the planned one show their intervals."""
-CHOSEN, LIMIT = "#1a7f37", "#cf222e"
+"""The number of choices above which only the front, the cheapest and the planned one show their intervals."""
+CHEAPEST, LIMIT = "#1a7f37", "#cf222e"
 ROOM, LEAST_SPAN = 1.4, 4.0
 """Factors: the room around the outermost figures, and the least ratio of an axis's highest to its lowest figure."""
 FAR = 5.0
@@ -53,8 +53,8 @@ def choices_chart(table: Choices) -> bytes:
     # One legend for the numbers and one for the colours.
     listed = figure.legend(*numbers, frameon=False, fontsize=8, loc="outside right upper", handletextpad=0.2)
     for text in listed.get_texts():
-        if text.get_text().endswith("chosen"):
-            text.set(color=CHOSEN, fontweight="bold")
+        if text.get_text().endswith("cheapest that fits"):
+            text.set(color=CHEAPEST, fontweight="bold")
     figure.legend(*kinds, frameon=False, fontsize=8, loc="lower right", ncols=2)
     return svg(figure)
 
@@ -67,7 +67,9 @@ def _points(axis: Axes, table: Choices) -> None:
         for pale in (False, True):
             rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
             strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
-            known = [row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_chosen or row.is_planned]
+            known = [
+                row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_cheapest or row.is_planned
+            ]
             axis.plot(
                 [at for row in known for at in (row.seconds.low, row.seconds.high, gap)],
                 [at for row in known for at in (row.usd.low, row.usd.high, gap)],
@@ -88,20 +90,20 @@ def _kind(row: PlanChoice) -> str:
 
 
 def _numbers(axis: Axes, table: Choices) -> None:
-    """Number the chosen choice, the planned one and those of the front, thinned out where it is long; all, where they
+    """Number the cheapest choice, the planned one and those of the front, thinned out where it is long; all, where they
     are few."""
-    front = [row for row in table.pareto if not (row.is_chosen or row.is_planned)]
+    front = [row for row in table.pareto if not (row.is_cheapest or row.is_planned)]
     kept = MOST_NUMBERED - 2
     if len(front) > kept:
         front = [front[round(place * (len(front) - 1) / (kept - 1))] for place in range(kept)]
     few = len(table.rows) <= MOST_NUMBERED // 2
     for number, row in enumerate(
-        (row for row in table.rows if few or row.is_chosen or row.is_planned or row in front), start=1
+        (row for row in table.rows if few or row.is_cheapest or row.is_planned or row in front), start=1
     ):
         at = [row.seconds.expected], [row.usd.expected]
         words = f"{row.name}: {format_duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
-        words += ", this plan" * row.is_planned + ", chosen" * row.is_chosen
-        colour, size, edge, front_most = (CHOSEN, 16, 2.4, 2) if row.is_chosen else (INK, 13, 0.9, 0)
+        words += ", this plan" * row.is_planned + ", cheapest that fits" * row.is_cheapest
+        colour, size, edge, front_most = (CHEAPEST, 16, 2.4, 2) if row.is_cheapest else (INK, 13, 0.9, 0)
         axis.plot(
             *at, color=colour, marker=f"${number}$", markersize=7, linestyle="none", label=words, zorder=8 + front_most
         )

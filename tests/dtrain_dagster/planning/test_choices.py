@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.assets.plan_choices import choices_metadata
+from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice
 from dtrain_dagster.costs.estimate import Interval, with_evictions
 from dtrain_dagster.costs.prices import Tier, price_of, price_table
 from dtrain_dagster.planning.choices import (
@@ -23,10 +23,11 @@ from dtrain_dagster.planning.choices import (
     Choices,
     PlanError,
     choices,
-    choose_plan,
+    require_choice,
     misses,
 )
 from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
+from dtrain_dagster.support.formatting import dollars
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
@@ -95,7 +96,7 @@ def test_time_and_dollars_by_hand_and_where_they_come_from():
 
 
 @pytest.mark.parametrize(
-    ("limits", "chosen"),
+    ("limits", "cheapest"),
     [
         ({}, (T4, 1)),
         ({"deadline_seconds": 9 * HOUR}, (T4, 3)),  # 8.1 h, and a tenth more at most
@@ -104,21 +105,21 @@ def test_time_and_dollars_by_hand_and_where_they_come_from():
         ({"deadline_seconds": 8 * HOUR, "budget_usd": 23.0}, None),
     ],
 )
-def test_the_cheapest_that_keeps_both_limits_is_chosen(limits: dict[str, float], chosen: tuple[str, int] | None):
+def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float], cheapest: tuple[str, int] | None):
     table = table_of(**limits)
-    found = table.chosen
-    assert (found and (found.sku, found.node_count)) == chosen
-    assert sum(row.is_chosen for row in table.rows) == (chosen is not None)
+    found = table.cheapest
+    assert (found and (found.sku, found.node_count)) == cheapest
+    assert sum(row.is_cheapest for row in table.rows) == (cheapest is not None)
     for row in table.rows:
-        assert bool(row.why_not) is not row.is_chosen
+        assert bool(row.why_not) is not row.is_cheapest
 
 
 def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
     limits = {"tiers": BOTH, "prices": [PRICES[V100]], "node_counts": (1,)}
-    assert choose_plan(table_of(**limits)).tier == "low_priority"
+    assert require_choice(table_of(**limits)).tier == "low_priority"
     # 12.1 hours and a tenth more, and 1.33 evictions and two standard deviations of ten minutes each: 13.92 h.
-    assert choose_plan(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
-    assert choose_plan(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
+    assert require_choice(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
+    assert require_choice(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
     slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), node_count=4)
     assert slow.low == HOUR
     assert slow.expected == pytest.approx(2 * HOUR + 8 * EVICTIONS_PER_NODE_HOUR * EVICTION_SECONDS)
@@ -136,7 +137,7 @@ def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
         assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
     assert V100 in {row.sku for row in table_of(prices=[price_of(V100)], is_stand_in=True).rows}, "nothing is bought"
     with pytest.raises(PlanError, match=r"nothing to choose from: Standard_NC6s_v3 \(dedicated\): retired on 2025"):
-        choose_plan(table_of(prices=[price_of(V100)]))
+        require_choice(table_of(prices=[price_of(V100)]))
 
 
 def test_each_gpu_of_a_node_is_a_rank():
@@ -180,16 +181,16 @@ def test_each_gpu_of_a_node_is_a_rank():
 )
 def test_where_nothing_fits_the_nearest_and_the_setting_are_named(limits: dict[str, float], words: str):
     with pytest.raises(PlanError, match=words):
-        choose_plan(table_of(**limits))
+        require_choice(table_of(**limits))
 
 
 def test_the_limit_that_is_named_is_enough():
     limits = {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0}
     with pytest.raises(PlanError) as refused:
-        choose_plan(table_of(**limits))
+        require_choice(table_of(**limits))
     named = dict(re.findall(r"set (\w+) = ([\d.]+)\.", str(refused.value)))
-    assert choose_plan(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
-    assert choose_plan(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
+    assert require_choice(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
+    assert require_choice(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
 
 
 ROWS = [replace(price, retired_on=None) for price in price_table().values()]
@@ -229,21 +230,21 @@ def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
                 other.usd.expected <= row.usd.expected and other.seconds.expected <= row.seconds.expected
                 for other in table.pareto
             )
-    if table.chosen:
-        assert not misses(table.chosen, table.deadline_seconds, table.budget_usd)
+    if table.cheapest:
+        assert not misses(table.cheapest, table.deadline_seconds, table.budget_usd)
     else:
         assert all(misses(row, table.deadline_seconds, table.budget_usd) for row in table.rows)
         with pytest.raises(PlanError):
-            choose_plan(table)
+            require_choice(table)
 
 
 @given(forecasts, tables, st.integers(1, 9))
 def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str, Any], nodes: int):
-    before = table_of(forecast, **given).chosen
+    before = table_of(forecast, **given).cheapest
     if before:
         more_nodes = {"node_counts": {*given["node_counts"], nodes}}
         for more in (more_nodes, {"tiers": BOTH}, {"deadline_seconds": None}, {"budget_usd": None}):
-            assert choose_plan(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
+            assert require_choice(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
 
 
 @given(forecasts, tables)
@@ -251,8 +252,8 @@ def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict
     given |= {
         "tiers": ("dedicated",)
     }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
-    before = table_of(forecast, **given).chosen
-    assert before is None or choose_plan(table_of(forecast, **(given | {"budget_usd": None}))) == before
+    before = table_of(forecast, **given).cheapest
+    assert before is None or require_choice(table_of(forecast, **(given | {"budget_usd": None}))) == before
 
 
 @pytest.mark.parametrize(
@@ -267,20 +268,37 @@ def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str,
     table = table_of(**shown)
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         text = choices_chart(table).decode()
-    assert ("chosen" in text) is (table.chosen is not None)
+    assert ("cheapest that fits" in text) is (table.cheapest is not None)
     assert table.pareto[0].name in text
     assert ("deadline: 1 s, beyond this picture" in text) is (table.deadline_seconds == 1.0)
     assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
 
 
-def test_metadata_shows_the_chosen_row_and_is_json():
+def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json():
     metadata = choices_metadata(table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0))
     assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_picture"}
     rows = [record.data for record in metadata["choices"].records]
-    [chosen] = [row for row in rows if "chosen" in row["mark"]]
-    assert metadata["choice"].startswith(f"{chosen['nodes']} × ")
+    [cheapest] = [row for row in rows if "cheapest" in row["mark"]]
+    [planned] = [row for row in rows if "this plan" in row["mark"]]
+    assert metadata["choice"].startswith(f"This plan runs on {planned['nodes']} × ")
+    assert f"Of all choices the cheapest is {cheapest['nodes']} × " in metadata["choice"]
     assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
     assert metadata["choices_picture"].md_str.startswith("![Cost against time")
     none = choices_metadata(table_of(prices=[price_of(V100)]))
     assert set(none) == {"choices_rest_on", "choices_not_available"}
     assert asdict(table_of())["rows"][0]["sku"] == T4
+
+
+def test_the_plan_says_what_fewer_nodes_would_save_and_what_it_is_not():
+    table = table_of(Amdahl(fixed=HOUR, computing=HOUR), prices=[PRICES[V100], PRICES[T4]], node_counts=(1, 2, 3))
+    rows = {(row.sku, row.node_count): row for row in table.rows}
+    text = explain_choice(table)
+    for row in (rows[V100, PLANNED.node_count], rows[V100, 1], rows[T4, 1]):
+        assert dollars(row.usd.expected) in text
+    assert "`choose_nodes: true` takes it" in text
+    assert "chosen" not in text
+    alone = table_of(prices=[PRICES[V100]], node_counts=(PLANNED.node_count,))
+    assert explain_choice(alone).endswith("It is the cheapest of all choices.")
+    nothing = table_of(deadline_seconds=1.0, prices=[PRICES[V100]])
+    assert "No choice surely keeps the limits" in explain_choice(nothing)
+    assert "choose_nodes" not in explain_choice(nothing)
