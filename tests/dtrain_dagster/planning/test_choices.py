@@ -23,8 +23,8 @@ from dtrain_dagster.planning.choices import (
     Choices,
     PlanError,
     choices,
-    require_choice,
     misses,
+    require_choice,
 )
 from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
 from dtrain_dagster.support.formatting import dollars
