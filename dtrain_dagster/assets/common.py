@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.plan import TrainingPlan, parse_plan
+from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
 

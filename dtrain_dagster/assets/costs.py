@@ -41,7 +41,9 @@ class Bill:
     job: FinishedJob
     plan: TrainingPlan
     usage: Sequence[NodeUsage]
+    """Presence of the training's own nodes."""
     tracker: CostTracker
+    """The training and the probes that are paid with it."""
     found: "Ledger"
     energy: "Footprint"
     metrics: CostMetrics
@@ -53,8 +55,9 @@ class Bill:
 
     @property
     def above(self) -> float:
-        """The excess over the estimate, as a fraction of the estimate."""
-        return overrun(self.metrics.total_cost_usd, self.metrics.estimated_total_cost)
+        """The excess of the training over its estimate, as a fraction of the estimate. A probe is paid before there is
+        an estimate, and counts in neither."""
+        return overrun(self.tracker.training_usd, self.plan.estimate.usd.expected)
 
     @property
     def usd_per_1000_samples(self) -> float:
@@ -101,20 +104,20 @@ def cost_breakdown(
     plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))
     result = read_finished(rundir, RESULT)
-    tracker = CostTracker(job.cluster_name, usage, plan.tier)
+    tracker = CostTracker(job.cluster_name, [*usage, *plan.probe_usage], plan.tier)
     found = ledger(tracker.nodes, events)
-    told = reasons(plan, tracker.nodes, found, result["steps"], _probe(cluster, plan, rundir))
+    told = reasons(plan, tracker.training_nodes, found, result["steps"], _probe(cluster, plan, rundir))
     bill = Bill(
         job=job,
         plan=plan,
         usage=usage,
         tracker=tracker,
         found=found,
-        energy=job_footprint(usage, events, is_local=cluster.kind == "local"),
-        metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected),
+        energy=job_footprint([*usage, *plan.probe_usage], events, is_local=cluster.kind == "local"),
+        metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
         samples_seen=result["samples_seen"],
         told=told,
-        why=explain_variance(told, tracker.total_usd, plan.estimate.usd.expected),
+        why=explain_variance(told, tracker.training_usd, plan.estimate.usd.expected),
     )
     _write_reports(rundir, bill)
     return dg.MaterializeResult(
@@ -135,7 +138,9 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         bill.plan.price_note,
         usd_per_1000_samples=bill.usd_per_1000_samples,
         energy=asdict(bill.energy),
-        difference={"usd": bill.tracker.total_usd - estimated, "words": bill.why, "reasons": reasons},
+        training_usd=bill.tracker.training_usd,
+        probe_usd=bill.tracker.probe_usd,
+        difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
     rundir.write_json(COST_REPORT, document)
     for name, text in export.csv_files(bill.tracker, bill.found).items():
@@ -149,6 +154,8 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     estimate = bill.plan.estimate
     return {
         "total_usd": _number(total_shown([bill.tracker.total_units], bill.digits)),
+        "training_usd": round(bill.tracker.training_usd, 6),
+        "probe_usd": round(bill.tracker.probe_usd, 6),
         "estimated_usd": round(estimate.usd.expected, 5),
         "estimated_low_usd": round(estimate.usd.low, 5),
         "estimated_high_usd": round(estimate.usd.high, 5),
@@ -191,8 +198,8 @@ def _estimate_check(bill: Bill) -> dg.AssetCheckResult:
         passed=bill.above <= load_settings().overrun_fraction,
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
-            "actual": dollars(bill.metrics.total_cost_usd),
-            "estimate": dollars(bill.metrics.estimated_total_cost),
+            "actual": dollars(bill.tracker.training_usd),
+            "estimate": dollars(bill.plan.estimate.usd.expected),
             "above_estimate_percent": round(100 * bill.above, 1),
             "why": bill.why,
         },

@@ -88,16 +88,19 @@ def refuse_plan(
 def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     """Return sentences on the limits that a plan which fits may still exceed."""
     usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
-    if 0 < limits.budget_usd < usd.high:
-        said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
-    if 0 < limits.deadline_hours * 3600 < seconds.high:
+    spent = limits.spent_usd
+    probe = f" with the {dollars(spent)} of its probe" if spent else ""
+    if 0 < limits.budget_usd < usd.high + spent:
+        high = dollars(usd.high + spent)
+        said.append(f"it may cost up to {high}{probe}, which is over budget_usd = {dollars(limits.budget_usd)}")
+    if 0 < limits.deadline_hours * 3600 < seconds.high + limits.spent_seconds:
         said.append(
             f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"
         )
-    if 0 < plan.stop_at_usd < usd.high:
+    if 0 < plan.stop_at_usd < usd.high + spent:
         said.append(
-            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected)} are "
-            f"expected, up to {dollars(usd.high)}"
+            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected + spent)} "
+            f"are expected{probe}, up to {dollars(usd.high + spent)}"
         )
     return said
 

@@ -1,4 +1,4 @@
-"""The asset `cost_estimate`: a training's plan and its cost, known before anything is bought."""
+"""The asset `cost_estimate`: a training's plan and its cost, known before the training is bought."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
 from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
-from dtrain_dagster.assets.provisioning import provision, provisioning
-from dtrain_dagster.clusters.base import GPUClusterManager
+from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata
+from dtrain_dagster.assets.provisioning import provisioning
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -62,7 +62,8 @@ class TrainingOptions(dg.Config):
     """Take the number of nodes, up to DTRAIN_NODES, that costs least within budget and deadline; each rank keeps its
     batch."""
     probe: bool = True
-    """Run a short probe where no past run tells the pace. False: nothing runs before the plan is known."""
+    """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing
+    runs before the plan is known."""
 
     def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
         """Return the trainer's configuration: the fields named here, then those of ``more``."""
@@ -84,8 +85,9 @@ class TrainingOptions(dg.Config):
     code_version=CODE_VERSION,
     description=(
         "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
-        "of it on this cluster, refused where it does not fit the budget or the deadline. `trained_checkpoint` carries "
-        "it out; nothing is bought before it is known."
+        "of it on this cluster, refused where it does not fit the budget or the deadline. A probe costs too: what is "
+        "told before it runs, counts against the limits, and is billed with the training. `trained_checkpoint` "
+        "carries the plan out."
     ),
 )
 def cost_estimate(
@@ -99,6 +101,7 @@ def cost_estimate(
     limit."""
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
+    from dtrain_dagster.planning.probe_cost import charge_usd
 
     limits, planned = limits_of(config), plan_of_launchpad(config, cluster, project, sharded_dataset)
     price, tier, count = planned.price, planned.tier, planned.node_count
@@ -109,9 +112,13 @@ def cost_estimate(
         raise refuse_plan(context, project, said, past, limits, price, tier, count)
 
     manager = cluster.manager(context.run.run_id)
-    if not knows(forecast, count):
-        planned, forecast = measure_pace(context, config, cluster, project, manager, planned, history)
-    assert forecast is not None
+    if forecast is not None and knows(forecast, count):
+        pace = Pace(planned=planned, forecast=forecast)
+    else:
+        pace = measure_pace(context, config, cluster, project, manager, planned, history)
+    planned, forecast = pace.planned, pace.forecast
+    spent = charge_usd(pace.charges, planned.tier)
+    limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits)
     if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
         table = mark_planned(table, cheapest)
@@ -126,10 +133,10 @@ def cost_estimate(
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
     context.log.info(explain_choice(table))
-    plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd)
+    plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "
-        f"from {plan.basis}"
+        f"from {plan.basis}" + (f"; with its probe {dollars(estimate.usd.expected + spent)}" if spent else "")
     )
     for warning in warnings_of(plan, limits):
         context.log.warning(warning)
@@ -138,6 +145,7 @@ def cost_estimate(
         data_version=dg.DataVersion(plan.fingerprint),
         metadata={
             **plan_metadata(plan, forecast),
+            **probe_metadata(pace, manager),
             **choices_metadata(table),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
@@ -173,51 +181,6 @@ def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "H
     from dtrain_dagster.planning.history import History
 
     return History.read(context.instance, planned.fingerprint, planned.pace, keeps_cache=planned.is_local)
-
-
-def measure_pace(
-    context: dg.AssetExecutionContext,
-    config: TrainingOptions,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    manager: GPUClusterManager,
-    planned: "PlannedJob",
-    history: "History",
-) -> "tuple[PlannedJob, Forecast]":
-    """Return the plan and its forecast on the nodes that are available, which may be others than those asked for.
-
-    The forecast comes from a short probe, unless past runs on these very nodes tell enough; without a probe, it comes
-    from past runs on other nodes. Raise `dagster.Failure` where the probe is switched off and no past run is known.
-    """
-    from dtrain_dagster.planning import probe
-    from dtrain_dagster.planning.history import knows
-
-    if not config.probe:
-        forecast = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
-        if forecast is None:
-            raise dg.Failure(
-                "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
-                allow_retries=False,
-            )
-        return planned, forecast
-    count = planned.node_count
-    got = provision(context, manager, cluster, project, cluster.gpu_type, count)
-    price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
-    price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
-    planned = replace(planned, price=price, tier=tier)
-    forecast = history.forecast(planned.sizes, count, price.sku)
-    if forecast is not None and knows(forecast, count):
-        return planned, forecast
-    return planned, probe.forecast(
-        manager,
-        planned.job,
-        planned.sizes,
-        probe.probe_counts(count, bool(limits_of(config)) or config.choose_nodes),
-        planned.pace + hardware_mark(cluster, price.sku),
-        cluster.node_env(project),
-        history.learned("probe", price.sku),
-        context.log.info,
-    )
 
 
 def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
@@ -288,6 +251,7 @@ def plan_table(plan: TrainingPlan) -> str:
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
         ("Time", f"**{format_duration(estimate.seconds.expected)}** ({_range(estimate.seconds, format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
+        *([("Probe", f"{dollars(plan.probe_usd)}, run before and paid with it")] if plan.probes else []),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 

@@ -126,7 +126,7 @@ def provenance_of(
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
     from dtrain_dagster.registry import TrainingProvenance
 
-    usage = cluster.manager().node_usage(job.job_id)
+    usage = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage]
     sku = ", ".join(sorted({interval.sku for interval in usage}))
     cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
     if cost_usd is None:

@@ -56,7 +56,7 @@ def performance_report(
     usage = cluster.manager().node_usage(job.job_id)
     events = list(rundir.events())
     performance = summarise_performance(
-        events, result["phase_seconds"], result["world_size"], usage, plan.job["training"]
+        events, result["phase_seconds"], result["world_size"], [*usage, *plan.probe_usage], plan.job["training"]
     )
     optimization = ResourceOptimizer(
         events,

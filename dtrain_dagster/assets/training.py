@@ -22,11 +22,10 @@ from dtrain_dagster.assets.training_progress import (
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
-from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.plan import PLAN, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import tier_of
 from dtrain_dagster.jobs.progress import (
     CLAIM,
-    PLAN,
     BudgetSpentError,
     JobChoice,
     choose_job,
@@ -120,6 +119,7 @@ def trained_checkpoint(
     choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
     context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
+    plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
     try:
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
@@ -164,6 +164,20 @@ def trained_checkpoint(
     return outcome
 
 
+def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
+    """Return the plan with the probes that this job pays for: those of the plan, unless another training was quicker to
+    take them, and those of the plan that the job was started with."""
+    from dtrain_dagster.planning.probe_cost import take_charges
+
+    before = rundir.read_json(PLAN)
+    earlier = charges_of(before)
+    charges = {charge.job_id: charge for charge in (*plan.probes, *earlier)}
+    mine = take_charges(jobs_uri, list(charges.values()), job_id)
+    if before is not None and mine != earlier:
+        rundir.write_json(PLAN, before | {"probes": [asdict(charge) for charge in mine]})
+    return replace(plan, probes=mine)
+
+
 def planned_job(
     plan: TrainingPlan,
     choice: JobChoice,
@@ -188,7 +202,7 @@ def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManag
     if not plan.stop_at_usd:
         return None
     usage = [] if choice.action == "start" else manager.node_usage(choice.job_id)
-    return node_seconds_of(plan.stop_at_usd, usage, got.gpu_type, tier_of(got.tier or plan.tier))
+    return node_seconds_of(plan.stop_at_usd, [*usage, *plan.probe_usage], got.gpu_type, tier_of(got.tier or plan.tier))
 
 
 def hand_over_budget(

@@ -37,9 +37,9 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.plan import PLAN, probe_usage_of
     from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.jobs.progress import PLAN
     from trainer.rundir import RESULT
 
     if as_csv and as_json:
@@ -51,7 +51,8 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     plan = rundir.read_json(PLAN) or {}
     words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
     try:
-        usage, events = manager.node_usage(job_id), list(rundir.events(strict=True))
+        usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
+        events = list(rundir.events(strict=True))
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
         found = ledger(tracker.nodes, events, running)
         energy = job_footprint(usage, events, is_local=settings.cluster == "local")

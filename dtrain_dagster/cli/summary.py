@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN
-from dtrain_dagster.jobs.progress import CLAIM, PLAN, REGISTRATION
+from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
@@ -45,10 +46,11 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     ]
     lines += _skill(evaluation)
     if cost and plan:
-        expected = plan["estimate"]["usd"]["expected"]
-        total = cost["metrics"]["total_cost_usd"]
-        words = plan.get("price_words", STAND_IN)
-        lines.append(("cost", f"{dollars(total)}, estimated {dollars(expected)} ({words})"))
+        probe = cost.get("probe_usd", 0.0)
+        training = cost.get("training_usd", cost["metrics"]["total_cost_usd"])
+        expected, words = plan["estimate"]["usd"]["expected"], plan.get("price_words", STAND_IN)
+        more = f"; with its probe {dollars(training + probe)}" if probe else ""
+        lines.append(("cost", f"{dollars(training)}, estimated {dollars(expected)}{more} ({words})"))
     if registration:
         alias = f", alias {registration['alias']}" if registration.get("alias") else ""
         lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import Tier, price_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
@@ -16,10 +17,12 @@ a microsecond, and no checkpoint and step fit into a second."""
 
 def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> float:
     """Return how many node-seconds a job may be paid in all until its dollars are spent: those paid so far, on any
-    nodes, and those that the rest of the dollars buys at the price of the nodes that it continues with. Pure. ``tier``:
-    also of intervals that do not name theirs. Raise `PriceError` where a price is not known."""
+    nodes, and those that the rest of the dollars buys at the price of the nodes that it continues with. Pure. Its
+    probes cost dollars, but none of the seconds that its nodes count. ``tier``: also of intervals that do not name
+    theirs. Raise `PriceError` where a price is not known."""
     intervals = list(usage)
-    seconds = sum(max(0.0, item.ended_at - item.started_at) for item in intervals)  # as the nodes count them
+    mine = [item for item in intervals if not item.is_probe]
+    seconds = sum(max(0.0, item.ended_at - item.started_at) for item in mine)  # as the nodes count them
     left_usd = max(0.0, stop_at_usd - CostTracker("", intervals, tier).total_usd)
     return seconds + left_usd / price_of(sku).usd_per_hour(tier) * 3600
 
@@ -44,4 +47,5 @@ def reprice(rundir: RunDir, usage: Iterable[NodeUsage], sku: str, tier: Tier) ->
     impossible."""
     dollars = (rundir.read_json(LIMIT) or {}).get("stop_at_usd")
     if dollars:
-        write_limit(rundir, node_seconds_of(dollars, usage, sku, tier), dollars)
+        paid = [*usage, *probe_usage_of(rundir.read_json(PLAN))]
+        write_limit(rundir, node_seconds_of(dollars, paid, sku, tier), dollars)

@@ -32,6 +32,7 @@ MEANINGS = {
     CostCause.EVALUATION: "of the validation split",
     CostCause.FINISH: "test split, baselines, final weights, result, processes closing",
     CostCause.PROVISIONING: "paid while other nodes of the launch were still being bought",
+    CostCause.PROBE: "a short run of this training, which its plan rests on",
     CostCause.STARTUP: "from a node's start until it trains: process, data, model, joining",
     CostCause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
     CostCause.IDLE: "paid after the job's end, or never part of the training",
@@ -130,7 +131,7 @@ def ledger(
     for interval in intervals:
         for began, ended, mix in _pieces(interval, intervals, line, longest):
             for begin, end in cut(began, ended, bounds):
-                period = min(bisect_right(bounds, begin), periods) - 1
+                period = min(bisect_right(bounds, begin), len(bounds) - 1) - 1
                 for cause, part in zip(mix, split(end - begin, list(mix.values())), strict=True):
                     if part:
                         row = sums[interval.node_id, cause, period]
@@ -147,6 +148,9 @@ def _pieces(
     interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
     """Return a paid interval without gaps: what its node did when, as far as is known, and what the gaps mean."""
+    if interval.is_probe:  # its own run directory says what it was spent on
+        yield interval.began, interval.ended, {CostCause.PROBE: 1.0}
+        return
     at = interval.began
     for span in _spans(interval, line):
         began, ended = max(at, span.began), min(interval.ended, span.ended)

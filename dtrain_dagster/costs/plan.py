@@ -3,7 +3,8 @@ passed on as data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,20 @@ from pydantic import TypeAdapter, ValidationError
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
 from dtrain_dagster.costs.prices import STAND_IN, Tier
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
+
+PLAN = "plan.json"
+"""File of a run directory: the plan that the job carries out, for those who watch its cost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeCharge:
+    """A probe whose cost belongs to the plan that rests on it."""
+
+    job_id: str
+    usage: tuple[NodeUsage, ...]
+    """When its nodes were there, over all of its launches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +63,33 @@ class TrainingPlan:
     """Dollars at which it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
     """Expected seconds by phase, see `costs.estimate.Parts`; `planning.projection` takes them for what is to come."""
+    probes: tuple[ProbeCharge, ...] = ()
+    """The probes that are paid with this training: those that its estimate rests on and no other training has paid.
+    ``estimate`` is of the training alone."""
+
+    @property
+    def probe_usd(self) -> float:
+        """Return the dollars of its probes. Raise `PriceError` where a price is not known."""
+        return CostTracker("", self.probe_usage, self.tier).total_usd
+
+    @property
+    def probe_usage(self) -> tuple[NodeUsage, ...]:
+        """Return the presence of the nodes of its probes, marked as such."""
+        return tuple(replace(item, is_probe=True) for probe in self.probes for item in probe.usage)
+
+
+def charges_of(document: Mapping[str, Any] | None) -> tuple[ProbeCharge, ...]:
+    """Return `TrainingPlan.probes` of a ``plan.json``; none where it is missing. Raise ValueError where they cannot be
+    read."""
+    try:
+        return _charges().validate_python((document or {}).get("probes") or ())
+    except (ValidationError, AttributeError) as error:
+        raise ValueError(f"{PLAN} names probes that cannot be read: {error}") from None
+
+
+def probe_usage_of(document: Mapping[str, Any] | None) -> tuple[NodeUsage, ...]:
+    """Return `TrainingPlan.probe_usage` of a ``plan.json``; raise as `charges_of`."""
+    return tuple(replace(item, is_probe=True) for probe in charges_of(document) for item in probe.usage)
 
 
 def parse_plan(document: Any, source: str) -> TrainingPlan:
@@ -60,6 +102,11 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
         raise ValueError(
             f"{source} holds no plan: {wrong}. Without that file the plan of cost_estimate counts"
         ) from None
+
+
+@cache
+def _charges() -> TypeAdapter[tuple[ProbeCharge, ...]]:
+    return TypeAdapter(tuple[ProbeCharge, ...])
 
 
 @cache

@@ -31,6 +31,7 @@ class CostCause(StrEnum):
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     FINISH = "finish"
+    PROBE = "probe"
     PROVISIONING = "provisioning"
     STARTUP = "start-up"
     LOST = "lost to a failure"

@@ -43,6 +43,8 @@ class NodeCost:
     """Unix time in microseconds, as ``ended``."""
     ended: int
     nano_usd_per_hour: int = 0
+    is_probe: bool = False
+    """Whether the node worked for a probe of the training, and not for the training itself."""
 
     @property
     def microseconds(self) -> int:
@@ -113,11 +115,25 @@ class CostTracker:
         return usd(self.total_units)
 
     @property
+    def training_nodes(self) -> tuple[NodeCost, ...]:
+        """Return the paid intervals without those of probes."""
+        return tuple(node for node in self.nodes if not node.is_probe)
+
+    @property
+    def training_usd(self) -> float:
+        """Return the dollars of the training without its probes."""
+        return usd(sum(node.units for node in self.training_nodes))
+
+    @property
+    def probe_usd(self) -> float:
+        """Return the dollars of the probes."""
+        return usd(sum(node.units for node in self.nodes if node.is_probe))
+
+    @property
     def wall_seconds(self) -> float:
-        """Return the seconds from the first node's start to the last node's end."""
-        if not self.nodes:
-            return 0.0
-        return (max(node.ended for node in self.nodes) - min(node.began for node in self.nodes)) / SECOND
+        """Return the seconds from the start of the training's first node to the end of its last one."""
+        nodes = self.training_nodes
+        return (max(node.ended for node in nodes) - min(node.began for node in nodes)) / SECOND if nodes else 0.0
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
         """Return the job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the
@@ -141,11 +157,15 @@ class CostTracker:
 
 
 def edges(intervals: Sequence[NodeCost], periods: int) -> list[int]:
-    """Return the edges of equal periods from the first start to the last end, in microseconds."""
+    """Return the edges of equal periods from the first start to the last end, in microseconds. Probes that were over
+    before have one period of their own, up to the training's start, which may be days later."""
     if not intervals:
         return [0]
-    first, last = min(item.began for item in intervals), max(item.ended for item in intervals)
-    return [first + (last - first) * number // periods for number in range(periods + 1)]
+    mine = [item for item in intervals if not item.is_probe] or intervals
+    first, last = min(item.began for item in mine), max(item.ended for item in mine)
+    earliest, latest = min(item.began for item in intervals), max(item.ended for item in intervals)
+    equal = [first + (max(last, latest) - first) * number // periods for number in range(periods + 1)]
+    return [earliest, *equal] if earliest < first else equal
 
 
 def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int]]:
@@ -179,6 +199,7 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
             tier=item.tier,
             began=microseconds(item.started_at),
             ended=microseconds(item.ended_at),
+            is_probe=item.is_probe,
         )
         if interval.microseconds:
             by_node[item.node_id].append(interval)

@@ -22,6 +22,9 @@ class NodeUsage:
     not_billed_seconds: float = 0.0
     """Seconds that the node's record has beyond this since its clock was set: negative where it was set back."""
 
+    is_probe: bool = False
+    """Whether the node worked for a probe that the training's plan rests on, see `dtrain_dagster.costs.plan`."""
+
     @property
     def hours(self) -> float:
         """Return the duration in hours."""

@@ -12,12 +12,13 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
-from dtrain_dagster.jobs.progress import PLAN, last_step
+from dtrain_dagster.jobs.progress import last_step
 from dtrain_dagster.planning.projection import ProgressRate, project
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
@@ -269,11 +270,13 @@ def cost_so_far(
         kind = given.get(presence.launch, launch)
         usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
     try:
-        tracker = CostTracker("", usage, plan.get("tier", default_tier))
-    except PriceError:
+        tier = plan.get("tier", default_tier)
+        tracker = CostTracker("", usage, tier)
+        whole = CostTracker("", [*usage, *probe_usage_of(plan)], tier)
+    except (PriceError, ValueError):
         return None
     words = plan.get("price_words", STAND_IN if "history" not in launch else LISTED)
-    return Cost(usd=tracker.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
+    return Cost(usd=whole.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
 
 
 def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: ProgressRate) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import is_spent, write_limit
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
@@ -26,8 +27,6 @@ from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir, SeenFiles
 
-PLAN = "plan.json"
-"""File of a run directory: the plan that the job carries out, for those who watch its cost."""
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
 BUDGET = "max_node_seconds"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes
-from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.plan import ProbeCharge, TrainingPlan
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, SkuPrice, Tier, price_table
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
@@ -116,11 +116,18 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
         CLUSTER_TIERS,
         epochs=planned.sizes.epochs,
         today=datetime.now(UTC).date(),
-        deadline_seconds=3600 * limits.deadline_hours or None,
-        budget_usd=limits.budget_usd or None,
+        deadline_seconds=left_of(3600 * limits.deadline_hours, limits.spent_seconds),
+        budget_usd=left_of(limits.budget_usd, limits.spent_usd),
+        spent_usd=limits.spent_usd,
+        spent_seconds=limits.spent_seconds,
         is_stand_in=planned.is_local,
         price_words=planned.price_words,
     )
+
+
+def left_of(limit: float, spent: float) -> float | None:
+    """Return what is left of a limit, never nothing; None where there is no limit. Pure."""
+    return max(limit - spent, 1e-9) if limit else None
 
 
 def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
@@ -129,9 +136,10 @@ def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
 
 
 def assemble_plan(
-    planned: PlannedJob, forecast: Forecast, estimate: Estimate, limits: Limits, stop_at_usd: float
+    planned: PlannedJob, forecast: Forecast, estimate: Estimate, limits: Limits, stop_at_usd: float,
+    probes: tuple[ProbeCharge, ...] = (),
 ) -> TrainingPlan:  # fmt: skip
-    """Return the plan as `trained_checkpoint` carries it out."""
+    """Return the plan as `trained_checkpoint` carries it out. ``probes``: those that are paid with it."""
     count = planned.node_count
     return TrainingPlan(
         fingerprint=planned.fingerprint,
@@ -152,6 +160,7 @@ def assemble_plan(
         budget_usd=limits.budget_usd,
         deadline_hours=limits.deadline_hours,
         stop_at_usd=stop_at_usd,
+        probes=probes,
         phases=asdict(forecast.parts(count)),
     )
 

@@ -123,6 +123,9 @@ class Choices:
     """The basis of the times, in words."""
     assumptions: tuple[str, ...]
     price_words: str
+    spent_usd: float = 0.0
+    """Dollars that the probe has cost; ``budget_usd`` is what is left of the budget. A new budget has to hold both."""
+    spent_seconds: float = 0.0
 
     @property
     def cheapest(self) -> PlanChoice | None:
@@ -153,6 +156,8 @@ def choices(
     budget_usd: float | None = None,
     is_stand_in: bool = False,
     price_words: str = LISTED,
+    spent_usd: float = 0.0,
+    spent_seconds: float = 0.0,
 ) -> Choices:
     """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
@@ -186,12 +191,14 @@ def choices(
         basis=forecast.basis_words,
         assumptions=_assumptions(rows, baseline, is_stand_in),
         price_words=price_words,
+        spent_usd=spent_usd,
+        spent_seconds=spent_seconds,
     )
 
 
 def require_choice(table: Choices) -> PlanChoice:
-    """Return the cheapest choice that fits. Raise `PlanError` where none fits, with the nearest choices and the setting to change for
-    each."""
+    """Return the cheapest choice that fits. Raise `PlanError` where none fits, with the nearest choices and the
+    setting to change for each."""
     if table.cheapest:
         return table.cheapest
     if not table.rows:
@@ -206,12 +213,12 @@ def require_choice(table: Choices) -> PlanChoice:
     if in_time and budget is not None:
         near = min(in_time, key=lambda row: row.usd.high)
         within = " within the deadline" if deadline is not None else ""
-        setting = f"budget_usd = {_rounded_up(near.usd.high)}"
+        setting = f"budget_usd = {_rounded_up(near.usd.high + table.spent_usd)}"
         words.append(f"The cheapest{within} is {_told(near)}: set {setting}")
     if affordable and deadline is not None:
         near = min(affordable, key=lambda row: row.seconds.high)
         within = " within the budget" if budget is not None else ""
-        setting = f"deadline_hours = {_rounded_up(near.seconds.high / 3600)}"
+        setting = f"deadline_hours = {_rounded_up((near.seconds.high + table.spent_seconds) / 3600)}"
         words.append(f"The fastest{within} is {_told(near)}: set {setting}")
     if not in_time and not affordable:
         fastest = min(table.rows, key=lambda row: row.seconds.high)
@@ -322,7 +329,8 @@ def _why_not(
         return "; ".join(missed)
     slower = row.seconds.expected - cheapest.seconds.expected
     words = f"{dollars(row.usd.expected - cheapest.usd.expected)} more"
-    return f"{words} and {format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the cheapest that fits"
+    longer = f"{format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'}"
+    return f"{words} and {longer} than the cheapest that fits"
 
 
 def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.progress import PLAN, fingerprint
+from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.probe import read_measured
+from dtrain_dagster.planning.probe_cost import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, Score, learn
 from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
@@ -81,6 +84,8 @@ class History:
     fingerprint: str
     runs: tuple[PastRun, ...]
     scores: tuple[PastScore, ...]
+    probes: tuple[PastProbe, ...] = ()
+    """Probes of any training."""
 
     @classmethod
     def read(cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool) -> History:
@@ -89,6 +94,7 @@ class History:
             fingerprint=fingerprint,
             runs=tuple(past_runs(instance, pace, keeps_cache)),
             scores=tuple(past_scores(instance)),
+            probes=tuple(past_probes(instance)),
         )
 
     def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
@@ -170,6 +176,16 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
     )
 
 
+def past_probes(instance: dg.DagsterInstance) -> list[PastProbe]:
+    """Return the probes of any training that plans of this instance rested on, the newest first."""
+    found: dict[str, PastProbe] = {}
+    for _, _, said in _materializations(instance, "cost_estimate"):
+        for item in said.get("probes") or ():
+            with suppress(KeyError, TypeError):
+                found.setdefault(item["job_id"], PastProbe(**item))
+    return list(found.values())
+
+
 def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
     """Return the scores of finished runs, the oldest first: for each job the last one of `cost_breakdown`."""
     latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -212,7 +228,7 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
             seconds=usd.scaled(said["estimated_seconds"] / usd.expected),
             usd=usd,
             actual_seconds=said["wall_seconds"],
-            actual_usd=said["total_usd"],
+            actual_usd=said.get("training_usd", said["total_usd"]),
             learned_factor=said["learned_factor"],
             disturbed=course.disturbed,
         )

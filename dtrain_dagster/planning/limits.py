@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import SkuPrice, Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.planning.probe_cost import ExpectedProbe
 
 LEAST_SECONDS = 5.0
 """Least seconds of any training: its processes start, load their libraries, and end."""
@@ -20,6 +23,10 @@ class Limits:
 
     budget_usd: float = 0.0
     deadline_hours: float = 0.0
+    spent_usd: float = 0.0
+    """Dollars that the plan has cost before its training starts: those of its probe. They count against the budget."""
+    spent_seconds: float = 0.0
+    """Seconds that this took just now; they count against the deadline."""
 
     def __bool__(self) -> bool:
         return bool(self.budget_usd or self.deadline_hours)
@@ -47,14 +54,32 @@ def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False
 
 def _objection(usd: Interval, seconds: Interval, limits: Limits, at_least: bool = False) -> str | None:
     said = []
-    if limits.budget_usd and (usd.low if at_least else usd.expected) > limits.budget_usd:
-        said.append(f"it would cost {_told(usd, dollars, at_least)}, and budget_usd is {dollars(limits.budget_usd)}")
-    if limits.deadline_hours and (seconds.low if at_least else seconds.expected) > limits.deadline_hours * 3600:
+    if limits.budget_usd and (usd.low if at_least else usd.expected) + limits.spent_usd > limits.budget_usd:
+        after = f" after {dollars(limits.spent_usd)} for its probe" if limits.spent_usd else ""
         said.append(
-            f"it would take {_told(seconds, format_duration, at_least)}, "
+            f"it would cost {_told(usd, dollars, at_least)}{after}, and budget_usd is {dollars(limits.budget_usd)}"
+        )
+    took = (seconds.low if at_least else seconds.expected) + limits.spent_seconds
+    if limits.deadline_hours and took > limits.deadline_hours * 3600:
+        after = f" after {format_duration(limits.spent_seconds)} for its probe" if limits.spent_seconds else ""
+        said.append(
+            f"it would take {_told(seconds, format_duration, at_least)}{after}, "
             f"and deadline_hours is {limits.deadline_hours:g}"
         )
     return "; ".join(said) or None
+
+
+def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
+    """Return in words why not even the plan's probe fits its limits; None where it does, as expected. A probe that was
+    run before is free."""
+    said = [
+        f"{name} is {dollars(limit)}"
+        for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
+        if 0 < limit < probe.usd.expected
+    ]
+    if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
+        said.append(f"deadline_hours is {limits.deadline_hours:g}")
+    return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
 
 
 def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
-from dtrain_dagster.jobs.progress import follow_job, start_job
+from dtrain_dagster.jobs.progress import BudgetSpentError, follow_job, ran_out, start_job
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
@@ -73,9 +73,11 @@ def forecast(
     env: dict[str, str],
     learned: LearnedCorrection,
     tell: Callable[[str], object] = lambda sentence: None,
+    left: Callable[[], float | None] = lambda: None,
 ) -> Forecast:
     """Return the forecast from probes on these node counts (the planned one last), run now or read from before.
-    ``tell`` is called before each with a sentence that says which."""
+    ``tell`` is called before each with a sentence that says which; ``left`` returns the node-seconds that the next one
+    may take, None for any. Raise `BudgetSpentError` where a probe came to that limit, and as `run_probe` does."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
     for count in counts:
@@ -85,7 +87,8 @@ def forecast(
             tell(f"the probe {short.job_id} was run before")
         else:
             tell(f"probing on {count} node(s): job {short.job_id}")
-            run_probe(manager, short, count, sizes.processes_per_node, env)
+            bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
+            run_probe(manager, bounded, count, sizes.processes_per_node, env)
             reused = False
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
@@ -105,12 +108,18 @@ def forecast(
     )
 
 
+def probes_to_run(job: JobConfig, jobs_uri: str, mark: str, counts: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+    """Return those of the node counts on which no probe has succeeded yet."""
+    shorts = {count: probe_job(job, jobs_uri, mark, count, sizes) for count in counts}
+    return tuple(count for count, short in shorts.items() if not has_succeeded(RunDir(short.run_dir)))
+
+
 def run_probe(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> None:
     """Run a short job and wait for its end, unless that was done before.
 
-    Raise `ClusterError` with the job's own message where it fails.
+    Raise `ClusterError` with the job's own message where it fails, `BudgetSpentError` where it comes to its limit.
     """
     rundir = RunDir(job.run_dir)
     if has_succeeded(rundir):
@@ -121,6 +130,8 @@ def run_probe(
     except BaseException:
         manager.cancel_job(job.job_id)
         raise
+    if ran_out(rundir):
+        raise BudgetSpentError(f"job {job.job_id}, a short run to measure this training: {status.message}")
     if status.state is not JobState.SUCCEEDED:
         raise ClusterError(f"job {job.job_id}, a short run to measure this training, {status.state}: {status.message}")
 

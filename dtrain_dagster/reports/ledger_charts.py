@@ -22,6 +22,7 @@ CAUSE_COLOURS = {
     CostCause.CHECKPOINT: "#8250df",
     CostCause.EVALUATION: "#54aeff",
     CostCause.FINISH: "#0969da",
+    CostCause.PROBE: "#bf8700",
     CostCause.PROVISIONING: "#d8dee4",
     CostCause.STARTUP: "#8c959f",
     CostCause.LOST: "#24292f",
@@ -55,15 +56,16 @@ def ledger_chart(found: Ledger, words: str) -> bytes:
 
 def over_time_chart(found: Ledger, estimate: tuple[float, float, float] | None, words: str) -> bytes:
     """Return an SVG of the dollars per hour, by cause, and below it of the sum so far, by node, against the estimate
-    (low, expected, high)."""
+    (low, expected, high). What its probes cost is spent when it begins."""
     figure = new_figure(9, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.15, 1))
-    length = found.edges[-1] - found.edges[0]
+    began = found.edges[1] if any(entry.cause is CostCause.PROBE for entry in found.entries) else found.edges[0]
+    length = found.edges[-1] - began
     unit, name = next(
         ((size, name) for size, name in ((HOUR, "hours"), (60 * SECOND, "minutes")) if length > 3 * size),
         (SECOND, "seconds"),
     )
-    at = [(edge - found.edges[0]) / unit for edge in found.edges]
+    at = [max(0, edge - began) / unit for edge in found.edges]
     _by_cause(upper, found, at)
     _by_node(lower, found, at)
     label(upper, "What is spent, by cause", "", "US dollars per hour")
@@ -88,6 +90,8 @@ def _by_cause(axis: Axes, found: Ledger, at: list[float]) -> None:
     widths = [end - begin for begin, end in zip(found.edges, found.edges[1:], strict=False)]
     bottom = [0.0] * len(widths)
     for cause in found.causes():
+        if cause is CostCause.PROBE:
+            continue
         heights = [
             rows[period, cause].units / width / 10**9 if (period, cause) in rows and width else 0.0
             for period, width in enumerate(widths)

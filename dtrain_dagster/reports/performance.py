@@ -124,8 +124,8 @@ def summarise_performance(
     usage: Sequence[NodeUsage],
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """Return a job's `Performance`, from its records. ``usage``: the paid intervals of its nodes; ``training``: its
-    trainer's configuration. Raise ValueError for a job without a recorded step."""
+    """Return a job's `Performance`, from its records. ``usage``: the paid intervals of its nodes and of its
+    probes'; ``training``: its trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
@@ -138,7 +138,8 @@ def summarise_performance(
     # They are those of the process that was rank 0 at the end; others, of earlier launches as well, trained before it.
     began = max(item["time"] for item in events) - sum(phases.values())
     phases["training"] += seconds_of([window for window in timed if window.time <= began])
-    phases["outside the trainer"] = max(0.0, paid_wall_seconds(usage) - sum(phases.values()))
+    mine = [item for item in usage if not item.is_probe]
+    phases["outside the trainer"] = max(0.0, paid_wall_seconds(mine) - sum(phases.values()))
     found = settled(timed)
     diagnosis = diagnose(events)
     good = goodput(ledger(bill_usage(usage)[0], events, periods=1))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_table, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost

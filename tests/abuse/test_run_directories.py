@@ -42,7 +42,8 @@ from dtrain_dagster.cli.tune import candidates_table
 from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.jobs.progress import PLAN, choose_job, follow_job, known_jobs, news, start_job
+from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, news, start_job
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
 from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model

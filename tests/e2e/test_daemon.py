@@ -29,8 +29,7 @@ from dtrain_dagster.automation.capacity_queue import TICKET_TAG, WaitingList, ne
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
-from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs.progress import PLAN
+from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.trained import record_training, sha256

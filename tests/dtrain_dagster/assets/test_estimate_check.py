@@ -14,8 +14,7 @@ from dtrain_dagster.assets.costs import cost_breakdown
 from dtrain_dagster.assets.estimate_check import estimate_scored
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
-from dtrain_dagster.costs.plan import TrainingPlan, parse_plan
-from dtrain_dagster.jobs.progress import PLAN
+from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.told_events import START, told, write_run

@@ -17,9 +17,9 @@ from dtrain_dagster.assets.estimate_check import judged
 from dtrain_dagster.assets.planning import cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
-from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs.progress import PLAN, fingerprint
+from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import (
     History,

@@ -16,9 +16,9 @@ import pytest
 
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor, judge_cost
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
