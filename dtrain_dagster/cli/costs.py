@@ -111,7 +111,8 @@ def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | No
     console().print(table, highlight=False)
     nodes = len({node.node_id for node in tracker.nodes})
     said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {format_duration(tracker.wall_seconds)}"
-    say(said + (f"; estimated: {dollars(expected)}" if expected else ""))
+    probe = f", and {dollars(tracker.probe_usd)} for its probe" if tracker.probe_usd else ""
+    say(said + (f"; estimated: {dollars(expected)}{probe}" if expected else ""))
     for note in (*tracker.notes, *found.notes):
         say(f"note: {note}")
 

@@ -23,11 +23,9 @@ from trainer.rundir import RunDir
 
 PAID_BY = "paid_by.json"
 """File of a probe's run directory: the job that pays for it. The first training that rests on it does, and no other."""
-STARTUP_SECONDS = 9.0
-"""Seconds in which the processes of a small job start and end on a core of their own, where nothing better is known:
-they import torch, form a group, and write their results. Measured on 2 cores; a guess for any other machine."""
-STEPS_SECONDS = 6.0
-"""Seconds of a probe's steps and evaluations where nothing better is known: those of the default model. A guess."""
+GUESSED_SECONDS = 7.0
+"""Seconds of a probe whose ranks have a core each, where nothing better is known. The default model's took 6 to 16 s
+with 3 ranks on 2 cores, by what else the machine did; for any other model and machine it is a guess."""
 PAST_SPREAD, GUESS_SPREAD = 0.35, 0.75
 """Standard deviation of the logarithm of a probe's time, where probes of other trainings are known and where nothing
 is: 90 % lie within a factor of 1.8 and of 3.4."""
@@ -92,7 +90,7 @@ def expect_probes(
 
 def _expected_seconds(alike: Sequence[PastProbe], count: int, sizes: Sizes) -> float:
     if not alike:
-        return sizes.crowding(count) * (STARTUP_SECONDS + STEPS_SECONDS)
+        return sizes.crowding(count) * GUESSED_SECONDS
     nearest = min(abs(math.log(item.node_count / count)) for item in alike)
     took = [
         item.seconds * sizes.crowding(count) / sizes.crowding(item.node_count)

@@ -26,14 +26,15 @@ moments = st.builds(
     lambda around, offset: around + offset, st.sampled_from((SPRING, AUTUMN)), st.floats(-5e4, 5e4, allow_nan=False)
 )
 stays = st.builds(
-    lambda node, start, length, sku, tier: NodeUsage(
-        node_id=node, sku=sku, started_at=start, ended_at=start + length, tier=tier
+    lambda node, start, length, sku, tier, is_probe: NodeUsage(
+        node_id=node, sku=sku, started_at=start, ended_at=start + length, tier=tier, is_probe=is_probe
     ),
     st.integers(0, 5),
     st.one_of(moments, st.just(AUTUMN)),
     st.one_of(st.floats(-3600, 2e5), st.sampled_from((0.0, 1e-7, -60.0, 3600.0, float("nan")))),
     st.sampled_from(SKUS),
     st.sampled_from((None, "dedicated", "low_priority")),
+    st.sampled_from((False, False, True)),
 )
 histories = st.lists(stays, min_size=1, max_size=12).filter(
     lambda usage: not any(item.sku == SKUS[2] and item.tier == "low_priority" for item in usage)
@@ -100,7 +101,10 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running, periods)
     assert found.units == tracker.total_units == sum(node.units for node in tracker.nodes)
     assert found.units == sum(period.units for period in tracker.between(edges(tracker.nodes, periods)))
     assert found.microseconds == sum(node.microseconds for node in tracker.nodes)
-    assert all(entry.units > 0 and entry.microseconds > 0 and 0 <= entry.period < periods for entry in found.entries)
+    assert all(
+        entry.units > 0 and entry.microseconds > 0 and 0 <= entry.period < len(found.edges) - 1
+        for entry in found.entries
+    )
     by_node: dict[int, int] = defaultdict(int)
     for (node, _), row in found.by_node().items():
         by_node[node] += row.units

@@ -18,6 +18,7 @@ from dtrain_dagster.assets.planning import cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
@@ -262,6 +263,10 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     plan, said = plan_of(instance, home, dataset, budget_usd=0.001)
     assert plan is None
     assert "budget_usd is $0.0010" in "\n".join(said), "five seconds of a node cost more"
+    plan, said = plan_of(instance, home, dataset, budget_usd=0.005)
+    assert plan is None
+    assert "the probe alone would take $0.00" in "\n".join(said)
+    assert "a guess" in "\n".join(said)
     plan, said = plan_of(instance, home, dataset, probe=False)
     assert plan is None
     assert "set probe to true" in "\n".join(said)
@@ -299,3 +304,26 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert "at least" in "\n".join(said)
     assert "instead of 50000" in "\n".join(said)
     assert sorted(jobs.iterdir()) == before, "nothing ran for any of these"
+
+
+def test_a_probe_that_hangs_is_stopped_by_the_limits_and_nothing_more_is_started(finished, instance, monkeypatch):
+    home, _, job = finished
+    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+    uri, name = job.dataset.uri, manifest["dataset_id"]
+    dataset = BuiltDataset(
+        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
+    )
+    monkeypatch.setenv(
+        "DTRAIN_FAULTS", json.dumps([{"kind": "sleep", "at": "input", "step": 5, "node": 0, "seconds": 600}])
+    )
+    limit = 12.0 / 3600 * price_of(SKU).usd_per_hour("dedicated")
+    plan, said = plan_of(instance, home, dataset, stop_at_usd=limit)
+    assert plan is None
+    assert "the probe came to the limit of $0.01" in "\n".join(said), said
+    [probe] = (home / "storage" / "jobs").glob("probe-*")
+    [node] = RunDir(str(probe)).nodes()
+    assert 5 < node.seconds(node.last_seen_at or 0.0) < 14
+    plan, said = plan_of(instance, home, dataset, stop_at_usd=limit)
+    assert plan is None
+    assert len(RunDir(str(probe)).nodes()) == 1, "asked again, nothing is bought"
+    shutil.rmtree(probe)

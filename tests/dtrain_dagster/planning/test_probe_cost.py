@@ -1,0 +1,149 @@
+"""What a probe will cost, what it may cost, and who pays for it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dtrain_dagster.assets.training import with_probes
+from dtrain_dagster.costs.estimate import Interval, Sizes
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.plan import PLAN, ProbeCharge
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.planning.limits import Limits, explain_dear_probe, explain_excess
+from dtrain_dagster.planning.probe_cost import (
+    ExpectedProbe,
+    PastProbe,
+    expect_probes,
+    left_node_seconds,
+    payer_of,
+    take_charges,
+)
+from tests.dtrain_dagster.assets.test_plan_limits import plan
+from trainer.rundir import RunDir
+
+V100 = price_of("Standard_NC6s_v3")
+SIZES = Sizes(
+    train_samples=9_000, valid_samples=900, test_samples=900, batch_size_per_rank=64, micro_batches_per_rank=1,
+    processes_per_node=1, epochs=3, max_steps=None, eval_frequency=None, checkpoint_frequency=100, cores=2,
+)  # fmt: skip
+
+
+def past(count: int, seconds: float, sku: str = V100.sku) -> PastProbe:
+    return PastProbe(job_id=f"p-{count}-{seconds}", sku=sku, node_count=count, processes_per_node=1, seconds=seconds)
+
+
+def charge(job_id: str = "probe-a-2n", began: float = 1000.0) -> ProbeCharge:
+    stays = [NodeUsage(node_id=node, sku=V100.sku, started_at=began, ended_at=began + 30) for node in (0, 1)]
+    return ProbeCharge(job_id=job_id, usage=tuple(stays))
+
+
+def expected(counts: tuple[int, ...], *probes: PastProbe) -> ExpectedProbe:
+    found = expect_probes(probes, counts, SIZES, V100, "dedicated")
+    assert found is not None
+    return found
+
+
+def test_an_expected_probe_rests_on_probes_of_other_trainings_or_says_that_it_is_a_guess():
+    guess, known = expected((3,)), expected((3,), past(3, 20.0), past(3, 24.0), past(3, 90.0), past(1, 8.0))
+    assert "a guess" in guess.basis
+    assert known.seconds.expected == 24.0
+    assert known.usd.expected == pytest.approx(24.0 * 3 / 3600 * 3.06)
+    assert guess.usd.high / guess.usd.low > known.usd.high / known.usd.low > 2
+    assert expected((1,), past(3, 30.0)).seconds.expected == pytest.approx(20.0), "three ranks shared two cores"
+    assert "a guess" in expected((3,), past(3, 20.0, "Standard_NC4as_T4_v3")).basis, "of another SKU"
+    both = expected((1, 3), past(3, 30.0), past(1, 10.0))
+    assert both.usd.expected == pytest.approx((10.0 + 3 * 30.0) / 3600 * 3.06)
+    assert expect_probes([past(3, 20.0)], (), SIZES, V100, "dedicated") is None, "nothing is to be run"
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop_at_usd", "word"),
+    [
+        (Limits(), 0.0, None),
+        (Limits(budget_usd=0.02, deadline_hours=0.01), 0.02, None),
+        (Limits(budget_usd=0.01), 0.0, "budget_usd is $0.0100"),
+        (Limits(), 0.01, "stop_at_usd is $0.0100"),
+        (Limits(deadline_hours=0.001), 0.0, "deadline_hours is 0.001"),
+    ],
+)
+def test_a_probe_that_does_not_fit_the_limits_is_refused_before_it_runs(
+    limits: Limits, stop_at_usd: float, word: str | None
+):
+    said = explain_dear_probe(expected((1,), past(1, 20.0)), limits, stop_at_usd)
+    assert (said is None) is (word is None)
+    assert word is None or word in str(said)
+
+
+def test_a_probe_counts_against_the_limits_of_its_training():
+    estimate = plan().estimate
+    usd = estimate.usd.expected
+    assert explain_excess(estimate, Limits(budget_usd=usd + 0.1, spent_usd=0.09)) is None
+    assert "after $0.1100 for its probe" in str(explain_excess(estimate, Limits(budget_usd=usd + 0.1, spent_usd=0.11)))
+    took = Limits(deadline_hours=1.01, spent_seconds=40.0)
+    assert "after 40 s for its probe" in str(explain_excess(estimate, took))
+    assert explain_excess(estimate, replace(took, spent_seconds=30.0)) is None
+
+
+def test_the_limits_leave_a_probe_what_earlier_ones_have_not_taken():
+    assert left_node_seconds(0.0, [charge()], V100, "dedicated") is None
+    limit = 100.0 / 3600 * 3.06
+    assert left_node_seconds(limit, [], V100, "dedicated") == pytest.approx(100.0)
+    assert left_node_seconds(limit, [charge()], V100, "dedicated") == pytest.approx(40.0)
+    assert left_node_seconds(limit, [charge(), charge("other")], V100, "dedicated") == 0.0
+
+
+def test_of_trainings_that_rest_on_a_probe_one_pays(tmp_path: Path):
+    paid: dict[str, tuple[ProbeCharge, ...]] = {}
+
+    def take(job_id: str) -> None:
+        paid[job_id] = take_charges(str(tmp_path), [charge()], job_id)
+
+    threads = [threading.Thread(target=take, args=(f"train-{number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [payer] = [job_id for job_id, charges in paid.items() if charges]
+    assert payer_of(RunDir(f"{tmp_path}/probe-a-2n")) == payer
+    assert take_charges(str(tmp_path), [charge()], payer) == (charge(),), "asked again, it is still its own"
+
+
+def test_a_job_that_continues_keeps_the_probe_that_it_was_started_with(tmp_path: Path):
+    rundir = RunDir(f"{tmp_path}/train-a")
+    first = with_probes(replace(plan(), probes=(charge(),)), rundir, str(tmp_path), "train-a")
+    assert first.probes == (charge(),)
+    rundir.write_json(PLAN, asdict(first))
+    again = with_probes(plan(), rundir, str(tmp_path), "train-a")
+    assert again.probes == (charge(),), "a plan made later finds it paid"
+    more = with_probes(replace(plan(), probes=(charge("probe-b-2n"),)), rundir, str(tmp_path), "train-a")
+    assert {item.job_id for item in more.probes} == {"probe-a-2n", "probe-b-2n"}
+    assert [item["job_id"] for item in rundir.read_json(PLAN)["probes"]] == ["probe-b-2n", "probe-a-2n"]
+    other = with_probes(replace(plan(), probes=(charge(),)), RunDir(f"{tmp_path}/train-b"), str(tmp_path), "train-b")
+    assert other.probes == ()
+
+
+def test_the_bill_has_the_probe_as_a_cause_of_its_own():
+    later = NodeUsage(node_id=0, sku=V100.sku, started_at=900_000.0, ended_at=900_060.0)
+    tracker = CostTracker("c", [later, *replace(plan(), probes=(charge(),)).probe_usage], "dedicated")
+    assert tracker.probe_usd == pytest.approx(60 / 3600 * 3.06)
+    assert tracker.training_usd == pytest.approx(60 / 3600 * 3.06)
+    assert tracker.total_usd == pytest.approx(tracker.probe_usd + tracker.training_usd)
+    assert tracker.wall_seconds == 60.0, "the days between are nobody's time"
+    found = ledger(tracker.nodes, [])
+    assert found.units == tracker.total_units
+    assert found.causes()[CostCause.PROBE].seconds == 60.0
+    assert {entry.period for entry in found.entries if entry.cause is CostCause.PROBE} == {0}
+    assert {entry.period for entry in found.entries if entry.cause is not CostCause.PROBE} == set(range(1, 61))
+
+
+def test_an_expected_probe_is_told_with_its_range():
+    interval = Interval(low=10.0, expected=20.0, high=40.0)
+    text = str(ExpectedProbe(seconds=interval, usd=interval.scaled(0.01), basis="2 past probe(s)"))
+    assert text == "$0.20 ($0.10 to $0.40) and 20 s (10 s to 40 s), from 2 past probe(s)"
