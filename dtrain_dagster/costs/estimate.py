@@ -59,7 +59,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """The expected time and cost, before anything is bought."""
+    """The expected time and cost of a training, before it is bought."""
 
     seconds: Interval
     usd: Interval
