@@ -96,7 +96,7 @@ def test_the_limits_leave_a_probe_what_earlier_ones_have_not_taken():
     limit = 100.0 / 3600 * 3.06
     assert left_node_seconds(limit, [], V100, "dedicated") == pytest.approx(100.0)
     assert left_node_seconds(limit, [charge()], V100, "dedicated") == pytest.approx(40.0)
-    assert left_node_seconds(limit, [charge(), charge("other")], V100, "dedicated") == 0.0
+    assert left_node_seconds(limit, [charge(), charge("other", 2000.0)], V100, "dedicated") == 0.0
 
 
 def test_of_trainings_that_rest_on_a_probe_one_pays(tmp_path: Path):
