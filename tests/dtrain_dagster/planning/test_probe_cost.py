@@ -146,4 +146,4 @@ def test_the_bill_has_the_probe_as_a_cause_of_its_own():
 def test_an_expected_probe_is_told_with_its_range():
     interval = Interval(low=10.0, expected=20.0, high=40.0)
     text = str(ExpectedProbe(seconds=interval, usd=interval.scaled(0.01), basis="2 past probe(s)"))
-    assert text == "$0.20 ($0.10 to $0.40) and 20 s (10 s to 40 s), from 2 past probe(s)"
+    assert text == "$0.2000 ($0.1000 to $0.4000) and 20 s (10 s to 40 s), from 2 past probe(s)"
