@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -101,7 +102,8 @@ class GPUClusterResource(dg.ConfigurableResource):
     cluster_name: str
     home: str
     node_count: int
-    processes_per_node: int
+    processes_per_node: int | None
+    """Ranks per node, where they are stated; None: see `ranks_per_node`."""
     threads_per_rank: int | None
     max_replacements: int
     replacement_delay_seconds: float
@@ -114,6 +116,11 @@ class GPUClusterResource(dg.ConfigurableResource):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "cluster")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
+        return ranks_per_node(self.processes_per_node, self.kind, self.gpu_type, self.node_count)
 
     @property
     def first_tier(self) -> str:
@@ -172,7 +179,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             **own,
             cluster_name=self.cluster_name,
             storage_uri=self.shared_uri,
-            processes_per_node=self.processes_per_node,
+            processes_per_node=self.ranks_per_node,
         )
         for choice in chain(self.gpu_type, options.chain, options.tiers):
             try:
@@ -198,7 +205,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             home=Path(self.home),
             cluster_name=self.cluster_name,
             gpu_type=self.gpu_type,
-            processes_per_node=self.processes_per_node,
+            processes_per_node=self.ranks_per_node,
             threads_per_rank=self.threads_per_rank,
             max_replacements=self.max_replacements,
             replacement_delay_seconds=self.replacement_delay_seconds,

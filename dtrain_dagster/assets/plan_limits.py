@@ -9,9 +9,10 @@ import dagster as dg
 
 from dtrain_dagster.assets.plan_choices import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, Tier, hardware_of, price_of, tier_of
+from dtrain_dagster.costs.prices import STAND_IN, SkuPrice, Tier, hardware_of, price_of, tier_of
 from dtrain_dagster.planning.limits import Limits, explain_excess, least, remedies
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -102,7 +103,10 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
             f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected + spent)} "
             f"are expected{probe}, up to {dollars(usd.high + spent)}"
         )
-    return said
+    idle = explain_idle_gpus(
+        price_of(plan.sku), plan.processes_per_node, plan.node_count, usd.expected, plan.price_words == STAND_IN
+    )
+    return [*said, idle] if idle else said
 
 
 def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> PlanChoice | None:

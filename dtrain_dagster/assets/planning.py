@@ -1,6 +1,7 @@
 """The asset `cost_estimate`: a training's plan and its cost, known before the training is bought."""
 
 import json
+import os
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice,
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata
 from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.clusters.ranks import explain_local_gpus, visible_gpus
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -138,7 +140,8 @@ def cost_estimate(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "
         f"from {plan.basis}" + (f"; with its probe {dollars(estimate.usd.expected + spent)}" if spent else "")
     )
-    for warning in warnings_of(plan, limits):
+    unused = explain_local_gpus(len(visible_gpus(os.environ)), plan.node_count, plan.processes_per_node)
+    for warning in (*warnings_of(plan, limits), *([unused] if unused and planned.is_local else [])):
         context.log.warning(warning)
     return dg.MaterializeResult(
         value=plan,
@@ -172,7 +175,7 @@ def plan_of_launchpad(
         )
     is_local = cluster.kind == "local"
     return size_up_job(
-        job, dataset.samples, price, tier, cluster.node_count, cluster.processes_per_node, is_local, stated_ranks
+        job, dataset.samples, price, tier, cluster.node_count, cluster.ranks_per_node, is_local, stated_ranks
     )  # fmt: skip
 
 
@@ -212,7 +215,7 @@ def job_on(
 ) -> JobConfig:
     """Return the training as it would run on ``node_count`` nodes. A file's settings are part of it and of its
     fingerprint."""
-    training = config.training(node_count * cluster.processes_per_node, cluster.threads_per_rank)
+    training = config.training(node_count * cluster.ranks_per_node, cluster.threads_per_rank)
     sections: dict[str, Any] = {
         "dataset": {"uri": dataset.shared_uri, "dataset_id": dataset.dataset_id},
         "model": {"factory": config.model, "args": config.model_args},

@@ -92,12 +92,20 @@ def _expected() -> tuple[type[Exception], ...]:
     )
 
 
-def read_settings(processes_per_node: int | None = None) -> Settings:
-    """Return the settings of the environment; an option of the command comes first."""
+def read_settings(processes_per_node: int | None = None, nodes: int | None = None) -> Settings:
+    """Return the settings of the environment; options of the command come first."""
     from dtrain_dagster.settings.environment import load_settings
 
     settings = load_settings()
-    return settings.model_copy(update={"processes_per_node": processes_per_node}) if processes_per_node else settings
+    given = {"processes_per_node": processes_per_node, "nodes": nodes}
+    return settings.model_copy(update={name: value for name, value in given.items() if value})
+
+
+def ranks_of(settings: Settings) -> int:
+    """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
+    from dtrain_dagster.clusters.ranks import ranks_per_node
+
+    return ranks_per_node(settings.processes_per_node, settings.cluster, settings.gpu_type, settings.nodes)
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from dtrain_dagster.cli.common import ranks_of
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, JobConfig, parse_job
@@ -88,7 +89,7 @@ def plan_job(
 
     The planned world size follows the nodes that are asked for; if none are, a world size that job.json states is kept.
     """
-    processes_per_node = settings.processes_per_node
+    processes_per_node = ranks_of(settings)
     first = parse_job(text, [*overrides, 'run_dir="(to be set)"'], source)
     refuse_foreign_factories(first)
     stated = "world_size" in json.loads(text).get("training", {})

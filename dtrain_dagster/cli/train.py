@@ -25,6 +25,7 @@ from dtrain_dagster.cli.common import (
     cluster_of,
     console,
     print_summary,
+    ranks_of,
     read_settings,
     refuses,
     run_dir,
@@ -43,7 +44,7 @@ def _size_options(command: Callable[..., None]) -> Callable[..., None]:
         "--procs-per-node",
         type=click.IntRange(min=1),
         metavar="P",
-        help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else 1]",
+        help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else one per GPU]",
     )(command)
     return click.option(
         "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
@@ -82,7 +83,7 @@ def launch(
     from dtrain_dagster.clusters.base import JobSpec
     from dtrain_dagster.jobs.log_follower import FileFollower
 
-    settings = read_settings(procs_per_node)
+    settings = read_settings(procs_per_node, nodes)
     if settings.cluster != "local":
         raise Refusal(
             f"DTRAIN_CLUSTER={settings.cluster}: only the trainer and the modules of its model and loss are sent to "
@@ -103,7 +104,7 @@ def launch(
         run_dir=rundir.uri,
         command=runnable(command),
         node_count=nodes or settings.nodes,
-        processes_per_node=settings.processes_per_node,
+        processes_per_node=ranks_of(settings),
         env=cluster.node_env(project),
         master_port=master_port,
     )
@@ -173,7 +174,7 @@ def train(
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
-    settings = read_settings(procs_per_node)
+    settings = read_settings(procs_per_node, nodes)
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     asked = [*as_overrides(model, loss, epochs), *overrides]
@@ -190,7 +191,7 @@ def train(
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     _take_over(rundir)
     with cancelled_by_signals(manager, job.job_id, unless=detach):
-        start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
+        start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project))
         if detach:
             say(job.job_id)
             return

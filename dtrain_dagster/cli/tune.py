@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.train import (
     announce,
     as_overrides,
@@ -90,7 +90,7 @@ def tune(
     if not LEAST_SECONDS <= seconds < math.inf:
         raise Refusal(f"--seconds {seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)
-    settings = read_settings(procs_per_node)
+    settings = read_settings(procs_per_node, nodes)
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "tune")
@@ -119,7 +119,7 @@ def tune(
         run_dir=job.run_dir,
         command=(*command, *more),
         node_count=node_count,
-        processes_per_node=settings.processes_per_node,
+        processes_per_node=ranks_of(settings),
         env=cluster.node_env(project),
         master_port=job.training.master_port,
     )

@@ -58,8 +58,8 @@ class Settings(BaseSettings):
         default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
     )
     nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on")
-    processes_per_node: int = Field(
-        default=1, ge=1, le=16, description="Ranks per node, one per GPU where there are any"
+    processes_per_node: int | None = Field(
+        default=None, ge=1, le=16, description="Ranks per node; unset: one per GPU of the node, 1 without GPUs"
     )
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
     max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs")

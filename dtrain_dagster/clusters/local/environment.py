@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain_dagster.clusters.local.processes import MARK
+from dtrain_dagster.clusters.ranks import VISIBLE, share_gpus, visible_gpus
 from trainer.comm.launch_secret import SECRET_FILE
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
@@ -82,7 +83,7 @@ def merge_environment(
     inherited: Mapping[str, str], launch: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the environment of a process. Later sources win: defaults, the submitter's environment, the setting for
-    threads, the job's own variables, its place in the world."""
+    threads, its GPUs of this machine, the job's own variables, its place in the world."""
     ranks = launch["node_count"] * launch["processes_per_node"]
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # or every rank takes all cores
@@ -92,4 +93,7 @@ def merge_environment(
     places = {name: str(value) for name, value in variables.items()}
     # A job may be submitted from within another: that one's launch is not this one's.
     outer = {name: value for name, value in inherited.items() if name not in _OF_A_LAUNCH}
-    return {**defaults, **outer, **threads, **launch["env"], **places}
+    gpus = visible_gpus(outer)
+    mine = share_gpus(gpus, int(variables["NODE_RANK"]), launch["node_count"], launch["processes_per_node"])
+    devices = {VISIBLE: ",".join(mine)} if gpus else {}
+    return {**defaults, **outer, **threads, **devices, **launch["env"], **places}
