@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -120,6 +119,8 @@ class GPUClusterResource(dg.ConfigurableResource):
     @property
     def ranks_per_node(self) -> int:
         """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
+        from dtrain_dagster.clusters.ranks import ranks_per_node
+
         return ranks_per_node(self.processes_per_node, self.kind, self.gpu_type, self.node_count)
 
     @property

@@ -6,24 +6,71 @@ value, and a parametrised one does not go together with check specs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from pydantic import ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
-from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import GPUClusterResource
+from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.step_model import Strategy
     from dtrain_dagster.planning.optimizer import Optimization
 
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""Pydantic's names of a number's bounds, and their words."""
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
 date."""
+
+
+class LaunchpadOptions(dg.Config):
+    """The options of an asset in the launchpad. Dagster shows a field's description, here its docstring, and the values
+    of an enum; bounds of numbers it neither shows nor checks, so they are added to the descriptions, and checked when
+    the step begins."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    def __init__(self, **options: Any) -> None:
+        """Raise `dagster.Failure`, with a line for each wrong field, for values that cannot be used."""
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise dg.Failure(describe_errors(error, "launchpad"), allow_retries=False) from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for field in cls.model_fields.values():
+            if bounds := describe_bounds(field):
+                field.description = f"{(field.description or '').strip().rstrip('.')} ({bounds})."
+
+
+def describe_bounds(field: FieldInfo) -> str:
+    """Return the bounds of a number in words, "" where it has none. Pure."""
+    bounds = ((words, getattr(item, name, None)) for item in field.metadata for name, words in _BOUNDS.items())
+    return ", ".join(f"{words} {limit:g}" for words, limit in bounds if limit is not None and limit < math.inf)
+
+
+@contextmanager
+def refusing_mistakes() -> Iterator[None]:
+    """Turn an error that a user has to mend into a `dagster.Failure` with its message, which is not tried again."""
+    from trainer.data.manifest import DatasetError
+
+    try:
+        yield
+    except (ConfigError, DatasetError, PriceError, ClusterError) as error:
+        raise dg.Failure(str(error), allow_retries=False) from error
 
 
 def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:

@@ -9,10 +9,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import dagster as dg
+from pydantic import Field
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.resources import ProjectResource
@@ -22,25 +23,26 @@ from trainer.storage.open import open_storage
 LEAKAGE_CHECK_SECONDS = 300
 
 
-class PricesConfig(dg.Config):
+class PricesConfig(LaunchpadOptions):
     """The choice of prices in the launchpad of `stock_prices`."""
 
     source: str | None = None
     """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; unset: DTRAIN_PRICES."""
 
 
-class DatasetConfig(dg.Config):
+class DatasetConfig(LaunchpadOptions):
     """The form of a sample and the split of the days, in the launchpad of `sharded_dataset`."""
 
-    window: int = DatasetParams().window
+    window: int = Field(default=DatasetParams().window, ge=LEAST["window"])
     """The number of past days in a sample."""
-    horizon: int = DatasetParams().horizon
+    horizon: int = Field(default=DatasetParams().horizon, ge=LEAST["horizon"])
     """The number of days from a sample's last day to its target."""
     train_last: str | None = None
     """Last day of training labels; unset: 2009-12-31 for the panel, else after 70 % of the days."""
     valid_last: str | None = None
     """Last day of validation labels; unset: 2013-12-31 for the panel, else after 85 % of the days."""
-    shards: int = DatasetParams().shards
+    shards: int = Field(default=DatasetParams().shards, ge=LEAST["shards"])
+    """The number of files that the rows are divided into."""
 
 
 @dg.asset(

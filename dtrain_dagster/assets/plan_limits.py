@@ -9,7 +9,6 @@ import dagster as dg
 
 from dtrain_dagster.assets.plan_choices import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import STAND_IN, SkuPrice, Tier, hardware_of, price_of, tier_of
@@ -23,15 +22,7 @@ if TYPE_CHECKING:
 
 
 def limits_of(config: Any) -> Limits:
-    """Return the limits in the launchpad of `cost_estimate`. Raise `dagster.Failure` for a value that cannot be a
-    limit."""
-    for name in ("budget_usd", "deadline_hours", "stop_at_usd"):
-        value = getattr(config, name)
-        if not 0 <= value < float("inf"):
-            raise dg.Failure(
-                f"{name} = {value}: give a positive number, or 0 for no such limit (launchpad of cost_estimate)",
-                allow_retries=False,
-            )
+    """Return the limits in the launchpad of `cost_estimate`."""
     return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
 
 
@@ -88,6 +79,8 @@ def refuse_plan(
 
 def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     """Return sentences on the limits that a plan which fits may still exceed."""
+    from dtrain_dagster.clusters.ranks import explain_idle_gpus
+
     usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
     spent = limits.spent_usd
     probe = f" with the {dollars(spent)} of its probe" if spent else ""

@@ -1,18 +1,20 @@
 """The asset `cost_estimate`: a training's plan and its cost, known before the training is bought."""
 
 import json
+import math
 import os
 from dataclasses import asdict, fields, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from pydantic import Field
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata
 from dtrain_dagster.assets.provisioning import provisioning
-from dtrain_dagster.clusters.ranks import explain_local_gpus, visible_gpus
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -30,47 +32,83 @@ if TYPE_CHECKING:
 _DEFAULT = DistributedTrainingConfig()
 
 
-class TrainingOptions(dg.Config):
-    """The training, its limits and its probe, in the launchpad. Any other field of the trainer's configuration goes
-    into ``more``."""
+class LearningRateScaling(Enum):
+    """How the learning rate follows the global batch."""
+
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+class Precision(Enum):
+    """The autocast type of the forward pass."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def _of_training(name: str) -> Any:
+    """Return a field with the default and the bounds that the trainer's configuration has for it."""
+    field = DistributedTrainingConfig.__pydantic_fields__[name]  # type: ignore[attr-defined]
+    bounds = {
+        key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le", "lt") if hasattr(item, key)
+    }
+    return Field(default=getattr(_DEFAULT, name), **bounds)
+
+
+class TrainingOptions(LaunchpadOptions):
+    """The training, its limits and its probe, in the launchpad."""
 
     model: str = "tcn"
     """tcn, lstm, transformer, or a factory of your own as package.module:factory."""
     model_args: dict[str, Any] = {}
+    """Arguments of the model's factory, by name."""
     loss: str = "student_t"
     """student_t, gaussian, mse, or a factory of your own as package.module:factory."""
     loss_args: dict[str, Any] = {}
-    epochs: int = _DEFAULT.epochs
-    batch_size_per_gpu: int = _DEFAULT.batch_size_per_gpu
-    gradient_accumulation_steps: int = _DEFAULT.gradient_accumulation_steps
-    learning_rate: float = _DEFAULT.learning_rate
-    lr_scaling: str = _DEFAULT.lr_scaling
-    warmup_steps: int = _DEFAULT.warmup_steps
-    checkpoint_frequency: int = _DEFAULT.checkpoint_frequency
-    precision: str = _DEFAULT.precision
-    seed: int = _DEFAULT.seed
+    """Arguments of the loss's factory, by name."""
+    epochs: int = _of_training("epochs")
+    """Passes over the training split."""
+    batch_size_per_gpu: int = _of_training("batch_size_per_gpu")
+    """Samples that a rank computes at once."""
+    gradient_accumulation_steps: int = _of_training("gradient_accumulation_steps")
+    """Such batches of each rank in one optimizer step."""
+    learning_rate: float = _of_training("learning_rate")
+    """Peak of the learning rate, before lr_scaling."""
+    lr_scaling: LearningRateScaling = LearningRateScaling(_DEFAULT.lr_scaling)
+    """Whether the learning rate grows with the global batch: not, with it, or with its square root."""
+    warmup_steps: int = _of_training("warmup_steps")
+    """Optimizer steps in which the learning rate rises from zero; at most a tenth of all."""
+    checkpoint_frequency: int = _of_training("checkpoint_frequency")
+    """Optimizer steps between checkpoints."""
+    precision: Precision = Precision(_DEFAULT.precision)
+    """Type of the forward pass; fp16 needs a GPU. Weights stay fp32."""
+    seed: int = _of_training("seed")
+    """Seed of the first weights and of the order of samples."""
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
     settings_file: str = ""
     """The file that `dtrain tune` has written for this training. A value stated here, other than its default or under
     ``more``, takes precedence."""
-    budget_usd: float = 0.0
-    """The highest expected cost in dollars; above it nothing starts. 0: no limit."""
-    deadline_hours: float = 0.0
+    budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The highest expected cost in dollars, probe included; above it nothing starts. 0: no limit."""
+    deadline_hours: float = Field(default=0.0, ge=0, lt=math.inf)
     """The longest expected time in hours; above it nothing starts. 0: no limit."""
-    stop_at_usd: float = 0.0
-    """The cost in dollars at which the training saves a checkpoint and stops, whatever was expected. 0: never."""
+    stop_at_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The cost in dollars, probe included, at which the training saves a checkpoint and stops. 0: never."""
     choose_nodes: bool = False
     """Take the number of nodes, up to DTRAIN_NODES, that costs least within budget and deadline; each rank keeps its
     batch."""
     probe: bool = True
-    """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing
-    runs before the plan is known."""
+    """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing runs
+    before the plan is known."""
 
     def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
         """Return the trainer's configuration: the fields named here, then those of ``more``."""
         known = {field.name for field in fields(DistributedTrainingConfig)}
-        named = {name: getattr(self, name) for name in type(self).model_fields if name in known}
+        values = {name: getattr(self, name) for name in type(self).model_fields if name in known}
+        named = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
         return {"world_size": world_size, "threads_per_rank": threads_per_rank, **named, **self.more}
 
     def stated(self) -> set[str]:
@@ -101,13 +139,19 @@ def cost_estimate(
 ):  # no annotation, see assets.common
     """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
     limit."""
+    from dtrain_dagster.clusters.local.gpus import explain_local_gpus, visible_gpus
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
+    from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.planning.history import knows
     from dtrain_dagster.planning.probe_cost import charge_usd
 
-    limits, planned = limits_of(config), plan_of_launchpad(config, cluster, project, sharded_dataset)
-    price, tier, count = planned.price, planned.tier, planned.node_count
-    history = read_history(context, planned)
+    limits = limits_of(config)
+    with refusing_mistakes():
+        planned = plan_of_launchpad(config, cluster, project, sharded_dataset)
+        price, tier, count = planned.price, planned.tier, planned.node_count
+        history = read_history(context, planned)
+        for sentence in check_job(planned.job, count * planned.sizes.processes_per_node, rehearses=not history.runs):
+            context.log.warning(sentence)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
     if said := sure_objection(past, price, tier, count, limits, config.choose_nodes):

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from pydantic import Field
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions, hardware_mark
 from dtrain_dagster.assets.provisioning import provision
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -31,12 +32,12 @@ TOLERANCE = 0.2
 """The largest relative error of a prediction that passes the check."""
 
 
-class ScalingOptions(dg.Config):
+class ScalingOptions(LaunchpadOptions):
     """The node counts and steps of the measurements, in the launchpad."""
 
     nodes: list[int] = []
     """Node counts; empty: from one to the plan's number of nodes."""
-    steps: int = STEPS
+    steps: int = Field(default=STEPS, ge=LOG_EVERY)
     """Optimizer steps of each short run."""
 
 

@@ -183,6 +183,8 @@ def train(
     rundir = run_dir(settings, new_job_id(job.job_id, "train"))
     runs = _runs_already(cluster.manager(), job.job_id)
     steps = total_steps(job)
+    if not runs:
+        say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
     job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
@@ -318,6 +320,21 @@ def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
     if got.gpu_type != settings.gpu_type:
         tier = f" ({got.tier})" if got.tier else ""
         say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+
+
+def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
+    """Check a training before nodes are bought, and print what could not be checked and which GPUs would be idle. Raise
+    as `dtrain_dagster.planning.check_job.check_job` does."""
+    from dtrain_dagster.clusters.ranks import explain_idle_gpus
+    from dtrain_dagster.costs.prices import price_of
+    from dtrain_dagster.planning.check_job import check_job
+
+    ranks, price = ranks_of(settings), price_of(settings.gpu_type)
+    for sentence in check_job(job, node_count * ranks, rehearses):
+        say(sentence, err=True)
+    hourly = node_count * price.usd_per_hour(settings.tiers[0])
+    if settings.cluster != "local" and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
+        say(f"in each hour: {idle}", err=True)
 
 
 def announce(rundir: RunDir) -> None:

@@ -23,6 +23,7 @@ from dtrain_dagster.cli.train import (
     end,
     job_of_options,
     new_job_id,
+    say_what_is_wrong,
     say_what_was_got,
     training_options,
 )
@@ -96,6 +97,7 @@ def tune(
     job_id = new_job_id(name, "tune")
     asked = [*as_overrides(model, loss, epochs), *overrides]
     job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
+    say_what_is_wrong(job, node_count, settings)
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
         raise Refusal(f"job {job_id} is there already: choose another --name")

@@ -41,6 +41,10 @@ PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
 TRAIN_SHARE, VALID_SHARE = 0.70, 0.15
 
 
+LEAST = {"window": 2, "horizon": 1, "shards": 1}
+"""The least values of the numbers of `DatasetParams`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetParams:
     """The parameters of a dataset besides its prices."""
@@ -56,7 +60,7 @@ class DatasetParams:
     shards: int = 5
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 2), ("horizon", 1), ("shards", 1)):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise DataError(f"{name} = {getattr(self, name)}: must be at least {least}")
 

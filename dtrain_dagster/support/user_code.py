@@ -38,11 +38,16 @@ def stage_for_nodes(folder: Path, factories: Iterable[str]) -> list[str]:
     `StagingError` for a module that cannot be found.
     """
     sources = {**trainer_sources(), **resolve_user_sources(factories).files}
+    stage_files(sources, folder)
+    return sorted(name.as_posix() for name in sources)
+
+
+def stage_files(sources: Mapping[Path, Path], folder: Path) -> None:
+    """Copy each file to its relative path in ``folder``."""
     for name, path in sources.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    return sorted(name.as_posix() for name in sources)
 
 
 def trainer_sources() -> dict[Path, Path]:

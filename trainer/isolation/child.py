@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+UNSURE = "this machine's "
+"""Before the type of an error that a node need not meet."""
+
 
 def main(order_file: str) -> None:
     """Confine this process, load the model of the order, and write its answers."""
@@ -41,7 +44,8 @@ def main(order_file: str) -> None:
         held.append("calls")
     Path(order["held"]).write_text(json.dumps(held))
     sys.path[:0] = order["path"]
-    answers = _mlflow(order, windows) if order["kind"] == "mlflow" else _job(order, windows)
+    ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal}[order["kind"]]
+    answers = ask(order, windows)
     with open(order["answers"], "wb") as file:
         np.savez(file, **answers)
 
@@ -55,6 +59,28 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     return saved.predict(windows)
 
 
+def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
+    """Build the loss and the model that a job names, as a rank does, and return the losses of a training step."""
+    import torch
+    from pydantic import TypeAdapter
+
+    from trainer.config import FactoryConfig
+    from trainer.model.losses import build_loss
+    from trainer.model.stock import build_model
+    from trainer.spec import DataSpec
+
+    document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
+    spec = TypeAdapter(DataSpec).validate_python(document["spec"])
+    model, loss = (FactoryConfig(**document[name]) for name in ("model", "loss"))
+    modules = tuple(order["modules"])
+    criterion: Any = build_loss(loss, spec, modules)
+    module = build_model(model, spec, int(criterion.outputs), modules)
+    target = torch.full((len(windows),), spec.target_mean)
+    losses = criterion(module(torch.from_numpy(windows.copy())).float(), target)
+    losses.sum().backward()
+    return {"loss": losses.detach().double().numpy()}
+
+
 def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Return the answers of a model that MLflow has packed, with the code in its folder."""
     import mlflow.pyfunc
@@ -64,11 +90,33 @@ def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     return {str(name): frame[name].to_numpy() for name in frame.columns}
 
 
+def _kind_of(error: BaseException) -> str:
+    """Return the type of an error; of one that has its cause in the machine, which may be otherwise on a node, that of
+    the cause: files and networks that are not reached from here, memory, packages, variables."""
+    cause: BaseException | None = error
+    while cause is not None:
+        kinds = (OSError, MemoryError, ImportError)
+        if isinstance(cause, kinds) or "allocate memory" in str(cause) or _is_of_environment(cause):
+            return f"{UNSURE}{type(cause).__name__}"
+        cause = cause.__cause__ or cause.__context__
+    return type(error).__name__
+
+
+def _is_of_environment(error: BaseException) -> bool:
+    """Return whether a variable was missing, which a node may have."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not isinstance(error, KeyError) or trace is None:
+        return False
+    return trace.tb_frame.f_globals.get("__name__") == "os"
+
+
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
     except BaseException as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(" ".join(f"{_kind_of(error)}: {error}".split()) + "\n")
         sys.stderr.flush()
         os._exit(1)
     sys.stderr.flush()

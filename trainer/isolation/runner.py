@@ -50,8 +50,9 @@ class Isolated:
     """A model in a folder of its own, to be asked in a process of its own."""
 
     folder: Path
-    """``model.json`` and ``weights.pt``, or what MLflow has packed. Only it and ``path`` can be read."""
-    kind: Literal["job", "mlflow"] = "job"
+    """``model.json`` and ``weights.pt``, what MLflow has packed, or ``rehearsal.json``. Only it and ``path`` can be
+    read."""
+    kind: Literal["job", "mlflow", "rehearsal"] = "job"
     modules: tuple[str, ...] = ()
     """Modules of which the factories of a job may be."""
     path: tuple[Path, ...] = ()
@@ -73,7 +74,7 @@ class Isolated:
             for each in (answers, held, said):
                 each.touch()
             code = scratch / "code"
-            if self.kind == "job":  # a copy: what lies beside the package is not for the model to read
+            if self.kind != "mlflow":  # a copy: what lies beside the package is not for the model to read
                 shutil.copytree(
                     Path(__file__).parents[1], code / "trainer", ignore=shutil.ignore_patterns("__pycache__")
                 )
@@ -82,7 +83,7 @@ class Isolated:
                 "kind": self.kind,
                 "model": str(self.folder),
                 "modules": list(self.modules),
-                "trainer": str(code) if self.kind == "job" else "",
+                "trainer": str(code) if self.kind != "mlflow" else "",
                 "path": [str(path) for path in self.path],
                 "sandbox": str(Path(__file__).with_name("sandbox.py")),
                 "windows": str(given),

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from dtrain_dagster.clusters.local.gpus import VISIBLE, share_gpus, visible_gpus
 from dtrain_dagster.clusters.local.processes import MARK
-from dtrain_dagster.clusters.ranks import VISIBLE, share_gpus, visible_gpus
 from trainer.comm.launch_secret import SECRET_FILE
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0

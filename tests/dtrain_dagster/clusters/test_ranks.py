@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters import ranks
+from dtrain_dagster.clusters.local import gpus as local_gpus
 from dtrain_dagster.clusters.local.environment import merge_environment, rank_environment
-from dtrain_dagster.clusters.ranks import (
-    VISIBLE,
-    explain_idle_gpus,
-    explain_local_gpus,
-    ranks_per_node,
-    share_gpus,
-    visible_gpus,
-)
+from dtrain_dagster.clusters.local.gpus import VISIBLE, explain_local_gpus, share_gpus, visible_gpus
+from dtrain_dagster.clusters.ranks import explain_idle_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
@@ -29,7 +23,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def have(count: int) -> None:
         monkeypatch.delenv(VISIBLE, raising=False)
-        monkeypatch.setattr(ranks, "_gpu_count", lambda: count)
+        monkeypatch.setattr(local_gpus, "_gpu_count", lambda: count)
 
     return have
 

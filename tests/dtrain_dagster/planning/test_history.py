@@ -273,6 +273,21 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     plan, said = plan_of(instance, home, dataset, deadline_hours=-1.0)
     assert plan is None
     assert "deadline_hours = -1.0" in "\n".join(said)
+    for mistake, words in (
+        ({"model_args": {"channel": 8}}, "it accepts: channels"),
+        ({"model": "tcnn"}, "neither a stock model"),
+        ({"epochs": 0}, "launchpad: epochs = 0: Input should be greater than or equal to 1"),
+        ({"more": {"epoch": 3}}, "did you mean epochs?"),
+        ({"more": {"world_size": 1, "gradient_accumulation_steps": 5000}}, "micro-batches"),
+    ):
+        plan, said = plan_of(instance, home, dataset, **mistake)
+        assert plan is None
+        assert words in "\n".join(said), (words, said)
+    with monkeypatch.context() as patch:
+        patch.setenv("DTRAIN_GPU_TYPE", "Standard_NC6s_v9")
+        plan, said = plan_of(instance, home, dataset)
+    assert plan is None
+    assert "Standard_NC6s_v9" in "\n".join(said)
     real = LocalClusterManager.provision_cluster
     with monkeypatch.context() as patch:
         patch.setenv("DTRAIN_REGION", "westus2")

@@ -1,0 +1,61 @@
+"""The check of a training before any node is asked for: data, model, loss and their arguments.
+
+Nodes cost money; a wrong argument is found here within seconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from dtrain_dagster.support.user_code import stage_files
+from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
+from trainer.config import ConfigError, JobConfig
+from trainer.data.manifest import load_manifest
+from trainer.data.sampler import Sampler
+from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
+from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories
+from trainer.spec import spec_of
+from trainer.storage.open import open_storage
+
+SPLITS = ("train", "valid", "test")
+"""The splits that every training reads."""
+
+
+def check_job(job: JobConfig, ranks: int, rehearses: bool = True) -> list[str]:
+    """Check that nodes could train this job, and return sentences on what could not be checked here.
+
+    The dataset has samples in each split, and enough for the batch; the loss and the model can be built with their
+    arguments and do a training step. Parts of the user's own run in a process without secrets or network. Stock parts
+    without arguments are known to work. ``ranks``: those that will run. ``rehearses``: whether the model and the loss
+    are tried; they need not be where they have trained before. Raise `ConfigError`, which names the field, and
+    `DatasetError` where the dataset cannot be read."""
+    refuse_foreign_factories(job)
+    manifest = load_manifest(open_storage(job.dataset.uri))
+    samples, config = manifest["samples"], job.training
+    for split in SPLITS:
+        if not samples.get(split):
+            raise ConfigError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+    Sampler(
+        samples=samples["train"],
+        global_batch_size=config.global_batch_size,
+        micro_batches=config.micro_batches,
+        seed=config.seed,
+        rank=0,
+        world_size=ranks,
+        shuffle_block=config.shuffle_block,
+    )
+    parts = (job.model, job.loss)
+    if not rehearses or not any(part.args or ":" in part.factory for part in parts):
+        return []
+    try:
+        sources = resolve_user_sources(part.factory for part in parts)
+        with tempfile.TemporaryDirectory(prefix="dtrain-check-") as folder:
+            stage_files(sources.files, Path(folder))
+            rehearse(asdict(job.model), asdict(job.loss), spec_of(manifest), modules_of_settings(), [Path(folder)])
+    except (StagingError, RehearsalError) as error:
+        raise ConfigError(str(error)) from None
+    except UnsureRehearsalError as error:
+        return [f"model and loss could not be tried out here, nodes will tell: {error}"]
+    return []
