@@ -138,8 +138,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         bill.plan.price_note,
         usd_per_1000_samples=bill.usd_per_1000_samples,
         energy=asdict(bill.energy),
-        training_usd=bill.tracker.training_usd,
-        probe_usd=bill.tracker.probe_usd,
         difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
     rundir.write_json(COST_REPORT, document)
@@ -156,16 +154,16 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "total_usd": _number(total_shown([bill.tracker.total_units], bill.digits)),
         "training_usd": round(bill.tracker.training_usd, 6),
         "probe_usd": round(bill.tracker.probe_usd, 6),
-        "estimated_usd": round(estimate.usd.expected, 5),
-        "estimated_low_usd": round(estimate.usd.low, 5),
-        "estimated_high_usd": round(estimate.usd.high, 5),
+        "estimated_usd": round(estimate.usd.expected, 6),
+        "estimated_low_usd": round(estimate.usd.low, 6),
+        "estimated_high_usd": round(estimate.usd.high, 6),
         "above_estimate_percent": round(100 * bill.above, 1),
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "wall_seconds": round(paid_wall_seconds(bill.usage), 1),
         "estimated_seconds": round(estimate.seconds.expected, 1),
         **_identity(bill.job, bill.plan, bill.tracker),
         **asdict(JobCourse.read(rundir)),
-        "node_hours": round(bill.tracker.node_hours, 5),
+        "node_hours": round(bill.tracker.node_hours, 6),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
         "goodput_percent": round(100 * bill.found.goodput, 1),
@@ -265,6 +263,7 @@ def _by_node(tracker: CostTracker, digits: int) -> "Rows":
     return [
         {
             "node": f"node {row['node']}",
+            "purpose": row["purpose"],
             "sku": row["sku"],
             "seconds": round(row["seconds"], 1),
             "node_hours": round(node.hours, 5),

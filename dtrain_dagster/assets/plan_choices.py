@@ -98,7 +98,7 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "sku": choice.sku,
         "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",
         "tier": tier_words(choice.tier),
-        "usd": round(usd.expected, 4),
+        "usd": round(usd.expected, 6),
         "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
         "time": format_duration(seconds.expected),
         "time_range": f"{format_duration(seconds.low)} to {format_duration(seconds.high)}",

@@ -234,7 +234,7 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
     """Return what Dagster shows of a plan: its figures, their basis, and the plan as a table."""
     estimate = plan.estimate
     return {
-        "estimated_usd": round(estimate.usd.expected, 4),
+        "estimated_usd": round(estimate.usd.expected, 6),
         "estimated_seconds": round(estimate.seconds.expected, 1),
         "plan": dg.MarkdownMetadataValue(plan_table(plan)),
         "basis": forecast.basis,

@@ -67,7 +67,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         more: dict[str, Any] = {"running": running, "energy": asdict(energy)}
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
-        metrics = tracker.metrics(epochs, expected or 0.0)
+        metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
         click.echo(json.dumps(export.cost_document(tracker, found, metrics, words, **more), indent=2))
     else:
         _print(tracker, found, words, expected, running)

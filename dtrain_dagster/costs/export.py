@@ -24,6 +24,7 @@ def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
     return [
         {
             "node": node.node_id,
+            "purpose": "probe" if node.is_probe else "training",
             "sku": node.sku,
             "tier": node.tier or "",
             "from_utc": utc(node.began),
@@ -96,6 +97,8 @@ def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, pri
     return {
         "metrics": asdict(metrics),
         "total_usd": float(total_shown([tracker.total_units], DIGITS)),
+        "training_usd": round(tracker.training_usd, DIGITS),
+        "probe_usd": round(tracker.probe_usd, DIGITS),
         "price": price,
         "nodes": plain(node_rows(tracker)),
         "periods": plain(period_rows(found)),

@@ -314,7 +314,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
             f"has run for {format_duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
-        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes"),
+        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps"),
         ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
         ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
         if job.cost

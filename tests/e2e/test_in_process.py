@@ -10,9 +10,13 @@ import dagster as dg
 import pytest
 
 from .conftest import GRAPH, checks, evaluations, metadata, run
+from .figures import disagreements, figures_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+GRAPH_AFTER_DATA = (
+    "cost_estimate", "trained_checkpoint", "registered_model", "cost_breakdown", "performance_report",
+)  # fmt: skip
 OWN = {
     "model": "examples.own_model.model:make_model",
     "loss": "examples.own_model.loss:make_loss",
@@ -79,6 +83,13 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
 
         run_dir = Path(metadata(result, "trained_checkpoint")["run_dir"])
         assert json.loads((run_dir / "job.json").read_text())["model"]["factory"] == OWN["model"]
+
+        assert cost["probe_usd"] > 0
+        assert plan["choice"].startswith("This plan runs on 2 × NC6s_v3")
+        shown = {name: metadata(result, name) for name in GRAPH_AFTER_DATA}
+        found = figures_of(run_dir, shown)
+        assert all(len(places) > 1 for places in found.values())
+        assert disagreements(found) == []
 
         # the same again: nothing is made twice, and what it takes is known
         made = [dg.AssetKey(name) for name in GRAPH[:3]]
