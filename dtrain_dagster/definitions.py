@@ -32,6 +32,7 @@ from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
 from dtrain_dagster.sensors.staleness import build_staleness_sensor
 from dtrain_dagster.settings.environment import Settings, load_settings
+from dtrain_dagster.settings.unknown import warn_of_unknown_variables
 
 ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     dataset.stock_prices,
@@ -52,6 +53,7 @@ def build_defs(
     """Return the code location. Raise `dtrain_dagster.settings.environment.SettingsError` for an unusable
     environment."""
     settings = settings or load_settings()
+    warn_of_unknown_variables()
     retraining = dg.define_asset_job(
         RETRAINING,
         selection=dg.AssetSelection.all() - dg.AssetSelection.groups(scaling.GROUP),

@@ -40,7 +40,8 @@ def main() -> None:
 
     On the local cluster a node is a group of processes on this machine. With DTRAIN_CLUSTER=azure_ml nodes are Azure
     ML's. A job outlives the shell that started it; everything about it is in its run directory, in
-    DTRAIN_HOME/storage/jobs (DTRAIN_HOME is .dtrain in the working directory unless it is set) or DTRAIN_STORAGE/jobs.
+    DTRAIN_HOME/storage/jobs or DTRAIN_STORAGE/jobs. Unless it is set, DTRAIN_HOME is the folder .dtrain of the working
+    directory, or of the nearest folder above it that has one.
     """
 
 

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dtrain_dagster.settings.home_search import DEFAULT, find_home
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
@@ -46,7 +47,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
 
-    home: Path = Field(default=Path(".dtrain"), description="Folder for everything that is written on this machine")
+    home: Path = Field(
+        default=Path(DEFAULT),
+        description="Folder for everything that is written on this machine; unset: that of the working directory or of "
+        "the nearest folder above it that has one",
+    )
 
     storage: str | None = Field(
         default=None,
@@ -145,7 +150,8 @@ class Settings(BaseSettings):
     @field_validator("home")
     @classmethod
     def _absolute(cls, home: Path) -> Path:
-        path = home.expanduser().absolute()
+        given = os.environ.get(f"{PREFIX}HOME") or home != Path(DEFAULT)
+        path = home.expanduser().absolute() if given else find_home(Path.cwd())
         try:
             text = str(path).encode().decode()
         except UnicodeEncodeError:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from dtrain_dagster.settings.home_search import MARKER
 from dtrain_dagster.support.job_lock import LOCK, is_held
 
-MARKER = ".dtrain-home"
-"""The file that marks the folder as this project's. Without it nothing is removed."""
 MARKER_TEXT = "This folder was made by dtrain, which keeps everything here that it writes. `make clean` removes it.\n"
 WORK_LOCK = "work.lock"
 """The lock that `make run` holds while it is at work on the home."""

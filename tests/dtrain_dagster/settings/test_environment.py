@@ -1,12 +1,18 @@
 """Settings come from the environment, and a bad one is refused by name."""
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import SettingsError, load_settings
+from dtrain_dagster.settings.home import make_home
+from dtrain_dagster.settings.home_search import MARKER, find_home
+from dtrain_dagster.settings.unknown import find_unknown_variables, known_variables
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -28,7 +34,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("DTRAIN_HOME", "/a?b", "on this machine): its path holds '?'"),
+        ("DTRAIN_HOME", "/a?b", "that has one): its path holds '?'"),
         ("DTRAIN_NODES", "three", "valid integer"),
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
@@ -160,3 +166,64 @@ def test_a_variable_that_another_replaced_is_refused_with_its_name(monkeypatch, 
     with pytest.raises(SettingsError, match=name) as error:
         build_resources(load_settings())
     assert said in str(error.value)
+
+
+def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant():
+    known = known_variables()
+    assert {"DTRAIN_NODES", "DTRAIN_AZURE_WORKSPACE", "DTRAIN_CACHE", "DTRAIN_STOP_GRACE_SECONDS"} <= known
+    environment = {
+        "DTRAIN_NODE": "3",
+        "DTRAIN_AZURE_WORKSPCE": "w",
+        "DTRAIN_COFFEE": "black",
+        "DTRAIN_NODES": "2",
+        "DTRAIN_ENDPOINT_TOKEN": "env:DTRAIN_MY_TOKEN",
+        "DTRAIN_MY_TOKEN": "secret",
+        "PATH": "/bin",
+    }
+    said = find_unknown_variables(environment, known)
+    assert said == [
+        "the variable DTRAIN_AZURE_WORKSPCE is set, and nothing reads it; did you mean DTRAIN_AZURE_WORKSPACE?",
+        "the variable DTRAIN_COFFEE is set, and nothing reads it; the settings are listed in the README",
+        "the variable DTRAIN_NODE is set, and nothing reads it; did you mean DTRAIN_NODES?",
+    ]
+    assert "secret" not in "".join(said)
+
+
+def test_every_variable_that_the_code_reads_is_known():
+    """A name in the sources that is none of these would be called unknown to a user who sets it."""
+    root = Path(__file__).parents[3]
+    read = {
+        name
+        for package in ("dtrain_dagster", "trainer")
+        for path in (root / package).rglob("*.py")
+        for name in re.findall(r"[\"'](DTRAIN_[A-Z_]*[A-Z])[\"']", path.read_text())
+    }
+    assert len(read) > 10
+    assert read <= known_variables()
+
+
+def test_the_home_is_found_from_any_folder_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("DTRAIN_HOME", raising=False)
+    project = tmp_path / "project"
+    below = project / "notebooks" / "old"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    assert load_settings().home == below / ".dtrain", "nothing is marked yet"
+    (project / ".dtrain").mkdir()
+    assert load_settings().home == below / ".dtrain", "a folder of that name is not yet a home"
+    make_home(project / ".dtrain")
+    assert load_settings().home == project / ".dtrain"
+    make_home(project / ".dtrain" / "storage")  # as a test would leave it
+    monkeypatch.chdir(project / ".dtrain" / "storage")
+    assert load_settings().home == project / ".dtrain" / "storage", "the nearest"
+    monkeypatch.setenv("DTRAIN_HOME", ".dtrain")
+    assert load_settings().home == project / ".dtrain" / "storage" / ".dtrain", "what is set counts as it is written"
+
+
+def test_a_home_of_another_user_above_is_not_used(tmp_path: Path):
+    make_home(tmp_path / ".dtrain")
+    assert find_home(tmp_path) == tmp_path / ".dtrain"
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(tmp_path / ".dtrain" / MARKER, 65534, -1)
+    assert find_home(tmp_path / "work") == tmp_path / "work" / ".dtrain"
