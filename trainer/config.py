@@ -307,7 +307,14 @@ def _meant(item: ErrorDetails) -> str:
     """Return a hint for an unknown field: the known one that looks like it."""
     if item["type"] != "unexpected_keyword_argument":
         return ""
-    sections = (JobConfig, DatasetRef, FactoryConfig, DistributedTrainingConfig, TLSConfig, TrackingConfig)
-    known = [field.name for section in sections for field in fields(section)]
-    close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-    return f" (there is no such field{f'; did you mean {close[0]}?' if close else ''})"
+    sections: dict[str, Any] = {
+        "": JobConfig, "dataset.": DatasetRef, "model.": FactoryConfig, "loss.": FactoryConfig,
+        "training.": DistributedTrainingConfig, "training.tls.": TLSConfig, "tracking.": TrackingConfig,
+    }  # fmt: skip
+    *path, name = map(str, item["loc"])
+    here = "".join(f"{part}." for part in path)
+    # Of names that are alike, one of the same section comes first.
+    places = {field.name: place for place, kind in sections.items() for field in fields(kind)}
+    places |= {field.name: here for field in fields(sections[here])} if here in sections else {}
+    close = difflib.get_close_matches(name, places, n=1)
+    return f" (there is no such field{f'; did you mean {places[close[0]]}{close[0]}?' if close else ''})"

@@ -26,12 +26,16 @@ _log = logging.getLogger(__name__)
 
 
 def read_config(path: str) -> str:
-    """Return the text of a job.json. Raise `ConfigError` if there is no such file."""
+    """Return the text of a job.json. Raise `ConfigError` for a file that is not there, or cannot be read."""
     folder, _, file = path.rpartition("/")
     try:
         return open_storage(folder or ".").read(file).decode()
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: there is no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"--config {path} is a folder: name the job.json in it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path} is not JSON: it is no text in UTF-8") from None
 
 
 def dataset_config(settings: Settings, dataset: str) -> str:
@@ -150,9 +154,11 @@ def total_steps(job: JobConfig) -> int:
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
     """Return the command as it will be run. Raise `ConfigError` if its program or script is missing."""
     program = command[0]
+    is_python = Path(program).name.startswith("python")
+    script = program if program.endswith(".py") else next(iter(command[1:]), "") if is_python else ""
+    if script.endswith(".py") and not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r} in {os.getcwd()}")
     if program.endswith(".py"):
-        if not Path(program).is_file():
-            raise ConfigError(f"there is no script {program!r} in {os.getcwd()}")
         return (sys.executable, *command)
     if shutil.which(program):
         return tuple(command)

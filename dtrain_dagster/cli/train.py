@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -179,12 +179,13 @@ def train(
     manager = cluster.manager(tends=True)
     asked = [*as_overrides(model, loss, epochs), *overrides]
     job_id = new_job_id(name, "train") if name or dataset else None
-    job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
-    rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-    runs = _runs_already(cluster.manager(), job.job_id)
-    steps = total_steps(job)
-    if not runs:
-        say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
+    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
+        job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
+        rundir = run_dir(settings, new_job_id(job.job_id, "train"))
+        runs = _runs_already(cluster.manager(), job.job_id)
+        steps = total_steps(job)
+        if not runs:
+            say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
     job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
@@ -219,7 +220,8 @@ def job_of_options(
     job_id: str | None = None,
     settings_file: str | None = None,
 ) -> tuple[JobConfig, int]:
-    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last."""
+    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
+    Raise as `plan_job` does."""
     from dtrain_dagster.cli.job_options import dataset_config, plan_job, read_config
     from dtrain_dagster.planning.tuned_settings import read_tuned
 
@@ -236,6 +238,23 @@ def job_of_options(
         given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
         job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     return job, node_count
+
+
+@contextmanager
+def in_words_of_options(options: Mapping[str, object]) -> Iterator[None]:
+    """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
+    stand for. ``options``: each option's value, None where it was not given."""
+    from trainer.config import ConfigError
+
+    fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).removeprefix("the command line: ")
+        for option, field in fields.items():
+            if options.get(option) is not None:
+                text = text.replace(field, option)
+        raise ConfigError(text) from None
 
 
 def stated_fields(asked: Sequence[str]) -> set[str]:

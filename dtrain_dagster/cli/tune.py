@@ -21,6 +21,7 @@ from dtrain_dagster.cli.train import (
     as_overrides,
     cancelled_by_signals,
     end,
+    in_words_of_options,
     job_of_options,
     new_job_id,
     say_what_is_wrong,
@@ -96,8 +97,9 @@ def tune(
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "tune")
     asked = [*as_overrides(model, loss, epochs), *overrides]
-    job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
-    say_what_is_wrong(job, node_count, settings)
+    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
+        job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
+        say_what_is_wrong(job, node_count, settings)
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
         raise Refusal(f"job {job_id} is there already: choose another --name")

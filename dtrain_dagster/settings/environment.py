@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -119,7 +120,9 @@ class Settings(BaseSettings):
     )
 
     retrain_cron: str = Field(
-        default="0 6 * * 6", description="Schedule of the weekly retraining, once it is switched on"
+        default="0 6 * * 6",
+        pattern=r"^\s*(\S+\s+){4}\S+\s*$",
+        description="Schedule of the weekly retraining, once it is switched on: five fields, as cron has them",
     )
     retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
     retrain_budget_usd: float = Field(
@@ -166,6 +169,15 @@ class Settings(BaseSettings):
     @classmethod
     def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
         return without_secret(cls, str(info.field_name), value)
+
+    @field_validator("retrain_timezone")
+    @classmethod
+    def _known_zone(cls, name: str) -> str:
+        try:
+            ZoneInfo(name)
+        except (ValueError, OSError, ZoneInfoNotFoundError):
+            raise ValueError("there is no such time zone; give one as America/New_York or UTC") from None
+        return name
 
     @field_validator("tier")
     @classmethod
@@ -298,7 +310,9 @@ def read_environment(kind: type[S]) -> S:
             if item["type"] == "missing":
                 lines.append(f"{prefix}{name.upper()}{about} is not set")
                 continue
-            default = f"; unset it for the default, {field.get_default()}" if field and not field.is_required() else ""
+            default = ""
+            if field and not field.is_required():
+                default = "; unset it for the default" + (f", {value}" if (value := field.get_default()) else "")
             given = "" if _is_secret(item) else f"={item['input']!r}"
             lines.append(f"{prefix}{name.upper()}{given}{about}: {item['msg'].removeprefix('Value error, ')}{default}")
         raise SettingsError(redact("\n".join(lines))) from None

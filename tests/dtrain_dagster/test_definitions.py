@@ -115,4 +115,4 @@ def test_the_schedule_runs_weekly_and_waits_to_be_switched_on():
 
 def test_a_bad_cron_string_is_refused():
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="weekly_retraining"):
-        build_defs(Settings(retrain_cron="every Saturday"))
+        build_defs(Settings(retrain_cron="every Saturday is too late"))

@@ -38,7 +38,7 @@ def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
         ('training.epochs="3"', "training.epochs = '3': .*valid integer"),
         ("training.learning_rate=NaN", "training.learning_rate = nan: .*finite"),
         ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'bf16' or 'fp16'"),
-        ("training.epoch=3", "training.epoch = 3: .*did you mean epochs"),
+        ("training.epoch=3", "training.epoch = 3: .*did you mean training.epochs"),
         ("training.master_port=70000", "training.master_port = 70000: .*65535"),
         ("job_id=../elsewhere", "job_id = '../elsewhere': .*pattern"),
         (f"job_id={'x' * 201}", "job_id = 'x+': .*pattern"),

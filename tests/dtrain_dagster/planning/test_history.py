@@ -277,7 +277,7 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
         ({"model_args": {"channel": 8}}, "it accepts: channels"),
         ({"model": "tcnn"}, "neither a stock model"),
         ({"epochs": 0}, "launchpad: epochs = 0: Input should be greater than or equal to 1"),
-        ({"more": {"epoch": 3}}, "did you mean epochs?"),
+        ({"more": {"epoch": 3}}, "did you mean training.epochs?"),
         ({"more": {"world_size": 1, "gradient_accumulation_steps": 5000}}, "micro-batches"),
     ):
         plan, said = plan_of(instance, home, dataset, **mistake)

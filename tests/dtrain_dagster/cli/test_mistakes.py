@@ -1,0 +1,111 @@
+"""Mistakes that a user can make on the command line: each gets one clear message with the name that the user wrote, the
+code of a refusal, and no stack trace; and no node starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dtrain_dagster.cli.main import main
+from tests.dtrain_dagster.small_job import write_dataset
+
+TRAIN = ("train", "--dataset", "walks", "--nodes", "1")
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("nope",), "No such command 'nope'"),
+    (("train",), "give either --config or --dataset"),
+    (("train", "--dataset", "nowhere"), "--dataset nowhere"),
+    (("train", "--config", "nowhere.json"), "--config nowhere.json: there is no such file"),
+    (("train", "--config", "folder"), "--config folder is a folder"),
+    (("train", "--config", "latin.json"), "--config latin.json is not JSON"),
+    (("train", "--config", "empty.json"), "empty.json is not JSON"),
+    (("train", "--config", "broken.json"), "line 2"),
+    (("train", "--config", "list.json"), "must hold a JSON object"),
+    (("train", "--config", "nan.json"), "NaN is no number there"),
+    ((*TRAIN, "--epochs", "0"), "'--epochs': 0"),
+    ((*TRAIN, "--nodes", "0"), "'--nodes': 0"),
+    ((*TRAIN, "--nodes", "9999"), "use fewer ranks"),
+    ((*TRAIN, "--model", "tcnn"), "--model = 'tcnn' is neither a stock model"),
+    ((*TRAIN, "--model", "a:b"), "set DTRAIN_FACTORY_MODULES=a"),
+    ((*TRAIN, "--loss", "nll"), "--loss = 'nll' is neither a stock loss"),
+    ((*TRAIN, "--model", "tcn", "--set", 'model.args={"channel": 8}'), "it accepts: channels"),
+    ((*TRAIN, "--set", "training.epochs=-1"), "training.epochs = -1: Input should be greater than or equal to 1"),
+    ((*TRAIN, "--set", "training.learning_rate=NaN"), "training.learning_rate = nan: Input should be a finite number"),
+    ((*TRAIN, "--set", "training.epohcs=3"), "did you mean training.epochs?"),
+    ((*TRAIN, "--set", "epochs=3"), "did you mean training.epochs?"),
+    ((*TRAIN, "--set", "training"), "write it as dotted.key=value"),
+    ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'bf16' or 'fp16'"),
+    ((*TRAIN, "--name", "../x"), "--name '../x'"),
+    ((*TRAIN, "--settings", "nowhere"), "there is no such file"),
+    ((*TRAIN, "--settings", "folder"), "cannot be read"),
+    ((*TRAIN, "--settings", "list.json"), "must be a JSON object"),
+    (("tune", "--dataset", "walks", "--seconds", "nan"), "--seconds nan"),
+    (("tune", "--dataset", "walks", "--out", "folder"), "--out folder"),
+    (("tune", "--dataset", "walks", "--model", "tcnn"), "--model = 'tcnn'"),
+    (("launch", "--nodes", "1", "--", "nowhere.py"), "there is no script 'nowhere.py'"),
+    (("launch", "--nodes", "1", "--", "python", "nowhere.py"), "there is no script 'nowhere.py'"),
+    (("launch", "--nodes", "1", "--", "/no/such/program"), "there is no program '/no/such/program'"),
+    (("status", "nojob"), "no job 'nojob'"),
+    (("status", "../x"), "the id of the job is '../x'"),
+    (("logs", "nojob"), "no job 'nojob'"),
+    (("cancel", "nojob"), "no job 'nojob'"),
+    (("summary", "nojob"), "no training that succeeded"),
+    (("watch", "nojob"), "no training 'nojob'"),
+    (("report", "nojob"), "no training 'nojob'"),
+    (("cost", "nojob"), "no job 'nojob'"),
+    (("cost", "../../etc"), "the id of the job is"),
+    (("dashboard", "--job", "nojob"), "no training 'nojob'"),
+    (("work", "nonesuch-command"), "cannot be started"),
+]
+SETTINGS = [
+    ("DTRAIN_NODES", "three", "DTRAIN_NODES='three'"),
+    ("DTRAIN_NODES", "0", "greater than or equal to 1"),
+    ("DTRAIN_CLUSTER", "gke", "'local' or 'azure_ml'"),
+    ("DTRAIN_GPU_TYPE", "Standard_Nope", "Standard_Nope"),
+    ("DTRAIN_REGION", "mars", "DTRAIN_REGION"),
+    ("DTRAIN_PROCESSES_PER_NODE", "99", "unset it for the default"),
+    ("DTRAIN_RETRAIN_CRON", "every day", "DTRAIN_RETRAIN_CRON='every day'"),
+    ("DTRAIN_RETRAIN_TIMEZONE", "Mars/City", "there is no such time zone"),
+    ("DTRAIN_HOME", "/proc/none", "/proc/none"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a dataset and files that are no job.json."""
+    write_dataset(tmp_path / "walks")
+    (tmp_path / "folder").mkdir()
+    for name, text in (("empty", ""), ("broken", '{"a": 1,\n "b": }'), ("list", "[1]")):
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "nan.json").write_text(json.dumps({"training": {"learning_rate": float("nan")}}))
+    (tmp_path / "latin.json").write_bytes(b"\xff\xfe{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def refused(arguments: tuple[str, ...], **environment: str) -> Any:
+    result = CliRunner().invoke(main, arguments, env=environment)
+    assert result.exception is None or isinstance(result.exception, SystemExit), f"{arguments}: {result.exception!r}"
+    assert result.exit_code == 2, (arguments, result.output)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_each_mistake_is_named_as_the_user_wrote_it(folder: Path):
+    for arguments, words in MISTAKES:
+        said = refused(arguments)
+        assert words in said, (arguments, said)
+        assert len(said.strip().splitlines()) <= 4, (arguments, said)
+    assert not list((folder / "home").glob("storage/jobs/*/launch.json")), "no node was started for any of these"
+
+
+def test_each_setting_that_cannot_be_is_named(folder: Path):
+    for name, value, words in SETTINGS:
+        said = refused(TRAIN, **{name: value})
+        assert words in said, (name, said)
+        assert "default, None" not in said
+    assert not list((folder / "home").glob("storage/jobs/*/launch.json"))
