@@ -392,9 +392,9 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``
     (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step, seconds),
     ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples,
-    activation_checkpointing), ``hang`` (no progress, as one rank sees it: step, node_id, nodes, operation, sequence,
-    waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune`` (group, candidate, doing,
-    samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last step, steps, path, top
-    operations), ``error`` (message, fatal), ``end`` (status).
+    activation_checkpointing, device where it left its GPU), ``hang`` (no progress, as one rank sees it: step, node_id,
+    nodes, operation, sequence, waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune``
+    (group, candidate, doing, samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last
+    step, steps, path, top operations), ``error`` (message, fatal), ``end`` (status).
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}
