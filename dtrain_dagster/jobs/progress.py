@@ -312,7 +312,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
     if kind == "out_of_memory":
         short = events.read_event(events.OutOfMemoryEvent, item)
         if short.device == "cpu":
-            return f"out of memory at step {short.step}: no GPU of rank {item.get('rank')} has room, it goes on on the CPU"
+            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it goes on on the CPU"
         more = " and activation checkpointing" if short.activation_checkpointing else ""
         return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
     if kind == "checkpoint_failed":

@@ -132,8 +132,14 @@ def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) ->
         finally:
             _free(device)
         measured.append((samples, taken))
+    room = max([room, *(taken for _, taken in measured)])  # what is freed may lie in pieces that the limit counts
     return MemoryNeed(
-        device=device.type, total_bytes=total, room_bytes=room, wanted=wanted, measured=tuple(measured), failed=failed
+        device=device.type,
+        total_bytes=max(total, room),
+        room_bytes=room,
+        wanted=wanted,
+        measured=tuple(measured),
+        failed=failed,
     )
 
 

@@ -61,8 +61,8 @@ def run_job(job: JobConfig) -> int:
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
-    """Return (exit code, result); raise `MovedToCPU` alone. ``everybody`` in it says that all ranks have ended together, so that the job has
-    ended."""
+    """Return (exit code, result); raise `MovedToCPU` alone. ``everybody`` in it says that all ranks have
+    ended together, so that the job has ended."""
     try:
         trainer.initialize_distributed()
         trainer.setup()

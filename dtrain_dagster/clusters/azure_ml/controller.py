@@ -24,7 +24,7 @@ from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
 from trainer.rundir import RESULT, RunDir
@@ -223,7 +223,9 @@ class JobController:
         elif decision.action == "next":
             return self._go_on(record, facts, decision)
         elif decision.action == "settle":
-            return self._settle(record, facts, decision)
+            larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
+            message = "; ".join(filter(None, (decision.message, larger)))
+            return self._settle(record, facts, replace(decision, message=message))
         return self.status.report(record, facts, decision)
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:

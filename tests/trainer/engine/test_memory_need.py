@@ -31,7 +31,8 @@ def test_what_fits_follows_from_the_sizes_that_were_measured() -> None:
     assert found.device_bytes(8) == round((16384 - 1000 + 1700) * MIB * 1.05)
     assert need(measured=((1, 300 * MIB), (2, 480 * MIB))).fits == 4  # 840 MiB of 950; 5 would take 1,020
     assert need(measured=((1, 100 * MIB), (2, 110 * MIB))).fits == 8, "not more than was wanted"
-    assert need().fits == 0 and need().device_bytes(8) is None
+    assert need().fits == 0
+    assert need().device_bytes(8) is None
     assert need(measured=((1, 300 * MIB),), failed=2).pass_bytes(8) == 2400 * MIB, "at most this"
 
 
@@ -40,19 +41,24 @@ def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
     assert "a pass takes 300 MiB with 1 sample at once and 500 MiB with 2 samples at once" in told
     assert "the GPU has 1e+03 MiB free" in told or "the GPU has 1000 MiB free" in told
     assert "training.micro_batch_floor = 3, as at most 3 of 8 samples fit at once" in told
-    assert 'training.precision = "bf16"' in told and 'training.backend = "gloo"' in told
+    assert 'training.precision = "bf16"' in told
+    assert 'training.backend = "gloo"' in told
     assert "a GPU with 17.5 GiB for 8 samples at once, instead of 16 GiB" in told
     none = explain_need(need(), DistributedTrainingConfig(precision="bf16"))
-    assert "not even one sample at once fits" in none and "bf16" not in none and "more than 16 GiB" in none
+    assert "not even one sample at once fits" in none
+    assert "bf16" not in none
+    assert "more than 16 GiB" in none
     host = explain_need(need(device="cpu", measured=((1, MIB), (2, 2 * MIB))), DistributedTrainingConfig())
     assert "start the job again" in host, "all of it would have fitted"
-    assert "backend" not in host and "DTRAIN_PROCESSES_PER_NODE" in host
+    assert "backend" not in host
+    assert "DTRAIN_PROCESSES_PER_NODE" in host
 
 
 def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
     real = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
     auto = DistributedTrainingConfig()
-    assert is_gpu_out_of_memory(real) and may_move_to_cpu(real, auto, False)
+    assert is_gpu_out_of_memory(real)
+    assert may_move_to_cpu(real, auto, False)
     assert not may_move_to_cpu(real, auto, True), "the peers of a fixed world cannot go on without it"
     assert not may_move_to_cpu(real, DistributedTrainingConfig(backend="nccl"), False)
     assert not may_move_to_cpu(real, DistributedTrainingConfig(precision="fp16"), False)
@@ -69,12 +75,14 @@ def test_under_a_real_limit_the_job_says_what_fits_and_that_then_fits(new_job: N
     assert job.start().wait() == [FAILED], job.log()
     result = job.result()
     memory, error = result["memory"], result["error"]
-    assert result["status"] == "failed" and "out of memory at step 2 with 16 samples at once" in error
+    assert result["status"] == "failed"
+    assert "out of memory at step 2 with 16 samples at once" in error
     assert [size for size, _ in memory["measured"]] == [1, 2, 4, 8]
     per_sample = (memory["measured"][-1][1] - memory["measured"][-2][1]) / 4
     assert sample * MIB <= per_sample <= 3 * sample * MIB
     fits = memory["fitting_samples"]
-    assert 4 <= fits < 16 and f"training.micro_batch_floor = {fits}" in error
+    assert 4 <= fits < 16
+    assert f"training.micro_batch_floor = {fits}" in error
     assert (job.rundir.read_json(LATEST) or {})["step"] == 1, "the step that was done is kept"
     job.training |= {"micro_batch_floor": fits}
     assert job.start().wait() == [DONE], job.log()
