@@ -39,6 +39,11 @@ CLAIM = "claim.json"
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """Errors that an event raises which was written to another contract."""
 
+JOB_TAG = "dtrain/job"
+"""The tag of a Dagster run that names the job which it follows."""
+RESUMED = "resumed from"
+"""The first words of the news that a job has resumed, of which its cluster tells people."""
+
 
 class BudgetSpentError(ClusterError):
     """A job has no budget left. The message says how much was paid."""
@@ -321,7 +326,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"the checkpoint of step {failed.step} could not be saved ({failed.message}): {end}"
     if kind == "resume":
         resumed = events.read_event(events.ResumeEvent, item)
-        return f"resumed from {resumed.path} at step {resumed.step}"
+        return f"{RESUMED} {resumed.path} at step {resumed.step}"
     if kind == "error":
         error = events.read_event(events.ErrorEvent, item)
         return "" if error.fatal else error.message
