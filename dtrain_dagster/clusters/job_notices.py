@@ -95,6 +95,14 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
     return f"dtrain: {job_id} {titles[kind]}", "\n".join(filter(None, lines))
 
 
+def has_end_to_tell(rundir: RunDir) -> bool:
+    """Return whether `tell_of_end` would send something, or has."""
+    try:
+        return bool(os.environ.get(NOTIFY, "").split()) and _end_of(rundir) is not None
+    except (DamagedError, OSError):
+        return False
+
+
 def tell_of_end(rundir: RunDir, retries: RetryPolicy | None = None) -> None:
     """Tell people that the job of this run directory has ended, as its ``status.json`` says; once for each launch.
     ``retries``: None for one attempt. It never raises: what is wrong is logged."""
@@ -128,17 +136,10 @@ def _tell_safely(rundir: RunDir, launch: int | None, retries: RetryPolicy | None
 
 
 def _tell(rundir: RunDir, launch: int | None, urls: Sequence[str]) -> None:
-    record_, status = rundir.read_json(LAUNCH) or {}, rundir.read_json(STATUS) or {}
-    job_id = str(record_.get("job_id", ""))
-    if not job_id or job_id.startswith(UNTOLD):
-        return
-    number = int(record_.get("launch") or 1)
-    result = rundir.read_result() or {}
-    kind: NoticeKind | None = "goes_on"
-    if launch is None:
-        kind = kind_of_end(JobState(status.get("state", JobState.QUEUED)), result, number)
-    elif launch != number:
-        return  # another has followed already, and is told
+    record_ = rundir.read_json(LAUNCH) or {}
+    job_id, number = str(record_.get("job_id", "")), int(record_.get("launch") or 1)
+    again: NoticeKind | None = "goes_on" if launch == number else None  # else another has followed, and is told
+    kind = _end_of(rundir) if launch is None else again
     if kind is None:
         return
     key = f"l{number}-{'launch' if kind == 'goes_on' else 'end'}"
@@ -146,7 +147,7 @@ def _tell(rundir: RunDir, launch: int | None, urls: Sequence[str]) -> None:
     if claimed is None:
         return
     name, addresses = claimed
-    title, body = write_notice(kind, job_id, _figures(rundir, record_, status, result))
+    title, body = write_notice(kind, job_id, _figures(rundir, record_))
     from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
 
     refused: list[str] = []
@@ -206,12 +207,20 @@ def _digest(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:12]
 
 
-def _figures(
-    rundir: RunDir, launch: Mapping[str, Any], status: Mapping[str, Any], result: Mapping[str, Any]
-) -> JobFigures:
+def _end_of(rundir: RunDir) -> NoticeKind | None:
+    """Return the notice that the end of this job is worth; None for no notice."""
+    launch, status = rundir.read_json(LAUNCH) or {}, rundir.read_json(STATUS) or {}
+    if str(launch.get("job_id", "")).startswith(UNTOLD):
+        return None
+    state = JobState(status.get("state", JobState.QUEUED))
+    return kind_of_end(state, rundir.read_result() or {}, int(launch.get("launch") or 1))
+
+
+def _figures(rundir: RunDir, launch: Mapping[str, Any]) -> JobFigures:
     from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
 
+    status, result = rundir.read_json(STATUS) or {}, rundir.read_result() or {}
     state, number = JobState(status.get("state", JobState.QUEUED)), int(launch.get("launch") or 1)
     nodes = rundir.nodes()
     usage = presences.usage(nodes, str(launch.get("sku", "")), not state.is_final, time.time())

@@ -22,8 +22,8 @@ def build_retraining_failed_sensor() -> dg.SensorDefinition:
         name="retraining_failed",
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Says once when a run has failed that the schedule or a sensor asked for; not again where the cluster "
-        "has told of its job's end.",
+        description="Says once when a run has failed that the schedule or a sensor asked for, where its job did not "
+        "say so.",
     )
     def retraining_failed(context: dg.RunFailureSensorContext, project: ProjectResource) -> dg.SkipReason | None:
         run = context.dagster_run

@@ -30,7 +30,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.job_notices import RETRIES, tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, tell_of_end, tell_of_launch
 from dtrain_dagster.clusters.local.environment import (
     PEER_GRACE,
     STOP_GRACE,
@@ -350,7 +350,7 @@ def begin_clock(rundir: RunDir) -> SteadyClock:
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
 
 
-def supervise(run_dir: str, secret: SecretFile, reaper: Reaper, clock: SteadyClock) -> int:
+def supervise(run_dir: str, secret: SecretFile, clock: SteadyClock, reaper: Reaper) -> int:
     """Run a supervisor's whole life, under its reaper, and return the exit code."""
     supervisor = Supervisor(run_dir, secret, reaper, clock)
     try:
@@ -387,12 +387,11 @@ def main(arguments: Sequence[str]) -> int:
         presences.close(rundir, clock.now())
         settle_status(rundir, sweeps=False)
 
-    def work(reaper: Reaper) -> int:
-        return supervise(run_dir, secret, reaper, clock)
-
-    code = supervised(work, token, afterwards, partial(tell_of_launch, rundir, retries=RETRIES))
-    os.close(lock)  # the job may be started again while people are told
-    tell_of_end(rundir, RETRIES)
+    work, tell = partial(supervise, run_dir, secret, clock), partial(tell_of_launch, rundir, retries=RETRIES)
+    code = supervised(work, token, afterwards, tell)
+    if has_end_to_tell(rundir):
+        os.close(lock)  # the job may be started again meanwhile
+        tell_of_end(rundir, RETRIES)
     return code
 
 
