@@ -95,10 +95,15 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
     return f"dtrain: {job_id} {titles[kind]}", "\n".join(filter(None, lines))
 
 
+def notice_addresses() -> tuple[str, ...]:
+    """Return the addresses that `NOTIFY` names in the environment, or references to them."""
+    return tuple(os.environ.get(NOTIFY, "").split())
+
+
 def has_end_to_tell(rundir: RunDir) -> bool:
     """Return whether `tell_of_end` would send something, or has."""
     try:
-        return bool(os.environ.get(NOTIFY, "").split()) and _end_of(rundir) is not None
+        return bool(notice_addresses()) and _end_of(rundir) is not None
     except (DamagedError, OSError):
         return False
 
@@ -121,7 +126,7 @@ def was_told_of_end(rundir: RunDir, launch: int) -> bool:
 
 
 def _tell_safely(rundir: RunDir, launch: int | None, retries: RetryPolicy | None) -> None:
-    urls = tuple(os.environ.get(NOTIFY, "").split())
+    urls = notice_addresses()
     if not urls:
         return
     try:

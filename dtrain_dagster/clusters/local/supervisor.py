@@ -30,7 +30,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, notice_addresses, tell_of_end, tell_of_launch
 from dtrain_dagster.clusters.local.environment import (
     PEER_GRACE,
     STOP_GRACE,
@@ -385,7 +385,8 @@ def main(arguments: Sequence[str]) -> int:
     def afterwards() -> None:
         secret.remove()
         presences.close(rundir, clock.now())
-        settle_status(rundir, sweeps=False)
+        if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
+            settle_status(rundir, sweeps=False)
 
     work, tell = partial(supervise, run_dir, secret, clock), partial(tell_of_launch, rundir, retries=RETRIES)
     code = supervised(work, token, afterwards, tell)
