@@ -229,10 +229,10 @@ def _figures(rundir: RunDir, launch: Mapping[str, Any]) -> JobFigures:
     state, number = JobState(status.get("state", JobState.QUEUED)), int(launch.get("launch") or 1)
     nodes = rundir.nodes()
     usage = presences.usage(nodes, str(launch.get("sku", "")), not state.is_final, time.time())
-    is_local = rundir.storage.is_local
+    words = LISTED if "tier" in launch else STAND_IN  # only nodes that are bought have one
     try:
         tracker = CostTracker("", usage, tier_of(str(launch.get("tier") or "dedicated")))
-        cost = f"{dollars(tracker.total_usd)} ({STAND_IN if is_local else LISTED})"
+        cost = f"{dollars(tracker.total_usd)} ({words})"
     except PriceError as error:
         cost = f"cost not known: {error}"
     first = next(iter(str(status.get("message") or "").splitlines()), "")
