@@ -212,7 +212,7 @@ class RunDir:
         """Return the events of the files not in ``seen`` yet, in order of time, and add those files to ``seen``. Lines
         that are no events are left out, with a warning. One call reads about `FOLLOW_BYTES`: ``seen.is_behind`` says
         whether another is due."""
-        new = sorted(seen.others(self._listed(EVENTS)), key=_in_time)
+        new = sorted(seen.others(self._names(EVENTS)), key=_in_time)
         events: list[dict[str, Any]] = []
         damaged: list[str] = []
         size = left_out = done = 0
@@ -284,9 +284,13 @@ class RunDir:
     def _listed(self, folder: str) -> list[str]:
         """Return the names in a folder of this one, none where it is missing. Raise `DamagedError` where it is no
         folder."""
+        return sorted(self._names(folder))
+
+    def _names(self, folder: str) -> Iterator[str]:
+        """Return the same names in no order, as `Storage.names` does."""
         if self.storage.is_local and not require_folder(self.storage.path(), folder):
-            return []
-        return self.storage.list(folder)
+            return iter(())
+        return self.storage.names(folder)
 
     def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
         """Ask a running job to trace its next steps on these ranks. Raise FileExistsError where a request is waiting,
@@ -392,9 +396,9 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``
     (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step, seconds),
     ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples,
-    activation_checkpointing), ``hang`` (no progress, as one rank sees it: step, node_id, nodes, operation, sequence,
-    waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune`` (group, candidate, doing,
-    samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last step, steps, path, top
-    operations), ``error`` (message, fatal), ``end`` (status).
+    activation_checkpointing, device where it left its GPU), ``hang`` (no progress, as one rank sees it: step, node_id,
+    nodes, operation, sequence, waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune``
+    (group, candidate, doing, samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last
+    step, steps, path, top operations), ``error`` (message, fatal), ``end`` (status).
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

@@ -26,6 +26,7 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import tier_of
 from dtrain_dagster.jobs.progress import (
     CLAIM,
+    JOB_TAG,
     BudgetSpentError,
     JobChoice,
     choose_job,
@@ -122,6 +123,7 @@ def trained_checkpoint(
     plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
     try:
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
+        context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
         if choice.action in ("start", "restart"):
             refuse_dearer_nodes(context, project, plan, got)
             job = planned_job(plan, choice, cluster, project, context.run.run_id)

@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.jobs.progress import JobProgress, follow_job, ran_out
+from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
@@ -110,12 +110,13 @@ def tell_news(
     rundir: RunDir,
     notify_urls: Sequence[str],
 ) -> None:
-    """Send people unusual events, such as lost nodes and hangs: each once per job, as `tell_of` does."""
+    """Send people unusual events, such as lost nodes and hangs: each once per job, as `tell_of` does. That it has
+    resumed is told by its cluster (`dtrain_dagster.clusters.job_notices`)."""
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for sentence in news:
         key = f"{NEWS}{sentence}"
         count = sum(known.startswith(NEWS) for known in told)
-        if key in told or count >= MOST_NEWS:
+        if key in told or count >= MOST_NEWS or sentence.startswith(RESUMED):
             continue
         told[key] = {"sentence": sentence, "at": time.time()}
         last = " (further news of this job are in its log only)" if count + 1 == MOST_NEWS else ""

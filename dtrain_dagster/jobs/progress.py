@@ -38,6 +38,11 @@ CLAIM = "claim.json"
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """Errors that an event raises which was written to another contract."""
 
+JOB_TAG = "dtrain/job"
+"""The tag of a Dagster run that names the job which it follows."""
+RESUMED = "resumed from"
+"""The first words of the news that a job has resumed, of which its cluster tells people."""
+
 
 class BudgetSpentError(ClusterError):
     """A job has no budget left. The message says how much was paid."""
@@ -310,6 +315,8 @@ def _sentence(item: Mapping[str, Any]) -> str:
         )
     if kind == "out_of_memory":
         short = events.read_event(events.OutOfMemoryEvent, item)
+        if short.device == "cpu":
+            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it goes on on the CPU"
         more = " and activation checkpointing" if short.activation_checkpointing else ""
         return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
     if kind == "checkpoint_failed":
@@ -318,7 +325,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"the checkpoint of step {failed.step} could not be saved ({failed.message}): {end}"
     if kind == "resume":
         resumed = events.read_event(events.ResumeEvent, item)
-        return f"resumed from {resumed.path} at step {resumed.step}"
+        return f"{RESUMED} {resumed.path} at step {resumed.step}"
     if kind == "error":
         error = events.read_event(events.ErrorEvent, item)
         return "" if error.fatal else error.message

@@ -6,9 +6,13 @@ import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import CAUSE_TAG
+from dtrain_dagster.clusters.job_notices import was_told_of_end
+from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
+from trainer.errors import DamagedError
+from trainer.rundir import LAUNCH, RunDir
 
 
 def build_retraining_failed_sensor() -> dg.SensorDefinition:
@@ -18,7 +22,8 @@ def build_retraining_failed_sensor() -> dg.SensorDefinition:
         name="retraining_failed",
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Says once when a run has failed that the schedule or a sensor asked for.",
+        description="Says once when a run has failed that the schedule or a sensor asked for, where its job did not "
+        "say so.",
     )
     def retraining_failed(context: dg.RunFailureSensorContext, project: ProjectResource) -> dg.SkipReason | None:
         run = context.dagster_run
@@ -29,8 +34,21 @@ def build_retraining_failed_sensor() -> dg.SensorDefinition:
         tickets = WaitingList(project.shared_uri).tickets()
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
             return dg.SkipReason("it found no capacity: the sensor `queue` says what becomes of it")
+        if _was_told(run.tags.get(JOB_TAG), project):
+            return dg.SkipReason("its job has failed, and its cluster has told people of that")
         message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
         notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
         return None
 
     return retraining_failed
+
+
+def _was_told(job_id: str | None, project: ProjectResource) -> bool:
+    """Return whether people have been told of the end of the job that the run followed, if it got so far."""
+    if job_id is None:
+        return False
+    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
+    try:
+        return was_told_of_end(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
+    except (DamagedError, OSError):
+        return False

@@ -14,6 +14,7 @@ from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, Job
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
+from tests.webhook import web_hook
 from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
 from trainer.storage.open import open_storage
 
@@ -97,6 +98,25 @@ def test_one_that_was_cancelled_or_failed_is_submitted_again_as_its_next_launch(
     log = manager.job_logs(spec.job_id, node_id=0)
     assert "launch 1" in log
     assert "launch 2" in log
+
+
+def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever manager sees it, one that only looks included."""
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        manager, spec = stage.run("sys.exit(1)")
+        others = [stage.manager(run=None, tends=False) for _ in range(2)]
+        threads = [threading.Thread(target=end, args=(other, spec)) for other in (manager, *others)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        manager.submit_job(stage.spec(manager, DONE))
+        assert end(manager, spec).state is JobState.SUCCEEDED
+    titles = [item["title"] for item in heard]
+    told = [f"dtrain: {spec.job_id} {what}" for what in ("has failed", "goes on: launch 2", "has finished")]
+    assert titles == told
+    assert "list price, not the bill" in heard[-1]["message"]
 
 
 def test_whoever_dies_while_submitting_leaves_a_job_that_the_next_one_submits(stage: Stage) -> None:

@@ -265,13 +265,28 @@ def test_one_rank_that_runs_out_of_memory_makes_all_use_less(begin: Callable[...
     assert [sum(item["samples"]) for item in timing] == [192, 3 * 192]
 
 
+def test_a_rank_whose_gpu_is_too_small_comes_back_on_the_cpu(begin: Callable[..., Nodes]) -> None:
+    nodes = begin(slow=True, micro_batch_floor=16)
+    nodes.start(faults=[fault("gpu_oom", "forward", 4, 1)] * 3)  # fewer samples, checkpointing, no way left
+    assert nodes.wait() == [0, 0, 0], nodes.log()
+    moved = [item for item in nodes.job.events("out_of_memory") if item.get("device") == "cpu"]
+    assert [item["step"] for item in moved] == [4]
+    first, last = ({seat.node: seat.member for seat in nodes.history()[at].members} for at in (0, -1))
+    assert {node for node, member in last.items() if member != first[node]} == {1}, "it is let in as a newcomer"
+    assert set(last) == {0, 1, 2}
+    assert nodes.job.events("resume") == [], "the others went on with their state, and it got that"
+    assert nodes.job.result()["status"] == "succeeded"
+    assert nodes.job.result()["weights_equal_on_ranks"]
+
+
 def test_no_memory_at_all_is_said_clearly(new_job: NewJob) -> None:
     job = new_job(micro_batch_floor=16)
     job.environment["DTRAIN_FAULTS"] = json.dumps([fault("oom", "forward", 2, 0)] * 3)
     assert job.run_here() == 1
     assert [item["samples"] for item in job.events("out_of_memory")] == [16, 16]
     assert "out of memory at step 3 with 16 samples at once and activation checkpointing" in job.result()["error"]
-    assert "lower training.batch_size_per_gpu" in job.result()["error"]
+    assert "measured: a pass takes" in job.result()["error"]
+    assert (job.rundir.read_json(LATEST) or {})["step"] == 2, "what was done is kept"
 
 
 def test_an_error_of_the_users_code_ends_the_job_and_nobody_tries_again(begin: Callable[..., Nodes]) -> None:

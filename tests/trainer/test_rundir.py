@@ -115,3 +115,23 @@ def test_presences_of_nodes_come_back_with_their_seconds(rundir: RunDir) -> None
     rundir.write_json("nodes/g0001-n002.json", old)  # as it was written before nodes could be replaced
     assert (rundir.nodes()[0].launch, rundir.nodes()[0].incarnation, rundir.nodes()[0].seconds(9.0)) == (1, 1, 1.0)
     assert (here.seconds(now=150.0), gone.seconds(now=150.0)) == (50.0, 30.0)
+
+
+def test_a_look_at_a_long_job_takes_no_more_memory_than_at_a_short_one(tmp_path: Path) -> None:
+    """Rank 0 and everything that follows a job look every few seconds, and each rank writes a file a second."""
+    peaks = []
+    for count in (500, 5000):
+        rundir = RunDir(str(tmp_path / str(count)))
+        folder = rundir.storage.local_path("events")
+        folder.mkdir(parents=True)
+        for number in range(1, count + 1):
+            (folder / event_file(1, 0, number)).touch()
+        seen = SeenFiles()
+        assert list(rundir.looks(seen)) == [[]]
+        tracemalloc.start()
+        try:
+            assert rundir.follow(seen) == []
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] + 4096, peaks

@@ -235,6 +235,8 @@ class OutOfMemoryEvent(Event):
     step: int | None = None
     samples: int | None = None
     activation_checkpointing: bool = False
+    device: str | None = None
+    """``cpu`` where the training left its GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

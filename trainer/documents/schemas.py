@@ -242,6 +242,17 @@ DOCUMENTS: Mapping[str, Check] = {
         mlflow_run_id=optional(text),
         consumed=many(anything),
         phase_seconds=mapping(figure),
+        memory=optional(
+            record(
+                device=text,
+                total_bytes=count,
+                free_bytes=count,
+                wanted_samples=count,
+                fitting_samples=count,
+                needed_bytes=optional(count),
+                measured=many(many(count)),
+            )
+        ),
     ),
     "budget.json": record(max_node_seconds=optional(number_between(0.0)), stop_at_usd=optional(number_between(0.0))),
     "tracking.json": record(mlflow_run_id=optional(text)),
@@ -321,7 +332,7 @@ EVENTS: Mapping[str, Check] = {
         recent=optional(many(obj)),
         stacks=optional(text),
     ),
-    "out_of_memory": record(samples=count, activation_checkpointing=flag, **_step),
+    "out_of_memory": record(samples=count, activation_checkpointing=flag, device=optional(text), **_step),
     "checkpoint": record(path=text, seconds=figure, **_step),
     "checkpoint_failed": record(message=text, gives_up=flag, **_step),
     "resume": record(path=text, **_step),

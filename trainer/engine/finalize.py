@@ -16,7 +16,7 @@ from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
 from trainer.engine.step import digest_parameters
-from trainer.evaluation.evaluate import EVAL_BATCH, final_report
+from trainer.evaluation.evaluate import final_report
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 
@@ -39,7 +39,13 @@ def finalize(session: Session) -> dict[str, Any]:
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
         report = final_report(
-            module, session.workload.criterion, session.shards, world, session.device, session.rundir, EVAL_BATCH
+            module,
+            session.workload.criterion,
+            session.shards,
+            world,
+            session.device,
+            session.rundir,
+            session.evaluation_batch,
         )
         if world.rank == 0:
             if session.elastic is not None:

@@ -7,8 +7,9 @@ import math
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,10 +18,11 @@ from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.memory_need import explain_need, may_move_to_cpu, measure_memory
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
-from trainer.engine.signals import OutOfMemoryError
+from trainer.engine.signals import MovedToCPU, OutOfMemoryError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
 from trainer.runtime.malloc import give_back_freed_memory
@@ -148,21 +150,16 @@ def report_failure(session: Session, error: GroupError) -> None:
 
 
 def use_less_memory(session: Session, error: Exception) -> None:
-    """Put smaller parts through the model after memory ran out, on all ranks, and do the step again. Raise
-    `OutOfMemoryError` where nothing smaller is left, or where ranks cannot agree because their world is fixed."""
+    """Put smaller parts through the model after memory ran out, on all ranks, and do the step again. Where nothing
+    smaller is left, or ranks cannot agree because their world is fixed, raise as `_give_up_memory` does."""
     fit = reduce_limit(session.step.limit, session.config.micro_batch_floor)
     traceback.clear_frames(error.__traceback__)  # the frames hold the activations of the failed pass
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
     else:
         give_back_freed_memory()
-    if fit is None or (session.elastic is None and session.world.world_size > 1):
-        now = session.step.limit
-        raise OutOfMemoryError(
-            f"out of memory at step {session.progress.step + 1} with {now.max_samples} samples at once"
-            + (" and activation checkpointing" if now.activation_checkpointing else "")
-            + f": lower training.batch_size_per_gpu, or use a smaller model or a larger GPU ({error})"
-        ) from error
+    if fit is None or _is_world_fixed(session):
+        _give_up_memory(session, error)
     session.step.apply_limit(fit)
     session.reports.emit(
         "out_of_memory",
@@ -174,6 +171,37 @@ def use_less_memory(session: Session, error: Exception) -> None:
         reason = f"out of memory on rank {session.world.rank}"
         session.world.group.fail(reason, communication=False)
         retry_until_formed(session, partial(recover, session, reason))
+
+
+def _is_world_fixed(session: Session) -> bool:
+    return session.elastic is None and session.world.world_size > 1
+
+
+def _give_up_memory(session: Session, error: Exception) -> NoReturn:
+    """Save what is done, and raise `MovedToCPU` where the training may go on on the CPU; else `OutOfMemoryError`, with
+    what passes of several sizes take, as measured now, and what would fit."""
+    step, now, config = session.progress.step, session.step.limit, session.config
+    what = f"out of memory at step {step + 1} with {now.max_samples} samples at once"
+    what += " and activation checkpointing" if now.activation_checkpointing else ""
+    if session.world.rank == 0 and step > 0:
+        with suppress(Exception):  # memory is short: then the last checkpoint stays the last
+            session.save_at_end(agreed=False)
+    if may_move_to_cpu(error, config, _is_world_fixed(session)):
+        session.reports.emit(
+            "out_of_memory", step=step, samples=config.batch_size_per_gpu, activation_checkpointing=False, device="cpu"
+        )
+        raise MovedToCPU(f"{what}: no GPU of this process has room for it, so it goes on on the CPU") from error
+    need = measure_memory(session.step, session.shards, now.max_samples)
+    _log.info("what a pass takes: %s", need)
+    together = (
+        "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
+        "`dtrain train`"
+        if _is_world_fixed(session)
+        else ""
+    )
+    raise OutOfMemoryError(
+        f"{what} ({str(error).splitlines()[0]}){together}; {explain_need(need, config)}", need.facts()
+    ) from error
 
 
 def _load_checkpoint(session: Session) -> str | None:

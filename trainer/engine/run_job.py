@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.result import write_result
-from trainer.engine.signals import BudgetSpent, JobOver, Stopped
+from trainer.engine.signals import BudgetSpent, JobOver, MovedToCPU, OutOfMemoryError, Stopped
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
@@ -28,9 +29,17 @@ from trainer.storage.base import StorageError
 
 
 def run_job(job: JobConfig) -> int:
-    """Train the job in this process, write how it ended to ``result.json``, and return the exit code."""
+    """Train the job in this process, write how it ended to ``result.json``, and return the exit code. Where its GPU has
+    too little memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint
+    or with the state of its peers."""
     trainer = DistributedTrainer(job)
-    code, result = _run(trainer)
+    try:
+        code, result = _run(trainer)
+    except MovedToCPU as moved:
+        print(moved, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        trainer.close(tracking_seconds=5.0)
+        os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
+        return run_job(replace(job, training=replace(job.training, backend="gloo")))
     if "error" in result:
         result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
     launch = trainer.launch
@@ -52,8 +61,8 @@ def run_job(job: JobConfig) -> int:
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
-    """Return (exit code, result). ``everybody`` in it says that all ranks have ended together, so that the job has
-    ended."""
+    """Return (exit code, result); raise `MovedToCPU` alone. ``everybody`` in it says that all ranks have
+    ended together, so that the job has ended."""
     try:
         trainer.initialize_distributed()
         trainer.setup()
@@ -74,6 +83,10 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
         return UNUSABLE, {"status": "failed", "error": str(error)}
     except (GroupError, NoGenerationError, StorageError) as error:
         return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    except MovedToCPU:
+        raise
+    except OutOfMemoryError as error:
+        return FAILED, {"status": "failed", "error": str(error), **({"memory": error.facts} if error.facts else {})}
     except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
         device_is_gone = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)

@@ -22,6 +22,7 @@ from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.participant import Participant
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
+from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.observability.reporter import StepWindow
 from trainer.spec import DataSpec
 
@@ -63,6 +64,13 @@ class Session:
         return self.progress.step >= self.total_steps or self.progress.early_stopped
 
     @property
+    def evaluation_batch(self) -> int:
+        """The samples that are evaluated at once: once memory has run out, no more than training takes."""
+        now, planned = self.step.limit, self.config.batch_size_per_gpu
+        is_short = now.activation_checkpointing or now.max_samples < planned
+        return min(EVAL_BATCH, now.max_samples) if is_short else EVAL_BATCH
+
+    @property
     def is_budget_due(self) -> bool:
         """Whether it is time to stop for the budget, as rank 0 sees it; False on the other ranks, which are told."""
         if self.world.rank != 0:
@@ -89,8 +97,9 @@ class Session:
         self.step.timer.mark("checkpoint")
         self.reports.end_phase("checkpoint")
 
-    def save_at_budget(self, agreed: bool) -> None:
-        """Save the checkpoint to resume from once the budget is raised. ``agreed``: all ranks take part."""
+    def save_at_end(self, agreed: bool) -> None:
+        """Save the checkpoint to resume from once the budget is raised, or memory suffices. ``agreed``: all ranks take
+        part."""
         if self.saved_step < self.progress.step:
             self.save(wait=True)
         self.checkpoints.wait(COMMIT_SECONDS)

@@ -38,4 +38,13 @@ class BudgetSpent(Exception):
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory does not suffice for the smallest part of a micro-batch."""
+    """Memory does not suffice for the smallest part of a micro-batch. The message says what was measured and what would
+    fit; ``facts`` holds the figures (`trainer.engine.memory_need.MemoryNeed.facts`)."""
+
+    def __init__(self, message: str, facts: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.facts = facts
+
+
+class MovedToCPU(Exception):
+    """No GPU of this process has the memory that the training needs: it goes on on the CPU, as a newcomer."""

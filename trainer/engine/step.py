@@ -250,6 +250,20 @@ class TrainingStep:
         self.sync.drop_unused(without)
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
+    def run_alone(self, windows: Tensor, target: Tensor) -> None:
+        """Put samples through the model and back, without other ranks and without a step. Weights, their gradients and
+        running statistics stay as they are. The model is run as it is written, not compiled."""
+        before = [buffer.clone() for buffer in self._changing()]
+        try:
+            self.module.train()
+            with torch.autocast(self.device.type, dtype=self._kind, enabled=self._kind is not None):
+                outputs = self.module(windows)
+            loss = self.criterion(outputs.float(), target).sum()
+            torch.autograd.grad(self.scaler.scale(loss), self.parameters, allow_unused=True)
+        finally:
+            for buffer, value in zip(self._changing(), before, strict=True):
+                buffer.copy_(value)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}

@@ -32,7 +32,7 @@ from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, open_shards
-from trainer.evaluation.evaluate import EVAL_BATCH, evaluate
+from trainer.evaluation.evaluate import evaluate
 from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
@@ -147,7 +147,7 @@ class DistributedTrainer:
                 give_back_freed_memory()
                 return finalize(session)
             except BudgetSpent as spent:
-                session.save_at_budget(spent.agreed)
+                session.save_at_end(spent.agreed)
                 raise
             except Regroup as wish:
                 retry_until_formed(session, partial(recover, session, str(wish)))
@@ -342,8 +342,8 @@ class DistributedTrainer:
         session.faults.reach("evaluate", progress.step)
         session.workload.settle_buffers()
         result = evaluate(
-            session.state.module, session.workload.criterion, session.shards, "valid", session.world, EVAL_BATCH,
-            session.device, before_batch=self._stop_evaluating,
+            session.state.module, session.workload.criterion, session.shards, "valid", session.world,
+            session.evaluation_batch, session.device, before_batch=self._stop_evaluating,
         )  # fmt: skip
         if session.world.rank == 0:
             reports.emit(

@@ -20,7 +20,7 @@ import torch
 
 from trainer.errors import ConfigError
 
-Kind = Literal["kill", "stop", "oom", "raise", "sigterm", "sleep"]
+Kind = Literal["kill", "stop", "oom", "gpu_oom", "raise", "sigterm", "sleep"]
 Point = Literal[
     "input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "formed", "finish"
 ]
@@ -68,5 +68,7 @@ class Faults:
             time.sleep(float(fault.get("seconds", 1.0)))
         elif kind == "oom":
             raise torch.OutOfMemoryError("out of memory, injected")
+        elif kind == "gpu_oom":
+            raise torch.OutOfMemoryError("CUDA out of memory, injected")
         else:
             raise InjectedError("injected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -13,6 +14,23 @@ _ROOT = Path("/sys/fs/cgroup")
 def available_bytes() -> int:
     """Return the bytes that could be filled with the page cache of a file, as far as it is known."""
     return min([psutil.virtual_memory().available, *group_room()])
+
+
+def machine_bytes() -> int:
+    """Return the bytes of the machine's memory."""
+    return int(psutil.virtual_memory().total)
+
+
+def allocatable_bytes() -> tuple[int, int]:
+    """Return the bytes that this process may still allocate, and those that it may have in all: by the machine, by its
+    control group and by its own limits (``ulimit -v``, ``ulimit -d``)."""
+    held, machine = psutil.Process().memory_info(), psutil.virtual_memory()
+    found = [(machine.available, machine.total), *((room, room + held.rss) for room in group_room())]
+    for kind, used in ((resource.RLIMIT_AS, held.vms), (resource.RLIMIT_DATA, held.data)):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append((max(0, limit - used), limit))
+    return min(found)
 
 
 def group_room(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:

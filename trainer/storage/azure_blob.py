@@ -176,15 +176,15 @@ class BlobStorage(Storage):
                 pass
         return bool(self._names(f"{key}/" if key else "", at_most=1))
 
-    def list(self, folder: str = "") -> list[str]:
+    def names(self, folder: str = "") -> Iterator[str]:
         key = self._key(folder)
         prefix = f"{key}/" if key else ""
         found = self._pages(
             folder, lambda: self._client.walk_blobs(name_starts_with=prefix, delimiter="/"),
             lambda item: item.name.rstrip("/") if isinstance(item, BlobPrefix) else item.name,
         )  # fmt: skip
-        names = {name[len(prefix) :] for name in found}
-        return sorted(name for name in names if name and not is_litter(name))
+        names = {name[len(prefix) :] for name in found}  # the service names them in pages
+        yield from (name for name in names if name and not is_litter(name))
 
     def delete(self, name: str) -> None:
         key = self._key(name)

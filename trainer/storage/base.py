@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -197,14 +197,23 @@ class Storage:
 
     def list(self, folder: str = "") -> list[str]:
         """Return the sorted names directly in ``folder``, without half-written files and locks; empty if missing."""
+        return sorted(self.names(folder))
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """Yield what `list` returns, in no order. Of a folder of this machine only one name is held at a time, however
+        many there are: a job that runs for days looks every second into folders that grow with it."""
         path = self.path(folder)
+        if self.is_local and os.path.isdir(path):
+            with suppress(FileNotFoundError), os.scandir(path) as entries:
+                yield from (entry.name for entry in entries if not is_litter(entry.name))
+            return
         self.fs.invalidate_cache(path)
         try:
-            entries = self.fs.ls(path, detail=False)
+            found = self.fs.ls(path, detail=False)
         except FileNotFoundError:
-            return []
-        names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-        return sorted(name for name in names if not is_litter(name))
+            return
+        names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
+        yield from (name for name in names if not is_litter(name))
 
     def delete(self, name: str) -> None:
         """Remove a file, or a folder with its content; do nothing if it is missing."""

@@ -24,7 +24,8 @@ from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
 from trainer.rundir import RESULT, RunDir
@@ -223,7 +224,9 @@ class JobController:
         elif decision.action == "next":
             return self._go_on(record, facts, decision)
         elif decision.action == "settle":
-            return self._settle(record, facts, decision)
+            larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
+            message = "; ".join(filter(None, (decision.message, larger)))
+            return self._settle(record, facts, replace(decision, message=message))
         return self.status.report(record, facts, decision)
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
@@ -315,6 +318,8 @@ class JobController:
         current = self.launches.change(record["token"], confirmed=True, studio_url=job.studio_url)
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
             self._cancel_in_service(record, "it was cancelled while it was being submitted")
+        if record["launch"] > 1:
+            tell_of_launch(self.rundir, record["launch"])
         _log.info("job %s: submitted, %s", record["job_name"], job.studio_url)
 
     def _keep_budget(self, record: Record) -> None:
@@ -354,6 +359,7 @@ class JobController:
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
         status = self.status.write_end(record, facts, decision, ended_at, code)
+        tell_of_end(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
 from dtrain_dagster.clusters.local.line_log import last_lines
-from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from trainer.rundir import LOGS, RunDir
 
 LOG_TAIL_LINES = 12
@@ -21,6 +21,8 @@ def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure)
     result = rundir.read_result() or {}
     if result.get("status") == "budget" and result.get("launch") in (None, launch["launch"]):
         return f"{result['error']}. {how_to_go_on(rundir, launch['job_id'])}"
+    if memory := memory_advice(result, launch):
+        return f"{result['error']}; {memory}. {how_to_go_on(rundir, launch['job_id'])}"
     how = describe_exit(failure.code)
     return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {_end_of_log(rundir, failure.node_id)}"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts
 from dtrain_dagster.clusters.local.line_log import LineLog
 from dtrain_dagster.clusters.local.processes import group_alive, group_of, marked, signal_all, signal_group
 from trainer.rundir import NodePresence
+
+_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Process(Protocol):
@@ -100,3 +105,12 @@ class Node:
         if group_alive(self.group):
             signal_group(self.group, number)
         signal_all((pid for pid in marked(self.mark) if group_of(pid) != self.group), number)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however that happens; where it can."""
+    if _libc is None:
+        return
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the kernel was asked

@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Container
 from typing import Any
@@ -40,14 +41,24 @@ class Reaper:
         """Stop watching a group that is gone; its number may soon belong to another."""
         self._tell(b"-%d\n" % group)
 
+    def announce_launch(self, launch: int) -> None:
+        """Have people told that the job goes on in this launch; the supervisor has no time for that."""
+        self._tell(b"!%d\n" % launch)
+
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
             os.write(self._pipe, line)
 
 
-def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[], None]) -> int:
+def supervised(
+    work: Callable[[Reaper], int],
+    token: str,
+    afterwards: Callable[[], None],
+    on_launch: Callable[[int], None] = lambda launch: None,
+) -> int:
     """Do the work in a child; after its end, end all processes that it left and call ``afterwards``. Return the child's
-    exit code, negative for a signal.
+    exit code, negative for a signal. ``on_launch`` is called on a thread of its own with what the child has announced
+    (`Reaper.announce_launch`).
 
     ``token``: the mark of the processes of this job, see `dtrain_dagster.clusters.local.processes.MARK`.
     """
@@ -70,9 +81,15 @@ def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[
         os._exit(_work(work, Reaper(write)))
     os.close(write)
     groups: set[int] = set()
+    threads: list[threading.Thread] = []
     with os.fdopen(read, "rb") as lines:
         for line in lines:
-            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+            sign, told = line[:1], int(line[1:])
+            if sign == b"!":
+                threads.append(threading.Thread(target=on_launch, args=(told,)))
+                threads[-1].start()
+            else:
+                (groups.add if sign == b"+" else groups.discard)(told)
 
     def left() -> set[int]:
         for group in groups:
@@ -86,6 +103,8 @@ def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if child not in codes:
         codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for thread in threads:
+        thread.join()
     return codes[child]
 
 

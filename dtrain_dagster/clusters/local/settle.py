@@ -18,6 +18,7 @@ import psutil
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.job_notices import tell_of_end
 from dtrain_dagster.clusters.local.environment import STOP_GRACE
 from dtrain_dagster.clusters.local.line_log import last_lines
 from dtrain_dagster.clusters.local.processes import (
@@ -54,13 +55,14 @@ def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
     return lock
 
 
-def settle_status(rundir: RunDir) -> dict[str, Any] | None:
+def settle_status(rundir: RunDir, sweeps: bool = True) -> dict[str, Any] | None:
     """Return ``status.json``, for the holder of the job's lock. If the last supervisor died, write the end that it
-    could not."""
+    could not. ``sweeps``: end what it left, and tell people, as its reaper does unless that died too."""
     status = rundir.read_json(STATUS)
     if status is None or JobState(status["state"]).is_final:
         return status
-    sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())  # its reaper may have died with it
+    if sweeps:
+        sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())
     left = presences.find_latest_presences(rundir.nodes())
     ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
@@ -71,6 +73,9 @@ def settle_status(rundir: RunDir) -> dict[str, Any] | None:
         rundir.write_json(STATUS, status)
     except OSError as error:  # likely what the supervisor died of
         status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
+    else:
+        if sweeps:
+            tell_of_end(rundir)
     return status
 
 

@@ -7,7 +7,6 @@ it lives. It is one plain process with one thread and imports nothing heavy, so 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
+from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, notice_addresses, tell_of_end, tell_of_launch
 from dtrain_dagster.clusters.local.environment import (
     PEER_GRACE,
     STOP_GRACE,
@@ -43,9 +43,10 @@ from dtrain_dagster.clusters.local.environment import (
 )
 from dtrain_dagster.clusters.local.failure_message import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.local.line_log import LineLog
-from dtrain_dagster.clusters.local.node import Node, Process
+from dtrain_dagster.clusters.local.node import Node, Process, die_with
 from dtrain_dagster.clusters.local.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.local.reaper import Reaper, reap_orphans, supervised
+from dtrain_dagster.clusters.local.settle import settle_status
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
@@ -60,8 +61,6 @@ POLL_SECONDS = 0.05
 MAX_RELAUNCHES = 3
 """Times that a job whose nodes could not regroup is started again before a person has to look."""
 KILL_SECONDS = 5.0
-
-_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Supervisor:
@@ -121,6 +120,8 @@ class Supervisor:
     def _start_nodes(self) -> None:
         self.port = choose_port(self.launch["master_port"])
         self.secret.renew()
+        if self.launch["launch"] > 1 and self.reaper:
+            self.reaper.announce_launch(self.launch["launch"])
         for node_id in range(self.launch["node_count"]):
             self._start_node(node_id)
 
@@ -164,7 +165,7 @@ class Supervisor:
             stdout=pipe,
             stderr=pipe,
             process_group=group or 0,
-            preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
+            preexec_fn=partial(die_with, os.getpid()),
         )
 
     def _watch(self) -> ExitDecision | None:
@@ -339,13 +340,6 @@ def _ranks(node: Node) -> list[tuple[int, int | None]]:
     return [(rank, process.returncode) for rank, process in node.processes]
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, however that happens."""
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was asked
-
-
 def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - the supervisor's log
 
@@ -356,7 +350,7 @@ def begin_clock(rundir: RunDir) -> SteadyClock:
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
 
 
-def supervise(run_dir: str, secret: SecretFile, reaper: Reaper, clock: SteadyClock) -> int:
+def supervise(run_dir: str, secret: SecretFile, clock: SteadyClock, reaper: Reaper) -> int:
     """Run a supervisor's whole life, under its reaper, and return the exit code."""
     supervisor = Supervisor(run_dir, secret, reaper, clock)
     try:
@@ -374,8 +368,7 @@ def main(arguments: Sequence[str]) -> int:
     ``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds, and
     the file for the secrets of launches.
     """
-    run_dir = arguments[0]
-    rundir = RunDir(run_dir)
+    rundir = RunDir(run_dir := arguments[0])
     lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
     if lock is None:
         _say("another supervisor has this job")
@@ -392,8 +385,15 @@ def main(arguments: Sequence[str]) -> int:
     def afterwards() -> None:
         secret.remove()
         presences.close(rundir, clock.now())
+        if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
+            settle_status(rundir, sweeps=False)
 
-    return supervised(lambda reaper: supervise(run_dir, secret, reaper, clock), token, afterwards)
+    work, tell = partial(supervise, run_dir, secret, clock), partial(tell_of_launch, rundir, retries=RETRIES)
+    code = supervised(work, token, afterwards, tell)
+    if has_end_to_tell(rundir):
+        os.close(lock)  # the job may be started again meanwhile
+        tell_of_end(rundir, RETRIES)
+    return code
 
 
 if __name__ == "__main__":

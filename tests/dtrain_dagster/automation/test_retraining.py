@@ -33,14 +33,16 @@ from dtrain_dagster.automation.retraining import (
     trains,
 )
 from dtrain_dagster.clusters.base import OWNER, JobSpec
+from dtrain_dagster.clusters.job_notices import NOTICES, tell_of_end
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs, weekly_retraining
+from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.loopback import LoopbackServer
 from tests.trained import record_prices, record_training, sha256
 from tests.webhook import web_hook
-from trainer.rundir import RunDir
+from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 MINUTE, DAY = 60.0, 86400.0
@@ -167,6 +169,29 @@ def test_what_failed_before_it_trained_is_told_and_tried_again_a_few_times(world
     waiting.put(ticket)
     here.sees_failure(run)
     assert len(heard) == 3, "a run that waits for capacity has not failed"
+
+
+def test_a_failure_that_the_cluster_has_told_is_not_told_again(
+    world: tuple[World, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    here, heard = world
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.clock.now += 31 * DAY
+    [request] = here.tick("staleness").run_requests
+    run = here.add_run(request, dg.DagsterRunStatus.STARTED)
+    here.instance.add_run_tags(run.run_id, {JOB_TAG: "job"})
+    rundir = RunDir(f"{here.settings.jobs_uri}/job")
+    rundir.write_json(LAUNCH, {"job_id": "job", "launch": 2, "node_count": 1, "sku": "Standard_NC6s_v3", "env": {}})
+    status = {"job_id": "job", "state": "failed", "message": "no", "launch": 2, "started_at": 1.0, "ended_at": 2.0}
+    rundir.write_json(STATUS, {**status, "exit_code": 1, "pid": 1})
+    monkeypatch.setenv("DTRAIN_NOTIFY", here.settings.notify)
+    tell_of_end(rundir)
+    here.fail(run, "job job failed", training=True)
+    here.sees_failure(run)
+    assert [item["title"] for item in heard] == ["dtrain: job has failed"]
+    rundir.storage.delete(NOTICES)  # nobody was told of that end
+    here.sees_failure(run)
+    assert heard[-1]["title"] == "dtrain: a retraining has failed"
 
 
 def test_a_run_that_died_with_its_machine_holds_nothing_up_and_is_told_once(

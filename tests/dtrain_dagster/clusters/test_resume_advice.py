@@ -1,0 +1,67 @@
+"""What a person is told whose job has ended since memory did not suffice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.exit_policy import Failure
+from dtrain_dagster.clusters.local.failure_message import explain_failure
+from dtrain_dagster.clusters.resume_advice import memory_advice, name_larger_skus
+from dtrain_dagster.costs.prices import price_table
+from trainer.rundir import RESULT, RunDir
+
+GIB = 1 << 30
+MEMORY = {
+    "device": "cuda",
+    "total_bytes": 16 * GIB,
+    "free_bytes": 2 * GIB,
+    "wanted_samples": 8,
+    "fitting_samples": 3,
+    "needed_bytes": 30 * GIB,
+    "measured": [[1, GIB // 3], [2, GIB // 2]],
+}
+
+
+def test_the_cheapest_skus_with_enough_memory_are_named_with_their_prices() -> None:
+    prices = price_table("eastus").values()
+    larger = [row for row in prices if row.gpu_memory_gib >= 30 and "dedicated" in row.figures]
+    cheapest = min(larger, key=lambda row: row.usd_per_hour("dedicated"))
+    told = name_larger_skus(prices, MEMORY, ranks=1)
+    assert told.startswith(f"{cheapest.sku} ({cheapest.gpu_memory_gib} GiB for each GPU, $")
+    assert f"${cheapest.usd_per_hour('dedicated'):.3g} an hour" in told
+    assert told.count("an hour") == 2
+    assert "NC6s_v3" not in told, "it has 16 GiB"
+    assert name_larger_skus(prices, {**MEMORY, "needed_bytes": 1000 * GIB}, ranks=1) == ""
+
+
+def test_ranks_share_a_hosts_memory() -> None:
+    prices = price_table("eastus").values()
+    host = {**MEMORY, "device": "cpu", "needed_bytes": 50 * GIB}
+    assert "Standard_NC8as_T4_v3" in name_larger_skus(prices, host, ranks=1)  # 56 GiB
+    assert "Standard_NC8as_T4_v3" not in name_larger_skus(prices, host, ranks=2)
+
+
+def test_where_no_size_could_be_measured_any_larger_one_is_named() -> None:
+    unknown: dict[str, Any] = {**MEMORY, "needed_bytes": None}
+    told = name_larger_skus(price_table("eastus").values(), unknown, ranks=1)
+    assert told
+    assert "T4" not in told
+
+
+@pytest.mark.parametrize("launch", [1, 2])
+def test_the_message_of_a_failed_job_says_so(tmp_path: Path, launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    rundir = RunDir(str(tmp_path / "run"))
+    rundir.write_json(RESULT, {"status": "failed", "error": "out of memory at step 3", "launch": 1, "memory": MEMORY})
+    failure = Failure(rank=0, node_id=0, code=1)
+    told = explain_failure(rundir, {"launch": launch, "job_id": "job", "processes_per_node": 1}, failure)
+    if launch == 2:  # the result is of the launch before
+        assert "SKUs" not in told
+        return
+    assert told.startswith("out of memory at step 3; SKUs with 30 GiB: Standard_")
+    assert "an hour" in told
+    assert "--name job" in told
+    assert memory_advice({"status": "failed"}, {"launch": 1}) == ""

@@ -1,0 +1,109 @@
+"""Memory that does not suffice after all steps: what is measured, what is said, and the way to the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint.manager import LATEST
+from trainer.config import DistributedTrainingConfig
+from trainer.engine.memory_need import MemoryNeed, explain_need, is_gpu_out_of_memory, may_move_to_cpu
+from trainer.exit_codes import DONE, FAILED
+
+MIB = 1 << 20
+NewJob = Callable[..., Any]
+
+
+def need(**fields: Any) -> MemoryNeed:
+    given = {"device": "cuda", "total_bytes": 16384 * MIB, "room_bytes": 1000 * MIB, "wanted": 8}
+    return MemoryNeed(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def test_what_fits_follows_from_the_sizes_that_were_measured() -> None:
+    found = need(measured=((1, 300 * MIB), (2, 500 * MIB)), failed=4)
+    assert found.sample_bytes == 200 * MIB
+    assert found.pass_bytes(8) == 1700 * MIB
+    assert found.fits == 3  # 4 did not fit, although the line allows 4
+    assert found.device_bytes(8) == round((16384 - 1000 + 1700) * MIB * 1.05)
+    assert need(measured=((1, 300 * MIB), (2, 480 * MIB))).fits == 4  # 840 MiB of 950; 5 would take 1,020
+    assert need(measured=((1, 100 * MIB), (2, 110 * MIB))).fits == 8, "not more than was wanted"
+    assert need().fits == 0
+    assert need().device_bytes(8) is None
+    assert need(measured=((1, 300 * MIB),), failed=2).pass_bytes(8) == 2400 * MIB, "at most this"
+
+
+def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
+    told = explain_need(need(measured=((1, 300 * MIB), (2, 500 * MIB)), failed=4), DistributedTrainingConfig())
+    assert "a pass takes 300 MiB with 1 sample at once and 500 MiB with 2 samples at once" in told
+    assert "the GPU has 1e+03 MiB free" in told or "the GPU has 1000 MiB free" in told
+    assert "training.micro_batch_floor = 3, as at most 3 of 8 samples fit at once" in told
+    assert 'training.precision = "bf16"' in told
+    assert 'training.backend = "gloo"' in told
+    assert "a GPU with 17.5 GiB for 8 samples at once, instead of 16 GiB" in told
+    none = explain_need(need(), DistributedTrainingConfig(precision="bf16"))
+    assert "not even one sample at once fits" in none
+    assert "bf16" not in none
+    assert "more than 16 GiB" in none
+    host = explain_need(need(device="cpu", measured=((1, MIB), (2, 2 * MIB))), DistributedTrainingConfig())
+    assert "start the job again" in host, "all of it would have fitted"
+    assert "backend" not in host
+    assert "DTRAIN_PROCESSES_PER_NODE" in host
+
+
+def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
+    real = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    auto = DistributedTrainingConfig()
+    assert is_gpu_out_of_memory(real)
+    assert may_move_to_cpu(real, auto, False)
+    assert not may_move_to_cpu(real, auto, True), "the peers of a fixed world cannot go on without it"
+    assert not may_move_to_cpu(real, DistributedTrainingConfig(backend="nccl"), False)
+    assert not may_move_to_cpu(real, DistributedTrainingConfig(precision="fp16"), False)
+    assert not may_move_to_cpu(MemoryError(), auto, False)
+
+
+@pytest.mark.slow
+def test_under_a_real_limit_the_job_says_what_fits_and_that_then_fits(new_job: NewJob) -> None:
+    """The limit comes in the second step: 32 samples at once have fitted before."""
+    room, sample = 200, 16
+    job = new_job(max_steps=4, world_size=1, micro_batch_floor=16)
+    job.sections["model"] = {"factory": "user_parts:hungry", "args": {"room_mb": room}}
+    job.environment["DTRAIN_FACTORY_MODULES"] = "user_parts"
+    assert job.start().wait() == [FAILED], job.log()
+    result = job.result()
+    memory, error = result["memory"], result["error"]
+    assert result["status"] == "failed"
+    assert "out of memory at step 2 with 16 samples at once" in error
+    assert [size for size, _ in memory["measured"]] == [1, 2, 4, 8]
+    per_sample = (memory["measured"][-1][1] - memory["measured"][-2][1]) / 4
+    assert sample * MIB <= per_sample <= 3 * sample * MIB
+    fits = memory["fitting_samples"]
+    assert 4 <= fits < 16
+    assert f"training.micro_batch_floor = {fits}" in error
+    assert (job.rundir.read_json(LATEST) or {})["step"] == 1, "the step that was done is kept"
+    job.training |= {"micro_batch_floor": fits}
+    assert job.start().wait() == [DONE], job.log()
+    assert job.result()["steps"] == 4
+
+
+def test_a_gpu_that_is_too_small_is_left_for_the_cpu(new_job: NewJob) -> None:
+    job = new_job(max_steps=4, micro_batch_floor=16)
+    job.environment["DTRAIN_FAULTS"] = json.dumps(
+        [{"kind": "gpu_oom", "at": "forward", "step": 2, "node": 0}] * 3  # fewer samples, checkpointing, no way left
+    )
+    assert job.run_here() == DONE
+    told = [(item["samples"], item.get("device")) for item in job.events("out_of_memory")]
+    assert told == [(16, None), (16, None), (32, "cpu")]
+    assert [item["step"] for item in job.events("resume")] == [2], "nothing that was done is done again"
+    assert (job.result()["status"], job.result()["steps"], job.result()["device"]) == ("succeeded", 4, "cpu")
+
+
+def test_without_a_free_choice_of_the_device_a_gpu_that_is_too_small_ends_the_job(new_job: NewJob) -> None:
+    job = new_job(max_steps=4, micro_batch_floor=16, backend="gloo")
+    job.environment["DTRAIN_FAULTS"] = json.dumps([{"kind": "gpu_oom", "at": "forward", "step": 2, "node": 0}] * 3)
+    assert job.run_here() == FAILED
+    assert "out of memory at step 3 with 16 samples at once and activation checkpointing" in job.result()["error"]
+    assert (job.rundir.read_json(LATEST) or {})["step"] == 2

@@ -1,0 +1,30 @@
+"""A training of many steps holds no more objects at its end than after its start, in all threads together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from worlds import Job
+
+EVERY, MOST_STEPS = 400, 1200
+"""Passes between two counts: two in each step. The dataset has 40 steps in an epoch."""
+A_STEP = 0.5
+"""Blocks that a step may add: an epoch adds a record of its samples, with its copies for checkpoints."""
+
+
+@pytest.mark.slow
+def test_objects_do_not_grow_with_the_steps(new_job: Callable[..., Job], tmp_path: Path) -> None:
+    counts = tmp_path / "counts.txt"
+    job = new_job(
+        world_size=1, epochs=1000, max_steps=MOST_STEPS, log_frequency=1, checkpoint_frequency=50, eval_frequency=200
+    )
+    job.sections["model"] = {"factory": "user_parts:counting", "args": {"path": str(counts), "every": EVERY}}
+    job.sections["tracking"] = {"tensorboard": True}
+    assert job.start().wait(300) == [0], job.log()
+    found = [int(line) for line in counts.read_text().split()]
+    assert len(found) == 2 * MOST_STEPS // EVERY
+    settled = found[2:]  # what is loaded and made once is there by now
+    steps = EVERY // 2 * (len(settled) - 1)
+    assert settled[-1] - settled[0] < A_STEP * steps, found

@@ -1,0 +1,251 @@
+"""The memory that a pass of forward and backward takes, measured by size once all steps against running out are used
+up, and the words on what would fit.
+
+The steps themselves are `trainer.engine.out_of_memory`; who takes them is `trainer.engine.recovery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.config import DistributedTrainingConfig
+from trainer.data.shards import DataShardManager
+from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.engine.step import TrainingStep
+from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
+from trainer.runtime.malloc import give_back_freed_memory
+
+SAFETY = 0.05
+"""The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""
+_GPU_WORDS = ("CUDA", "CUBLAS", "CUDNN", "HIP")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """What passes of some sizes take beside what is held between steps, in bytes."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    total_bytes: int
+    """Memory of the device, or what this process may have of the host's."""
+    room_bytes: int
+    """What was free for a pass."""
+    wanted: int
+    """Samples at once for which memory did not suffice."""
+    measured: tuple[tuple[int, int], ...] = ()
+    """(samples, bytes at the peak) of the passes that were possible, in ascending order."""
+    failed: int | None = None
+    """The smallest number of samples for which memory ran out while this was measured."""
+
+    @property
+    def sample_bytes(self) -> float | None:
+        """Return the bytes that one more sample takes; None where fewer than two sizes could be measured."""
+        if len(self.measured) < 2:
+            return None
+        (few, low), (many, high) = self.measured[-2:]
+        return max(0.0, (high - low) / (many - few))
+
+    def pass_bytes(self, samples: int) -> int | None:
+        """Return the bytes of a pass of this many samples; at most these where one size alone was measured, and None
+        where none was."""
+        if not self.measured:
+            return None
+        known, taken = self.measured[-1]
+        slope = self.sample_bytes
+        if slope is None:
+            return taken * max(1, math.ceil(samples / known))
+        return round(taken + slope * (samples - known))
+
+    def device_bytes(self, samples: int) -> int | None:
+        """Return the memory that a device needs in all for passes of this many samples, `SAFETY` included."""
+        taken = self.pass_bytes(samples)
+        return None if taken is None else round((self.total_bytes - self.room_bytes + taken) * (1 + SAFETY))
+
+    @property
+    def fits(self) -> int:
+        """Return the most samples at once that fit here, at most `wanted`; 0 where not even one was possible."""
+        if not self.measured:
+            return 0
+        known, taken = self.measured[-1]
+        most = known
+        if self.sample_bytes:
+            most = max(known, known + math.floor((self.room_bytes * (1 - SAFETY) - taken) / self.sample_bytes))
+        return min(most, self.wanted, self.wanted if self.failed is None else self.failed - 1)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures as they stand in ``result.json``."""
+        return {
+            "device": self.device,
+            "total_bytes": self.total_bytes,
+            "free_bytes": self.room_bytes,
+            "wanted_samples": self.wanted,
+            "fitting_samples": self.fits,
+            "needed_bytes": self.device_bytes(self.wanted),
+            "measured": [list(pair) for pair in self.measured],
+        }
+
+
+def is_gpu_out_of_memory(error: BaseException) -> bool:
+    """Return whether it is a GPU's memory that ran out, by the words of torch's own errors."""
+    return is_out_of_memory(error) and any(words in str(error) for words in _GPU_WORDS)
+
+
+def may_move_to_cpu(error: BaseException, config: DistributedTrainingConfig, is_world_fixed: bool) -> bool:
+    """Return whether the training goes on on the CPU after the last step against running out of memory: it was a GPU's
+    memory, ``backend`` leaves the choice of the device open, the precision exists on a CPU, and this process may leave
+    its peers. Pure."""
+    is_free = config.backend == "auto" and config.precision != "fp16" and not is_world_fixed
+    return is_free and is_gpu_out_of_memory(error)
+
+
+def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) -> MemoryNeed:
+    """Return what passes of 1, 2, 4 … samples take, up to ``wanted`` of them or until memory runs out. The gradients of
+    the model are useless afterwards; its weights and running statistics stay."""
+    device = step.device
+    _free(device)
+    total, room = _memory_of(device)
+    measured: list[tuple[int, int]] = []
+    failed = None
+    for samples in sorted({1 << power for power in range(wanted.bit_length()) if 1 << power <= wanted} | {wanted}):
+        try:
+            rows = shards.end_rows("train", np.arange(min(samples, shards.count("train"))))
+            windows, target = (part.to(device) for part in shards.gather(rows))
+            taken = _peak_of(lambda given=(windows, target): step.run_alone(*given), device)  # type: ignore[misc]
+        except Exception as error:
+            if is_out_of_memory(error):
+                failed = samples
+                break
+            # Such as of a normalisation over a batch of one. The error to report is the one before.
+            _log.info("a pass of %d samples could not be measured: %s", samples, error)
+            continue
+        finally:
+            _free(device)
+        measured.append((samples, taken))
+    room = max([room, *(taken for _, taken in measured)])  # what is freed may lie in pieces that the limit counts
+    return MemoryNeed(
+        device=device.type,
+        total_bytes=max(total, room),
+        room_bytes=room,
+        wanted=wanted,
+        measured=tuple(measured),
+        failed=failed,
+    )
+
+
+def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
+    """Return what was measured, and the settings with which the training would fit, as sentences. Pure."""
+    where = "GPU" if need.device == "cuda" else "host"
+    if not need.measured:
+        told = f"not even one sample at once fits into the {_size(need.room_bytes)} that the {where} has free"
+    else:
+        parts = [
+            f"{_size(taken)} with {samples} sample{'s' if samples > 1 else ''} at once"
+            for samples, taken in (need.measured[-2:])
+        ]
+        told = f"a pass takes {' and '.join(parts)}, and the {where} has {_size(need.room_bytes)} free"
+    ways = _ways(need, config, where)
+    return f"measured: {told}. What would fit: {'; '.join(ways)}"
+
+
+def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> list[str]:
+    ways = []
+    if need.fits >= need.wanted:
+        ways.append("the same again, if something else held the memory meanwhile: start the job again")
+    elif need.fits:
+        setting = (
+            "training.micro_batch_floor" if need.fits < config.micro_batch_floor else "training.batch_size_per_gpu"
+        )
+        ways.append(f"{setting} = {need.fits}, as at most {need.fits} of {need.wanted} samples fit at once")
+    if config.precision == "fp32":
+        ways.append('training.precision = "bf16", which keeps about half of the activations\' bytes')
+    all_bytes = need.device_bytes(need.wanted)
+    if all_bytes is not None and need.fits < need.wanted:
+        kind = "a GPU" if need.device == "cuda" else "nodes"
+        ways.append(
+            f"{kind} with {_size(all_bytes)} for {need.wanted} samples at once, instead of {_size(need.total_bytes)}"
+        )
+    elif all_bytes is None:
+        ways.append(f"a {where} with more than {_size(need.total_bytes)}")
+    if need.device == "cuda":
+        ways.append(f'the CPU (training.backend = "gloo"), whose host has {_size(machine_bytes())}')
+    else:
+        ways.append("fewer ranks on each host (--procs-per-node, DTRAIN_PROCESSES_PER_NODE), which share its memory")
+    ways.append("a smaller model")
+    return ways
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back_freed_memory()
+
+
+def _memory_of(device: torch.device) -> tuple[int, int]:
+    """Return (all, free) bytes for this process."""
+    if device.type != "cuda":
+        room, total = allocatable_bytes()
+        return total, room
+    free, total = torch.cuda.mem_get_info(device)
+    limit = round(torch.cuda.get_per_process_memory_fraction(device) * total)
+    held = torch.cuda.memory_reserved(device)
+    return min(total, limit), max(0, min(free, limit - held)) + held - torch.cuda.memory_allocated(device)
+
+
+def _peak_of(run: Callable[[], None], device: torch.device) -> int:
+    """Return the bytes that were held at once while this ran, beside those before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _LiveStorages() as live:
+        run()
+    return live.most
+
+
+class _LiveStorages(TorchDispatchMode):
+    """The bytes of all tensors that live at once, of those made while it is active: a CPU's allocator counts none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)
+        }
+        for part in tree_leaves(result):
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                if storage._cdata not in self._known | given and storage.nbytes():
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
