@@ -136,6 +136,10 @@ class DynamicRendezvous:
         if self.generation is not None and self.membership.is_over(self.generation):
             raise GroupError(OVER, communication=False)
 
+    def let_others_leave(self) -> None:
+        """Take the end of the other members for what it is from now on: they have nothing more to do."""
+        self.peers.follow({})
+
     def describe_peers(self) -> dict[str, str]:
         """Return this process's view of the other members, for the record of a failure."""
         heard = self.peers.seconds_since_heard()
