@@ -50,6 +50,8 @@ def finalize(session: Session) -> dict[str, Any]:
         _begin_stage(session, "model")
         is_alone = _release_others(session)
         if world.rank == 0:
+            if is_alone:
+                session.faults.reach("alone", session.progress.step)
             if session.elastic is not None:
                 session.elastic.require_current()
             _write_model(session, digests[0])
