@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -18,17 +19,20 @@ import click
 import psutil
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from small_job import write_dataset
+from told_events import told, write_run
 
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.sections import SECTIONS
-from dtrain_dagster.cli.terminal import format_progress, nodes_table
+from dtrain_dagster.cli.terminal import format_progress, nodes_table, print_status
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
-from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
+from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, parse_job
 from trainer.rundir import LIMIT, NodePresence, RunDir
@@ -500,9 +504,23 @@ def test_a_line_of_progress_says_what_is_known():
     from dtrain_dagster.jobs.progress import JobProgress
 
     assert format_progress(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
-    progress = JobProgress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
+    progress = JobProgress(phase="training", step=20, epoch=2, loss=0.5, samples_per_second=1234.0)
     expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
-    assert format_progress(replace(progress, nodes_alive=1), 40) == expected
+    assert format_progress(replace(progress, nodes_alive=1), 40, TimeLeft(seconds=65, has_finish=True)) == expected
+    assert "ETA 5 s to the last step" in format_progress(progress, 40, TimeLeft(seconds=5, has_finish=False))
+    assert "ETA" not in format_progress(progress, 40)
+
+
+def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
+    rundir = write_run(tmp_path, "a", told(4))
+    running = JobStatus(job_id="a", state=JobState.RUNNING, started_at=0.0)
+    for state in JobState:
+        console = Console(width=200, file=io.StringIO())
+        print_status(console, replace(running, state=state), rundir, now=1.0)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "step 20" in shown
+        assert "epoch 1" in shown, "people count from 1"
+        assert ("ETA" in shown) is not state.is_final, state
 
 
 def test_help_lists_each_command_in_one_section_with_a_whole_sentence():
