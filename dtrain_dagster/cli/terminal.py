@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
@@ -214,7 +216,11 @@ def print_health(console: Console, health: ClusterHealth) -> None:
 def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
     """Print the state of a job, and when each of its nodes was present."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
-    console.print(f"started {time_of(status.started_at)}, {format_age(status, now)}", highlight=False)
+    nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
+    took = presences.totals(nodes, not status.state.is_final, now, stale)
+    age = f"{took.words}; {took.node_hours_words}" if nodes else format_age(status, now)
+    began = min((node.started_at for node in nodes), default=status.started_at)  # of the first launch
+    console.print(f"started {time_of(began)}, {age}", highlight=False)
     progress, clock, heard = JobProgress(nodes_alive=status.nodes_alive), LeftClock(rundir), 0
     for events in rundir.looks():
         clock.take(events)
@@ -224,14 +230,26 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
         if progress.hang:
             text = f"! {hang_verdict(progress.hang)}"
             console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
+    console.print(nodes_table(nodes, now, stale))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     for line in filter(None, (status.message, studio)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
-    """Return a row for each (status, nodes, last step and its loss)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedJob:
+    """A job in the table of all jobs."""
+
+    status: JobStatus
+    nodes: int = 0
+    step: tuple[int, float] | None = None
+    """The last step and its loss."""
+    seconds: float | None = None
+    """How long it took over all launches; None where it has one only, which its status tells."""
+
+
+def jobs_table(listed: Iterable[ListedJob], now: float) -> Table:
+    """Return a row for each job."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, options in (
         ("JOB", {"no_wrap": True}),
@@ -243,16 +261,17 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
         ("LOSS", {"justify": "right"}),
     ):
         table.add_column(title, **options)
-    jobs = list(jobs)
-    if is_damaged := any(status.damage for status, _, _ in jobs):
+    jobs = list(listed)
+    if is_damaged := any(job.status.damage for job in jobs):
         table.add_column("WHY", overflow="fold")
-    for status, nodes, step in jobs:
+    for job in jobs:
+        status, step = job.status, job.step
         table.add_row(
             visible(status.job_id),
             Text("damaged", style="red") if status.damage else state_text(status.state),
-            str(nodes),
+            str(job.nodes),
             time_of(status.started_at),
-            format_age(status, now),
+            format_age(status, now) if job.seconds is None else format_duration(job.seconds),
             *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
             *([visible(status.damage)] if is_damaged else []),
         )

@@ -26,7 +26,7 @@ class CostMetrics:
     total_cost_usd: float
     cost_per_node_hour: float
     training_duration_hours: float
-    """Hours from the first node's start to the last node's end."""
+    """Hours in which at least one node was paid for, over all launches."""
     cost_per_epoch: float
     estimated_total_cost: float
 
@@ -114,10 +114,8 @@ class CostTracker:
 
     @property
     def wall_seconds(self) -> float:
-        """Return the seconds from the first node's start to the last node's end."""
-        if not self.nodes:
-            return 0.0
-        return (max(node.ended for node in self.nodes) - min(node.began for node in self.nodes)) / SECOND
+        """Return the seconds in which at least one node was paid for; the time between two launches is not."""
+        return paid_wall_seconds(self.nodes)
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
         """Return the job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the
@@ -238,7 +236,7 @@ def _once(intervals: list[NodeCost]) -> list[NodeCost]:
     return found
 
 
-def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
+def paid_wall_seconds(usage: Sequence[NodeUsage | NodeCost]) -> float:
     """Return the seconds in which at least one node was paid for; the time between two launches is not."""
     total, until = 0.0, -math.inf
     for node in sorted(usage, key=lambda node: node.started_at):

@@ -246,6 +246,9 @@ def read_row(rundir: RunDir) -> JobRow:
         ended_at=ended_at,
         model=str((job.get("model") or {}).get("factory", "")),
         step=step,
+        seconds=presences.totals(rundir.nodes(), running=False, now=ended_at).seconds
+        if ended_at is not None and (launch or {}).get("launch", 1) > 1  # its status is of the last one
+        else None,
     )
 
 
@@ -306,6 +309,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     else:
         note = phase if row.running else ""
     there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
+    took = presences.totals(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
         ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch}") if progress.step else ("step", "–", ""),
@@ -313,8 +317,8 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
             "time left" if row.running else "took",
             (left.words if left is not None else "–")
             if row.running
-            else format_duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
-            f"has run for {format_duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+            else format_duration(took.seconds or max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
+            f"has run for {took.words}" if row.running and took.seconds else took.of_which,
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
         ("samples/s", format_number(progress.samples_per_second, 0), "all nodes"),
