@@ -389,12 +389,12 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     reason), ``communication`` (the hook that ``auto`` uses from here on: step, choice, before, reason, step_seconds
     of each, latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`), ``node`` (a sample
     of utilisation, see `trainer.observability.node_monitor.NodeMonitor`), ``evaluation`` (step, split, loss…),
-    ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``
-    (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step, seconds),
-    ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples,
-    activation_checkpointing), ``hang`` (no progress, as one rank sees it: step, node_id, nodes, operation, sequence,
-    waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune`` (group, candidate, doing,
-    samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last step, steps, path, top
-    operations), ``error`` (message, fatal), ``end`` (status).
+    ``finish`` (a stage of it begins: stage), ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed``
+    (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation: world_size, nodes,
+    joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation, waited_seconds, error,
+    peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no progress, as one rank
+    sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
+    `trainer.observability.watchdog`), ``tune`` (group, candidate, doing, samples_per_second, gain, elapsed_seconds,
+    budget_seconds), ``profile`` (a trace: steps, path…), ``error`` (message, fatal), ``end`` (status).
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

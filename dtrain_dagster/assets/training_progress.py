@@ -197,7 +197,8 @@ def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projectio
     told = [f"{dollars(cost.so_far)} so far"]
     if cost.at_end and cost.over_at_end is not None:
         told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
-    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{', '.join(told)} ({plan.price_words})"])
+    nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
+    return " · ".join([*parts, nodes, f"{', '.join(told)} ({plan.price_words})"])
 
 
 def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:

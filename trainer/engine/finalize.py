@@ -89,17 +89,18 @@ def _release_others(session: Session) -> bool:
     """Return whether rank 0 does the rest alone, so that the others leave and are not paid for any longer: where the
     cluster releases them, and the last checkpoint is in storage, from which another node could go on if rank 0 was
     lost. A collective."""
-    world = session.world
-    if world.world_size == 1 or not session.participant.leaves_when_done:
+    world, elastic = session.world, session.elastic
+    if world.world_size == 1 or elastic is None or not session.participant.leaves_when_done:
         return False
     is_kept = False
     if world.rank == 0:
         session.checkpoints.wait(COMMIT_SECONDS)
         is_kept = session.checkpoints.committed_step() == session.progress.step
     world.barrier()
+    elastic.let_others_leave()  # before they are told: the first to be told ends at once
     is_alone = world.all_gather_object(is_kept)[0]
-    if is_alone and world.rank == 0 and session.elastic is not None:
-        session.elastic.let_others_leave()
+    if not is_alone:
+        elastic.let_others_leave(False)
     return is_alone
 
 

@@ -49,12 +49,12 @@ def train(cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], del
 
 
 def test_nodes_leave_when_they_have_nothing_more_to_do_and_are_paid_for_until_then(cluster, dataset):
-    seconds = 4.0
+    seconds = 10.0  # far more than a process takes to end on a busy machine
     rundir = train(cluster, dataset, "leaves", {"kind": "sleep", "at": "alone", "node": 0, "seconds": seconds})
     ends = {node.node_id: node.ended_at for node in rundir.nodes()}
     assert ends.keys() == {0, 1, 2}
     assert all(node.exit_codes == (0,) for node in rundir.nodes())
-    assert ends[0] - max(ends[1], ends[2]) > seconds / 2, "they did not wait for the rest of rank 0's work"
+    assert ends[0] - max(ends[1], ends[2]) > seconds / 4, "they did not wait for the rest of rank 0's work"
     usage = {item.node_id: item for item in cluster.manager.node_usage("leaves")}
     assert {node: item.ended_at for node, item in usage.items()} == ends, "the bill ends with the node"
     assert rundir.last_generation() == 1, "nobody took the end of the others for a loss"
@@ -65,7 +65,7 @@ def test_nodes_leave_when_they_have_nothing_more_to_do_and_are_paid_for_until_th
 
 @pytest.mark.parametrize(
     ("delay", "places"),
-    [(5.0, [(1, 0), (1, 1), (1, 2), (2, 0)]), (0.0, None)],
+    [(90.0, [(1, 0), (1, 1), (1, 2), (2, 0)]), (0.0, None)],
     ids=["when the others have left", "while the others leave"],
 )
 def test_a_rank_0_that_is_lost_when_it_works_alone_is_replaced_by_one_node(cluster, dataset, delay, places):
