@@ -41,7 +41,7 @@ class TrainingProvenance:
             "dagster_run_id": self.dagster_run_id,
             "dagster_run_url": self.dagster_run_url,
             "sku": self.sku,
-            "launches": self.launches,
+            "launches": self.launches if self.launches > 1 else None,
             "cost_usd_total": None if self.cost_usd_total is None else f"{self.cost_usd_total:.6f}",
         }
         return {name: str(value) for name, value in values.items() if value}
