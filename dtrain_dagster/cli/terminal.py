@@ -168,11 +168,13 @@ def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
 
 
 def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
-    """Return the state in a word: lost to the others, silent, training, or between trainings (evaluating, saving,
-    waiting to join)."""
+    """Return the state in a word: lost to the others, done with all that it has to do, silent, training, or between
+    trainings (evaluating, saving, waiting to join)."""
     silent = now - float(board.nodes[node]["time"])
     if node in board.lost:
         return Text("lost", style="red")
+    if node in board.done:
+        return Text("done", style="green")
     if silent > SILENT_NODE_SECONDS:
         return Text(f"silent for {silent:.0f} s", style="yellow")
     if node in board.members and board.nodes[node].get("samples_per_second") is not None:

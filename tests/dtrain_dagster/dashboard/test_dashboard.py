@@ -23,7 +23,7 @@ from rich.console import Console
 from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
 
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.terminal import live_nodes_table
+from dtrain_dagster.cli.terminal import live_nodes_table, node_state
 from dtrain_dagster.dashboard import page, prometheus
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
 from dtrain_dagster.dashboard.panels import PANELS
@@ -149,6 +149,9 @@ def test_the_terminal_has_a_line_for_each_node():
     lines = [line.split() for line in capture.get().splitlines() if line[:1].isdigit()]
     assert {line[0]: line[1] for line in lines} == {"0": "silent", "1": "lost", "2": "training"}
     assert lines[0][-2:] == ["61", "°C"]
+    ended = folded([*told(5), event("end", START + 6, rank=1, status="succeeded")])
+    states = {node: node_state(ended, node, START + 60).plain for node in range(3)}
+    assert states == {0: "silent for 56 s", 1: "done", 2: "silent for 56 s"}, "a released node is not missed"
     assert [line[-3] for line in lines] == ["24%", "24%", "0%"], "who holds the others up does not wait"
 
 
