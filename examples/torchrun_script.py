@@ -89,7 +89,7 @@ def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_l
         else:
             found = trainer.train_epoch(loader, epoch)
         if rank == 0:
-            print(f"epoch {epoch}: loss {found['loss']:.6f} over {found['samples']:.0f} samples")
+            print(f"epoch {epoch + 1}: loss {found['loss']:.6f} over {found['samples']:.0f} samples")
     weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
     print(f"rank {rank}: sha256 of the weights {hashlib.sha256(weights).hexdigest()}", flush=True)
 

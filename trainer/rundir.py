@@ -386,19 +386,9 @@ def _node_file(presence: NodePresence) -> str:
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:
     """Return one event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
-    Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
-    eta_seconds), ``timing`` (of the steps since the one before, on each rank: steps, seconds, nodes, samples, segments,
-    typical, collectives, topology, backend, device…; see `trainer.runtime.step_timer` and
-    `trainer.observability.comm_profiler`), ``link`` (a probe: step, bytes, seconds as [from rank, to rank, seconds],
-    reason), ``communication`` (the hook that ``auto`` uses from here on: step, choice, before, reason, step_seconds
-    of each, latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`), ``node`` (a sample
-    of utilisation, see `trainer.observability.node_monitor.NodeMonitor`), ``evaluation`` (step, split, loss…),
-    ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``
-    (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step, seconds),
-    ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples,
-    activation_checkpointing, device where it left its GPU), ``hang`` (no progress, as one rank sees it: step, node_id,
-    nodes, operation, sequence, waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune``
-    (group, candidate, doing, samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last
-    step, steps, path, top operations), ``error`` (message, fatal), ``end`` (status).
+    `trainer.documents.events` has a class for each kind that something reads, with its fields. Besides these there are
+    ``communication`` (the hook that ``auto`` uses from here on: step, choice, before, reason, step_seconds of each,
+    latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`) and ``communication_error``
+    (step, operation, waited_seconds, error, peers, attempt), which are for people.
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

@@ -11,6 +11,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
@@ -137,6 +138,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         bill.metrics,
         bill.plan.price_note,
         usd_per_1000_samples=bill.usd_per_1000_samples,
+        launches=asdict(sum_launches(bill.usage, bill.plan.tier)),
         energy=asdict(bill.energy),
         difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
@@ -164,6 +166,7 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         **_identity(bill.job, bill.plan, bill.tracker),
         **asdict(JobCourse.read(rundir)),
         "node_hours": round(bill.tracker.node_hours, 6),
+        **sum_launches(bill.usage, bill.plan.tier).last_metadata(),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
         "goodput_percent": round(100 * bill.found.goodput, 1),

@@ -9,12 +9,14 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.costs.tracker import CostTracker, bill_usage
+from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
+from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars
@@ -126,14 +128,17 @@ def provenance_of(
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
     from dtrain_dagster.registry import TrainingProvenance
 
-    usage = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage]
+    usage, rundir = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage], RunDir(job.run_dir)
+    took, phases = sum_launches(usage), read_phase_totals(rundir, rundir.events())
     sku = ", ".join(sorted({interval.sku for interval in usage}))
     cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
     if cost_usd is None:
         context.log.warning(in_words)
     return TrainingProvenance(
         nodes=job.node_count,
-        node_hours=sum(interval.hours for interval in bill_usage(usage)[0]),
+        node_hours=took.node_hours,
+        launches=max(1, took.launches),
+        train_seconds=phases.get("training"),
         cost_usd=in_words,
         cost_usd_total=cost_usd,
         sku=sku,

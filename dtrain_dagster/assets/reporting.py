@@ -18,9 +18,11 @@ from dtrain_dagster.assets.common import (
     table_schema,
 )
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import format_duration
@@ -56,7 +58,11 @@ def performance_report(
     usage = cluster.manager().node_usage(job.job_id)
     events = list(rundir.events())
     performance = summarise_performance(
-        events, result["phase_seconds"], result["world_size"], [*usage, *plan.probe_usage], plan.job["training"]
+        events,
+        read_phase_totals(rundir, events),
+        result["world_size"],
+        [*usage, *plan.probe_usage],
+        plan.job["training"],
     )
     optimization = ResourceOptimizer(
         events,
@@ -75,7 +81,7 @@ def performance_report(
         "verdict": performance.verdict,
         **_figures(performance),
         "wall_seconds": round(wall, 1),
-        "time_against_estimate": f"{format_duration(wall)}; estimated {format_duration(expected.expected)} "
+        "time_against_estimate": f"{sum_launches(usage).words}; estimated {format_duration(expected.expected)} "
         f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),

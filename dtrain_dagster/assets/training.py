@@ -22,8 +22,10 @@ from dtrain_dagster.assets.training_progress import (
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
+from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import tier_of
+from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -152,7 +154,9 @@ def trained_checkpoint(
     outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=_metadata(rundir, events, result, evaluation, plan) | provisioning(manager),
+        metadata=_metadata(rundir, events, result, evaluation, plan)
+        | totals_metadata(sum_launches(manager.node_usage(choice.job_id), plan.tier))
+        | provisioning(manager),
         check_results=[
             _weights_check(result),
             _samples_check(result, plan),
@@ -237,7 +241,7 @@ def _metadata(
         "job_id": rundir.uri.rsplit("/", 1)[-1],
         "run_dir": dg.MetadataValue.path(rundir.uri),
         "steps": result["steps"],
-        "train_seconds": round_figures(result["train_seconds"]),
+        "train_seconds": round_figures(read_phase_totals(rundir, events).get("training", result["train_seconds"])),
         "world_size": result["world_size"],
         "weights_sha256": result["weights_sha256"],
         "dataset_id": plan.job["dataset"]["dataset_id"],
@@ -257,6 +261,18 @@ def _metadata(
         metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     return metadata
+
+
+def totals_metadata(took: LaunchTotals) -> dict[str, Any]:
+    """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
+    metadata: dict[str, Any] = {
+        "launches": took.launches,
+        "wall_seconds": round(took.seconds, 1),
+        "node_hours": round(took.node_hours, 5),
+    }
+    if took.usd is not None:
+        metadata["cost_usd"] = round(took.usd, 5)
+    return metadata | took.last_metadata()
 
 
 def membership_table(history: "Sequence[Generation]") -> str:

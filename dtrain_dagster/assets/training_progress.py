@@ -18,14 +18,14 @@ from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
-from dtrain_dagster.support.formatting import dollars, format_duration, in_block
+from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.projection import Projection
+    from dtrain_dagster.planning.projection import Projection, TimeLeft
 
 COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
@@ -49,7 +49,7 @@ def follow_training(
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed."""
-    from dtrain_dagster.planning.projection import ProgressRate, project
+    from dtrain_dagster.planning.projection import ProgressRate, project, time_left
 
     observed_at, phase = 0.0, ""
     told: dict[str, Any] | None = None
@@ -77,9 +77,10 @@ def follow_training(
                 usage = manager.node_usage(job_id)
                 if usage or progress.step:  # from the first node on: a node is paid for even before its first step
                     cost = project(CostTracker("", usage, plan.tier), planned, pace)
-                    metadata = progress_metadata(progress, plan, cost)
+                    left = None if status.state.is_final else time_left(pace, planned, time.time())
+                    metadata = progress_metadata(progress, plan, cost, left)
                     context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-                    context.log.info(describe_progress(progress, plan, cost))
+                    context.log.info(describe_progress(progress, plan, cost, left))
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
@@ -155,18 +156,20 @@ def tell_of(
         rundir.write_json(TOLD, told)  # last: where this fails, people have still been told
 
 
-def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
+def progress_metadata(
+    progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None
+) -> dict[str, Any]:
     """Return the known figures of an observation of the running asset, as numbers, so that the UI plots them."""
     over = cost.over_at_end
     fields = {
         "phase": progress.phase,
         "step": progress.step or None,
         "steps_planned": plan.work.steps,
-        "epoch": progress.epoch if progress.step else None,
+        "epoch": progress.epoch or None,
         "loss": progress.loss,
         "valid_loss": progress.valid_loss,
         "samples_per_second": progress.samples_per_second,
-        "eta_seconds": progress.eta_seconds,
+        "eta_seconds": left.seconds if left else None,
         "nodes_alive": progress.nodes_alive,
         "cost_so_far_usd": cost.so_far,
         "projected_cost_usd": cost.at_end.expected if cost.at_end else None,
@@ -179,23 +182,24 @@ def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projectio
     return {name: round_figures(value) for name, value in fields.items() if value is not None}
 
 
-def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
+def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
     steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
-    parts = steps if progress.step else [progress.phase]
+    parts = [progress.phase, *(steps if progress.step else [])]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.samples_per_second is not None:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if progress.eta_seconds is not None:
-        parts.append(f"ETA {format_duration(progress.eta_seconds)}")
+    if left is not None:
+        parts.append(f"ETA {left.words}")
     if shares := progress.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
     told = [f"{dollars(cost.so_far)} so far"]
     if cost.at_end and cost.over_at_end is not None:
         told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
-    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{', '.join(told)} ({plan.price_words})"])
+    nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
+    return " · ".join([*parts, nodes, f"{', '.join(told)} ({plan.price_words})"])
 
 
 def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:

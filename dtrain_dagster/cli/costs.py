@@ -12,6 +12,7 @@ import click
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 
 if TYPE_CHECKING:
+    from dtrain_dagster.costs.launches import LaunchTotals
     from dtrain_dagster.costs.ledger import Ledger
     from dtrain_dagster.costs.tracker import CostTracker
 
@@ -36,11 +37,12 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.clusters.azure_ml.bill_reconciliation import UsageError
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import PLAN, probe_usage_of
     from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
-    from trainer.rundir import RESULT
+    from trainer.rundir import JOB, RESULT
 
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
@@ -54,8 +56,9 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
         events = list(rundir.events(strict=True))
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
-        found = ledger(tracker.nodes, events, running)
+        found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
         energy = job_footprint(usage, events, is_local=settings.cluster == "local")
+        took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
         reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None
     except (PriceError, UsageError) as error:
         raise Refusal(str(error)) from None
@@ -64,13 +67,13 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         click.echo(export.to_csv(export.ledger_rows(found)), nl=False)
     elif as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
-        more: dict[str, Any] = {"running": running, "energy": asdict(energy)}
+        more: dict[str, Any] = {"running": running, "energy": asdict(energy), "launches": asdict(took)}
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
         click.echo(json.dumps(export.cost_document(tracker, found, metrics, words, **more), indent=2))
     else:
-        _print(tracker, found, words, expected, running)
+        _print(tracker, found, took, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
         say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
         if reconciled is not None:
@@ -85,7 +88,9 @@ def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any) -> A
     return reconcile(tracker, rows, marks_of(job_id, rundir.read_json(LAUNCH) or {}))
 
 
-def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | None, running: bool) -> None:
+def _print(
+    tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
+) -> None:
     from rich.table import Table
 
     from dtrain_dagster.costs import export
@@ -110,9 +115,11 @@ def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | No
     )
     console().print(table, highlight=False)
     nodes = len({node.node_id for node in tracker.nodes})
-    said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {format_duration(tracker.wall_seconds)}"
+    said = f"{nodes} node(s), {took.node_hours_words} in {took.words}"
     probe = f", and {dollars(tracker.probe_usd)} for its probe" if tracker.probe_usd else ""
     say(said + (f"; estimated: {dollars(expected)}{probe}" if expected else ""))
+    if took.last and took.last.usd is not None:
+        say(f"of these dollars the last launch took {dollars(took.last.usd)}")
     for note in (*tracker.notes, *found.notes):
         say(f"note: {note}")
 

@@ -60,30 +60,37 @@ def jobs() -> None:
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import replace
 
-    from dtrain_dagster.cli.terminal import jobs_table
+    from dtrain_dagster.cli.terminal import ListedJob, jobs_table
+    from dtrain_dagster.clusters import presence
     from dtrain_dagster.clusters.base import JobStatus
     from dtrain_dagster.jobs.progress import last_step
     from trainer.errors import DamagedError
-    from trainer.rundir import LAUNCH
+    from trainer.rundir import LAUNCH, stale_seconds
 
-    settings = read_settings()
+    settings, now = read_settings(), time.time()
     manager = cluster_of(settings)[0].manager()
 
-    def row(status: JobStatus) -> tuple[JobStatus, int, tuple[int, float] | None]:
+    def row(status: JobStatus) -> ListedJob:
         rundir = run_dir(settings, status.job_id)
         if status.damage:
-            return status, 0, None
+            return ListedJob(status=status)
         try:
-            return status, (rundir.read_json(LAUNCH) or {}).get("node_count", 0), last_step(rundir)
+            launch, seconds = rundir.read_json(LAUNCH) or {}, None
+            if launch.get("launch", 1) > 1:  # the status is of the last one
+                stale = stale_seconds(rundir.storage)
+                seconds = presence.totals(rundir.nodes(), not status.state.is_final, now, stale).seconds
+            return ListedJob(
+                status=status, nodes=launch.get("node_count", 0), step=last_step(rundir), seconds=seconds
+            )  # fmt: skip
         except (DamagedError, OSError) as error:  # no job hides the others
-            return replace(status, damage=str(error)), 0, None
+            return ListedJob(status=replace(status, damage=str(error)))
 
     with ThreadPoolExecutor(READERS) as pool:
         rows = list(pool.map(row, manager.list_jobs()))
     if not rows:
         say(f"no jobs in {settings.jobs_uri}")
         return
-    console().print(jobs_table(rows, time.time()))
+    console().print(jobs_table(rows, now))
 
 
 @main.command()

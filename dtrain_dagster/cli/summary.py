@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
@@ -39,18 +41,22 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     registration = rundir.read_json(REGISTRATION)
     lines = [
         ("job", rundir.uri.rsplit("/", 1)[-1]),
-        (
-            "trained",
-            f"{result['steps']} steps on {result['world_size']} ranks in {format_duration(result['train_seconds'])}",
-        ),
+        ("trained", f"{result['steps']} steps on {result['world_size']} ranks"),
     ]
+    if nodes := rundir.nodes():
+        took = presences.totals(nodes, running=False, now=time.time())
+        lines.append(("took", f"{took.words}; {took.node_hours_words}"))
+    else:  # it ran without a cluster, and nobody recorded when its nodes were there
+        lines.append(("took", f"{format_duration(result['train_seconds'])} of training"))
     lines += _skill(evaluation)
     if cost and plan:
         probe = cost.get("probe_usd", 0.0)
         training = cost.get("training_usd", cost["metrics"]["total_cost_usd"])
         expected, words = plan["estimate"]["usd"]["expected"], plan.get("price_words", STAND_IN)
+        last = ((cost.get("launches") or {}).get("last") or {}).get("usd")
+        of_which = f", of which the last launch {dollars(last)}" if last is not None else ""
         more = f"; with its probe {dollars(training + probe)}" if probe else ""
-        lines.append(("cost", f"{dollars(training)}, estimated {dollars(expected)}{more} ({words})"))
+        lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
     if registration:
         alias = f", alias {registration['alias']}" if registration.get("alias") else ""
         lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))

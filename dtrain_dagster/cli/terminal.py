@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
-from dtrain_dagster.jobs.progress import JobProgress, advance, follow_job
+from dtrain_dagster.jobs.progress import PLAN, JobProgress, advance, follow_job
 from dtrain_dagster.monitoring.hangs import hang_verdict
+from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import ProfileEvent
+from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
 
@@ -60,13 +66,42 @@ def watch_training(
     console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
 ) -> JobStatus:
     """Show a training's progress until it has ended; on a terminal with a line for each node."""
+    clock = LeftClock(rundir)
     if not console.is_terminal:
-        return _show_lines(console, follow_job(manager, rundir, job_id), total_steps)
+        return _show_lines(console, follow_job(manager, rundir, job_id, take=clock.take), clock, total_steps)
     board = PerformanceDashboard()
-    return _show_in_place(console, follow_job(manager, rundir, job_id, take=board.take), board, total_steps)
+
+    def take(events: list[dict[str, Any]]) -> None:
+        board.take(events)
+        clock.take(events)
+
+    return _show_in_place(console, follow_job(manager, rundir, job_id, take=take), board, clock, total_steps)
 
 
-def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, JobProgress]], total_steps: int | None) -> JobStatus:
+class LeftClock:
+    """The time left of one job, from its events and its plan."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir, self._pace = rundir, ProgressRate()
+        self._plan: dict[str, Any] | None = None
+
+    def take(self, events: list[dict[str, Any]]) -> None:
+        """Add events, in order of time."""
+        self._pace = self._pace.after(events)
+
+    def left(self, status: JobStatus) -> TimeLeft | None:
+        """Return the time left; None where it is not known, and for a job that has ended, however it did."""
+        if status.state.is_final:
+            return None
+        if self._plan is None:
+            with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
+                self._plan = self._rundir.read_json(PLAN)
+        return time_left(self._pace, self._plan, time.time())
+
+
+def _show_lines(
+    console: Console, looks: Iterator[tuple[JobStatus, JobProgress]], clock: LeftClock, total_steps: int | None
+) -> JobStatus:
     """A line for each phase, and one every few seconds."""
     shown_at, phase = 0.0, ""
     while True:
@@ -75,7 +110,8 @@ def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, JobProgress]]
         now = time.monotonic()
         if progress.phase != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
             phase, shown_at = progress.phase, now
-            console.print(format_progress(progress, total_steps), soft_wrap=True, highlight=False, markup=False)
+            text = format_progress(progress, total_steps, clock.left(status))
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
         if status.state.is_final:
             return status
 
@@ -84,6 +120,7 @@ def _show_in_place(
     console: Console,
     looks: Iterator[tuple[JobStatus, JobProgress]],
     board: PerformanceDashboard,
+    clock: LeftClock,
     total_steps: int | None,
 ) -> JobStatus:
     from rich.console import Group
@@ -91,15 +128,16 @@ def _show_in_place(
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    text = TextColumn("{task.description}", markup=False)
-    bar = Bar(SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), console=console)
+    column = TextColumn("{task.description}", markup=False)
+    bar = Bar(SpinnerColumn(), BarColumn(bar_width=20), column, TimeElapsedColumn(), console=console)
     task = bar.add_task("waiting for nodes", total=total_steps)
     with Live(bar, console=console, refresh_per_second=4) as live:
         while True:
             status, progress = next(looks)
             _print_news(console, progress)
             total = total_steps or board.total_steps
-            bar.update(task, total=total, completed=progress.step, description=format_progress(progress, total))
+            text = format_progress(progress, total, clock.left(status))
+            bar.update(task, total=total, completed=progress.step, description=text)
             live.update(Group(bar, live_nodes_table(board, time.time())) if board.nodes else bar)
             if status.state.is_final:
                 return status
@@ -130,11 +168,13 @@ def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
 
 
 def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
-    """Return the state in a word: lost to the others, silent, training, or between trainings (evaluating, saving,
-    waiting to join)."""
+    """Return the state in a word: lost to the others, done with all that it has to do, silent, training, or between
+    trainings (evaluating, saving, waiting to join)."""
     silent = now - float(board.nodes[node]["time"])
     if node in board.lost:
         return Text("lost", style="red")
+    if node in board.done:
+        return Text("done", style="green")
     if silent > SILENT_NODE_SECONDS:
         return Text(f"silent for {silent:.0f} s", style="yellow")
     if node in board.members and board.nodes[node].get("samples_per_second") is not None:
@@ -147,20 +187,20 @@ def _print_news(console: Console, progress: JobProgress) -> None:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
-def format_progress(progress: JobProgress, total_steps: int | None) -> str:
+def format_progress(progress: JobProgress, total_steps: int | None, left: TimeLeft | None = None) -> str:
     """Return phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
     parts = [progress.phase]
     if progress.step:
         parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else ""))
-        parts.append(f"epoch {progress.epoch + 1}")
+        parts += [f"epoch {progress.epoch}"] if progress.epoch else []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.valid_loss is not None:
         parts.append(f"valid {progress.valid_loss:.4f}")
     if progress.samples_per_second is not None:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if progress.eta_seconds:
-        parts.append(f"ETA {format_duration(progress.eta_seconds)}")
+    if left is not None:
+        parts.append(f"ETA {left.words}")
     nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
     return " · ".join([*parts, nodes])
 
@@ -178,23 +218,40 @@ def print_health(console: Console, health: ClusterHealth) -> None:
 def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
     """Print the state of a job, and when each of its nodes was present."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
-    console.print(f"started {time_of(status.started_at)}, {format_age(status, now)}", highlight=False)
-    progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
+    nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
+    took = presences.totals(nodes, not status.state.is_final, now, stale)
+    age = f"{took.words}; {took.node_hours_words}" if nodes else format_age(status, now)
+    began = min((node.started_at for node in nodes), default=status.started_at)  # of the first launch
+    console.print(f"started {time_of(began)}, {age}", highlight=False)
+    progress, clock, heard = JobProgress(nodes_alive=status.nodes_alive), LeftClock(rundir), 0
     for events in rundir.looks():
+        clock.take(events)
         progress, heard = advance(progress, events), heard + len(events)
     if heard:
-        console.print(format_progress(progress, None), highlight=False, markup=False)
+        console.print(format_progress(progress, None, clock.left(status)), highlight=False, markup=False)
         if progress.hang:
             text = f"! {hang_verdict(progress.hang)}"
             console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
+    console.print(nodes_table(nodes, now, stale))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     for line in filter(None, (status.message, studio)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
-    """Return a row for each (status, nodes, last step and its loss)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedJob:
+    """A job in the table of all jobs."""
+
+    status: JobStatus
+    nodes: int = 0
+    step: tuple[int, float] | None = None
+    """The last step and its loss."""
+    seconds: float | None = None
+    """How long it took over all launches; None where it has one only, which its status tells."""
+
+
+def jobs_table(listed: Iterable[ListedJob], now: float) -> Table:
+    """Return a row for each job."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, options in (
         ("JOB", {"no_wrap": True}),
@@ -206,16 +263,17 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
         ("LOSS", {"justify": "right"}),
     ):
         table.add_column(title, **options)
-    jobs = list(jobs)
-    if is_damaged := any(status.damage for status, _, _ in jobs):
+    jobs = list(listed)
+    if is_damaged := any(job.status.damage for job in jobs):
         table.add_column("WHY", overflow="fold")
-    for status, nodes, step in jobs:
+    for job in jobs:
+        status, step = job.status, job.step
         table.add_row(
             visible(status.job_id),
             Text("damaged", style="red") if status.damage else state_text(status.state),
-            str(nodes),
+            str(job.nodes),
             time_of(status.started_at),
-            format_age(status, now),
+            format_age(status, now) if job.seconds is None else format_duration(job.seconds),
             *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
             *([visible(status.damage)] if is_damaged else []),
         )

@@ -78,7 +78,7 @@ def decide_after_exit(
     if any(code is not None and is_failure(code) for code in codes):
         return ExitDecision(action="fail")
     if any(node.runs for node in nodes):
-        if 0 in codes:  # all end together: the others are about to, and no replacement is needed
+        if 0 in codes:  # it had nothing more to do: the others end soon, and no replacement is needed
             return ExitDecision(action="dismiss") if finished else WAIT
         due = [
             node.node_id
@@ -94,7 +94,10 @@ def decide_after_exit(
         return ExitDecision(action="succeed")
     lost_peers = tuple(node.node_id for node in nodes if LOST in node.codes)
     # If all were killed, no process is left to report that a relaunch helps. It does, unless they were told to stop.
-    remaining = tuple(node.node_id for node in nodes) if all(map(is_killing, codes)) else lost_peers
+    # Those that had left already had nothing more to do, and what the others had is in the last checkpoint.
+    working = [node for node in nodes if set(node.codes) != {0}]
+    were_killed = all(is_killing(code) for node in working for code in node.codes if code != 0)
+    remaining = tuple(node.node_id for node in working) if were_killed else lost_peers
     if remaining and launches_left > 0:
         return ExitDecision(action="relaunch", nodes=remaining)
     return ExitDecision(action="give_up", reason=_why(codes, bool(lost_peers)))
@@ -132,7 +135,7 @@ def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
         return "all processes ended in order, but the result does not say that the training is done"
     if all(code in (EVICTED, -signal.SIGTERM) for code in codes):
         return "evicted: all nodes were told to go (SIGTERM)"
-    if all(map(is_killing, codes)):
+    if all(is_killing(code) for code in codes if code != 0):
         return "all nodes are gone, and starting them again did not help"
     return "all nodes are gone"
 

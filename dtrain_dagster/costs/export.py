@@ -11,6 +11,7 @@ from typing import Any
 
 from dtrain_dagster.costs.ledger import MEANINGS, Ledger
 from dtrain_dagster.costs.money import SECOND, shown, total_shown
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, utc
 
 DIGITS = 6
@@ -103,7 +104,7 @@ def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, pri
         "nodes": plain(node_rows(tracker)),
         "periods": plain(period_rows(found)),
         "ledger": plain(ledger_rows(found)),
-        "goodput": found.goodput,
+        "goodput": None if CostCause.SCRIPT in found.causes() else found.goodput,
         "notes": [*tracker.notes, *found.notes],
         **more,
     }

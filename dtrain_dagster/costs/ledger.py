@@ -10,7 +10,7 @@ import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dtrain_dagster.costs.money import SECOND, split, usd
@@ -25,6 +25,7 @@ CLOSING = 60 * SECOND
 (`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
     CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
+    CostCause.SCRIPT: "a program of one's own, which does not say what it does",
     CostCause.COMMUNICATION: "communication that no computation hides",
     CostCause.WAITING: "for a slower node, in a step",
     CostCause.INPUT: "for the next batch",
@@ -120,11 +121,17 @@ class Ledger:
 
 
 def ledger(
-    intervals: Sequence[NodeCost], events: Iterable[Mapping[str, object]], running: bool = False, periods: int = 60
+    intervals: Sequence[NodeCost],
+    events: Iterable[Mapping[str, object]],
+    running: bool = False,
+    periods: int = 60,
+    is_script: bool = False,
 ) -> Ledger:
     """Return the ledger of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it
-    has not ended."""
+    has not ended; ``is_script``: it is a program that writes no events, and not a training."""
     line = timeline(events, running)
+    if is_script and not line.terms:
+        line = replace(line, silent=CostCause.SCRIPT)
     bounds = edges(intervals, periods)
     sums: dict[tuple[int, CostCause, int], list[int]] = defaultdict(lambda: [0, 0])
     longest = _longest_startup(intervals, line)
@@ -179,8 +186,8 @@ def _gap(
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
     """Paid time in which the node did nothing that is known as a member of a generation."""
     terms = [term for term in line.terms if _is_member(interval, term)]
-    if not line.terms:  # nobody got as far as reporting, or what was reported is damaged
-        marks = [(NEVER, CostCause.UNEXPLAINED if line.left_out else CostCause.STARTUP)]
+    if not line.terms:  # a program that reports nothing, or nobody got so far, or what was reported is damaged
+        marks = [(NEVER, CostCause.UNEXPLAINED if line.left_out else line.silent)]
     elif not terms:
         over = line.ended if line.ended > interval.began else NEVER
         marks = [(min(over, interval.began + longest), CostCause.STARTUP), (NEVER, CostCause.IDLE)]

@@ -25,6 +25,7 @@ class CostCause(StrEnum):
     """The cause of a paid node-second, in the order in which causes are shown."""
 
     PRODUCTIVE = "productive"
+    SCRIPT = "script"
     COMMUNICATION = "exposed communication"
     WAITING = "waiting for a straggler"
     INPUT = "input"
@@ -111,6 +112,8 @@ class Timeline:
     notes: tuple[str, ...]
     left_out: int
     """Events that could not be read."""
+    silent: CostCause = CostCause.STARTUP
+    """The cause of the time of nodes that report nothing at all."""
 
 
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:

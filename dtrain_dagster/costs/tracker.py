@@ -26,7 +26,7 @@ class CostMetrics:
     total_cost_usd: float
     cost_per_node_hour: float
     training_duration_hours: float
-    """Hours from the first node's start to the last node's end."""
+    """Hours in which at least one node was paid for, over all launches."""
     cost_per_epoch: float
     estimated_total_cost: float
 
@@ -131,9 +131,9 @@ class CostTracker:
 
     @property
     def wall_seconds(self) -> float:
-        """Return the seconds from the start of the training's first node to the end of its last one."""
-        nodes = self.training_nodes
-        return (max(node.ended for node in nodes) - min(node.began for node in nodes)) / SECOND if nodes else 0.0
+        """Return the seconds in which at least one node of the training was paid for; the time between two launches is
+        not, and that of probes neither."""
+        return paid_wall_seconds(self.training_nodes)
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
         """Return the job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the
@@ -259,7 +259,7 @@ def _once(intervals: list[NodeCost]) -> list[NodeCost]:
     return found
 
 
-def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
+def paid_wall_seconds(usage: Sequence[NodeUsage | NodeCost]) -> float:
     """Return the seconds in which at least one node was paid for; the time between two launches is not."""
     total, until = 0.0, -math.inf
     for node in sorted(usage, key=lambda node: node.started_at):

@@ -19,7 +19,7 @@ from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.jobs.progress import last_step
-from dtrain_dagster.planning.projection import ProgressRate, project
+from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, time_left
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
@@ -60,6 +60,7 @@ class OpenJob:
         self.cost: Cost | None = None
         self._tier = tier
         self._training: Mapping[str, Any] = {}
+        self._plan: Mapping[str, Any] | None = None
         self._pace = ProgressRate()
         self._seen = SeenFiles()
         self._read_at = -1e9
@@ -88,6 +89,7 @@ class OpenJob:
             self._pace = self._pace.after(events)
             self.nodes = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
+            self._plan = self._plan or self.rundir.read_json(PLAN)
             self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self._pace)
             self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
             self._read_at = time.monotonic()
@@ -117,6 +119,10 @@ class OpenJob:
             sum(presences.is_here(presence, now, stale) for presence in presences.find_latest_presences(self.nodes))
             * self.row.running
         )
+
+    def time_left(self, now: float) -> TimeLeft | None:
+        """Return the time until the job ends; None where it is not known, and for a job that has ended."""
+        return time_left(self._pace, self._plan, now) if self.row.running else None
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole."""
@@ -241,6 +247,9 @@ def read_row(rundir: RunDir) -> JobRow:
         ended_at=ended_at,
         model=str((job.get("model") or {}).get("factory", "")),
         step=step,
+        seconds=presences.totals(rundir.nodes(), running=False, now=ended_at).seconds
+        if ended_at is not None and (launch or {}).get("launch", 1) > 1  # its status is of the last one
+        else None,
     )
 
 
@@ -302,16 +311,17 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""
-    there = len({presence.node_id for presence in job.nodes})
+    there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
+    took = presences.totals(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
-        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),
+        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch}") if progress.step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
-            (format_duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
+            (left.words if left is not None else "–")
             if row.running
-            else format_duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
-            f"has run for {format_duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+            else format_duration(took.seconds or max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
+            f"has run for {took.words}" if row.running and took.seconds else took.of_which,
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
         ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps"),

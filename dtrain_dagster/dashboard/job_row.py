@@ -27,6 +27,8 @@ class JobRow:
     model: str
     step: int | None
     """The last reported step."""
+    seconds: float | None = None
+    """How long an ended job took over all launches; None where that is not recorded."""
     reason: str = ""
     """The fault of a damaged run directory."""
 

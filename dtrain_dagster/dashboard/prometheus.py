@@ -31,14 +31,14 @@ JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_last_event_timestamp_seconds": ("Time of the newest event", lambda job: job.dashboard.heard_at),
     "dtrain_step": ("Last optimizer step that was reported", lambda job: job.dashboard.progress.step),
     "dtrain_planned_steps": ("Planned optimizer steps", lambda job: job.dashboard.total_steps),
-    "dtrain_epoch": ("Epoch, counted from 0", lambda job: job.dashboard.progress.epoch),
+    "dtrain_epoch": ("Epoch, counted from 1", lambda job: job.dashboard.progress.epoch or None),
     "dtrain_loss": ("Training loss per sample", lambda job: job.dashboard.progress.loss),
     "dtrain_validation_loss": ("Validation loss per sample", lambda job: job.dashboard.progress.valid_loss),
     "dtrain_learning_rate": ("Learning rate", lambda job: _last_step(job, "learning_rate")),
     "dtrain_gradient_norm": ("2-norm of the gradient before clipping", lambda job: _last_step(job, "grad_norm")),
     "dtrain_samples_per_second": ("Over all nodes", lambda job: job.dashboard.progress.samples_per_second),
     "dtrain_step_seconds": ("Wall seconds of an optimizer step", lambda job: _last_step(job, "step_seconds")),
-    "dtrain_time_left_seconds": ("Estimate of the training left", lambda job: job.dashboard.progress.eta_seconds),
+    "dtrain_time_left_seconds": ("Estimate of the time until the job ends", lambda job: _time_left(job)),
     "dtrain_nodes_alive": ("Nodes that are there", lambda job: job.nodes_alive(time.time())),
     "dtrain_cost_dollars": ("Node-hours at the price of the plan, not a bill", lambda job: job.cost and job.cost.usd),
 }
@@ -67,6 +67,11 @@ COUNTERS = {
     "dtrain_communication_errors_total": ("Failures of communication, as ranks saw them", "communication_error"),
     "dtrain_out_of_memory_total": ("Times that memory ran out", "out_of_memory"),
 }
+
+
+def _time_left(job: OpenJob) -> float | None:
+    left = job.time_left(time.time())
+    return left.seconds if left is not None else None
 
 
 def exposition(board: JobBoard) -> bytes:

@@ -26,6 +26,7 @@ from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
     CollectiveTiming,
+    EndEvent,
     EvaluationEvent,
     EventError,
     LinkEvent,
@@ -137,6 +138,8 @@ class PerformanceDashboard:
         self.members: tuple[int, ...] = ()
         """The nodes of the newest generation."""
         self.lost: set[int] = set()
+        self.done: set[int] = set()
+        """The nodes that have nothing more to do: they may have been released, and say nothing more."""
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
         self.collectives: tuple[dict[str, Any], ...] = ()
@@ -305,9 +308,15 @@ class PerformanceDashboard:
     def _take_membership(self, item: dict[str, Any]) -> None:
         formed = read_event(MembershipEvent, item)
         self.members = tuple(formed.nodes)
+        self.done.clear()
         self.lost = (self.lost | set(formed.lost)) - set(self.members)
         self.counts["nodes_lost"] += len(formed.lost)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
+
+    def _take_end(self, item: dict[str, Any]) -> None:
+        end, nodes = read_event(EndEvent, item), self.windows[-1].nodes if self.windows else ()
+        if end.status == "succeeded" and end.rank < len(nodes):
+            self.done.add(nodes[end.rank])
 
     def _take_checkpoint(self, item: dict[str, Any]) -> None:
         self._mark(item, f"checkpoint of step {read_event(CheckpointEvent, item).step}")

@@ -33,6 +33,13 @@ BUDGET = "max_node_seconds"
 """Key in ``training`` that a person may raise to continue a job. It decides when the job stops, not its result."""
 CLAIM = "claim.json"
 """File of a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+STAGES = {
+    "test split": "evaluating the test split",
+    "baselines": "fitting the baselines",
+    "report": "writing the report",
+    "model": "writing the model",
+}
+"""The words for the stages of the finish (`trainer.documents.events.FinishStage`)."""
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -224,10 +231,10 @@ class JobProgress:
     phase: str = "waiting for nodes"
     step: int = 0
     epoch: int = 0
+    """The epoch of that step, counted from 1 as people do; 0 while none is known. Files count from 0."""
     loss: float | None = None
     valid_loss: float | None = None
     samples_per_second: float | None = None
-    eta_seconds: float | None = None
     nodes_alive: int = 0
     news: tuple[str, ...] = ()
     """Sentences on events since the last look that a person should know: nodes lost and found, saves that failed."""
@@ -277,11 +284,13 @@ def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
             progress,
             phase="training",
             step=told.step,
-            epoch=told.epoch or 0,
+            epoch=0 if told.epoch is None else told.epoch + 1,
             loss=None if told.loss is None else float(told.loss),
             samples_per_second=told.samples_per_second,
-            eta_seconds=told.eta_seconds,
         )
+    if item["kind"] == events.FinishEvent.kind:
+        stage = events.read_event(events.FinishEvent, item).stage
+        return replace(progress, phase=STAGES.get(stage, "finishing"))
     if item["kind"] == events.EvaluationEvent.kind:
         judged = events.read_event(events.EvaluationEvent, item)
         return replace(progress, valid_loss=judged.loss) if judged.split == "valid" else progress

@@ -1,7 +1,8 @@
-"""The cost of a running job so far and at its end. Pure; dollars come from node presence, not from a rate.
+"""The cost of a running job so far and at its end, and the time left. Pure; dollars come from node presence, not from
+a rate.
 
     at the end = so far + steps left x dollars per step
-                        + dollars per second x (evaluations and checkpoints left + finish)
+                        + dollars per second x (evaluations and checkpoints left + what is left of the finish)
 
 Dollars per step are the median of the latest reports, each at the dollars per second that were paid just then: nodes
 that are lost, replaced or added change the speed and the price together, and the hours between two launches are not
@@ -20,7 +21,8 @@ from typing import Any, Literal, TypeGuard
 
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
 from dtrain_dagster.costs.tracker import CostTracker
-from trainer.documents.events import CheckpointEvent, EvaluationEvent, StepEvent, read_events
+from dtrain_dagster.support.formatting import format_duration
+from trainer.documents.events import CheckpointEvent, EvaluationEvent, FinishEvent, StepEvent, read_events
 
 KEPT_REPORTS, KEPT_PAUSES = 20, 5
 COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
@@ -36,6 +38,12 @@ class ProgressRate:
     evaluation_seconds: tuple[float, ...] = ()
     checkpoint_seconds: tuple[float, ...] = ()
     """Seconds for which each save has held up training."""
+    paused_seconds: float = 0.0
+    """Seconds of all evaluations and saves so far."""
+    total_steps: int | None = None
+    """All steps of the training, as it says itself."""
+    finish_began: float | None = None
+    """Unix time at which the finish began; None while it trains."""
 
     def after(self, events: Iterable[Mapping[str, Any]]) -> ProgressRate:
         """Return the rate with these events added, in order of time. Events of another contract are left out."""
@@ -45,15 +53,25 @@ class ProgressRate:
             if _is_positive(step.step_seconds):
                 report = float(step.time), float(step.step_seconds), step.step
                 pace = replace(pace, step=step.step, reports=(*pace.reports, report)[-KEPT_REPORTS:])
+                if step.eta_seconds is not None and 0 <= step.eta_seconds < float("inf"):
+                    pace = replace(pace, total_steps=step.step + round(step.eta_seconds / step.step_seconds))
         for evaluation in read_events(EvaluationEvent, rows):
             if evaluation.split == "valid" and _is_positive(evaluation.seconds):
                 took = (*pace.evaluation_seconds, float(evaluation.seconds))
-                pace = replace(pace, evaluation_seconds=took[-KEPT_PAUSES:])
+                pace = replace(pace, evaluation_seconds=took[-KEPT_PAUSES:])._paused(took[-1])
         for checkpoint in read_events(CheckpointEvent, rows):
             if _is_positive(checkpoint.stall_seconds):
                 took = (*pace.checkpoint_seconds, float(checkpoint.stall_seconds))
-                pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])
+                pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])._paused(took[-1])
+        for stage in read_events(FinishEvent, rows):
+            if pace.finish_began is None or stage.stage == "test split":  # a second time, after a node was lost
+                pace = replace(pace, finish_began=float(stage.time))
+        if pace.finish_began is not None and pace.reports and pace.reports[-1][0] > pace.finish_began:
+            pace = replace(pace, finish_began=None)  # of a launch that was lost: another one trains again
         return pace
+
+    def _paused(self, seconds: float) -> ProgressRate:
+        return replace(self, paused_seconds=self.paused_seconds + seconds)
 
     def kept(self) -> dict[str, Any]:
         """Return the rate for JSON, below 1 kB, and as exact as an estimate needs it."""
@@ -68,7 +86,24 @@ class ProgressRate:
             reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
             evaluation_seconds=tuple(map(float, kept["evaluation_seconds"])),
             checkpoint_seconds=tuple(map(float, kept["checkpoint_seconds"])),
+            paused_seconds=float(kept.get("paused_seconds") or 0.0),
+            total_steps=None if kept.get("total_steps") is None else int(kept["total_steps"]),
+            finish_began=None if kept.get("finish_began") is None else float(kept["finish_began"]),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLeft:
+    """The time until a running job ends."""
+
+    seconds: float
+    has_finish: bool
+    """Whether that is to the end of the job; else the finish, of unknown length, comes on top."""
+
+    @property
+    def words(self) -> str:
+        """Return the time for a person: ``12 s``, or ``12 s to the last step``."""
+        return format_duration(self.seconds) + ("" if self.has_finish else " to the last step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,21 +193,39 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Progress
     )
 
 
+def time_left(pace: ProgressRate, plan: Mapping[str, Any] | None, now: float) -> TimeLeft | None:
+    """Return the time left of a job that runs, at Unix time ``now``: its steps at their latest speed, evaluations and
+    saves, and the finish as far as the plan foresees it. None where it is not known: before the first report, and in a
+    finish that the plan does not foresee or that takes longer."""
+    try:
+        work, phases = (plan or {}).get("work") or {}, (plan or {}).get("phases") or {}
+        finish, total = phases.get("finish"), work.get("steps") or pace.total_steps
+        if pace.finish_began is not None:
+            left = float(finish or 0.0) - max(0.0, now - pace.finish_began)
+            return TimeLeft(seconds=left, has_finish=True) if left > 0 else None
+        if not pace.reports or not total:
+            return None
+        steps = max(0.0, int(total) - pace.step - _steps_since(now, pace))
+        pauses = _pauses_left(pace, work, phases) if work else pace.paused_seconds * steps / max(1, pace.step)
+        seconds = steps * statistics.median(took for _, took, _ in pace.reports) + pauses + float(finish or 0.0)
+        return TimeLeft(seconds=seconds, has_finish=finish is not None)
+    except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
+        return None
+
+
 def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) -> Interval:
     """Return the dollars still to be paid from now, which is the end of the last node's presence, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
-    share = max(0.0, 1 - pace.step / work["steps"])
-
-    def pause(measured: Sequence[float], name: str) -> float:
-        if measured:
-            return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
-        return share * float(phases.get(name) or 0.0)
-
+    now = max((node.ended_at for node in tracker.nodes), default=pace.reports[-1][0])
     rates = [_usd_per_second(tracker, at - max(1.0, seconds), at) for at, seconds, _ in pace.reports]
     took = sorted(seconds * rate for (_, seconds, _), rate in zip(pace.reports, rates, strict=True))
-    fixed = pause(pace.evaluation_seconds, "evaluation") + pause(pace.checkpoint_seconds, "checkpoint")
-    fixed = rates[-1] * (fixed + float(phases.get("finish") or 0.0))
-    steps = max(0.0, work["steps"] - pace.step - _steps_since(tracker, pace))
+    finish = float(phases.get("finish") or 0.0)
+    if pace.finish_began is not None:
+        finish = max(0.0, finish - max(0.0, now - pace.finish_began))
+    fixed = rates[-1] * (_pauses_left(pace, work, phases) + finish)
+    steps = max(0.0, work["steps"] - pace.step - _steps_since(now, pace))
+    if pace.finish_began is not None:  # it may have stopped early
+        fixed, steps = rates[-1] * finish, 0.0
     expected = fixed + steps * statistics.median(took)
     return Interval(
         low=min(fixed + steps * took[len(took) // 10], expected * (1 - MINIMUM_MARGIN)),
@@ -181,13 +234,24 @@ def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) 
     )
 
 
-def _steps_since(tracker: CostTracker, pace: ProgressRate) -> float:
-    """Return the steps done and paid for since the last report, as far as the pace says; at most those between two
-    reports, so that time in which nothing is done counts as lost."""
-    if len(pace.reports) < 2 or not tracker.nodes:
+def _pauses_left(pace: ProgressRate, work: Mapping[str, Any], phases: Mapping[str, Any]) -> float:
+    """Return the seconds of the evaluations and saves that are left: as measured, or else as planned."""
+    share = max(0.0, 1 - pace.step / work["steps"])
+
+    def pause(measured: Sequence[float], name: str) -> float:
+        if measured:
+            return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
+        return share * float(phases.get(name) or 0.0)
+
+    return pause(pace.evaluation_seconds, "evaluation") + pause(pace.checkpoint_seconds, "checkpoint")
+
+
+def _steps_since(now: float, pace: ProgressRate) -> float:
+    """Return the steps done since the last report, as far as the pace says; at most those between two reports, so that
+    time in which nothing is done counts as lost."""
+    if len(pace.reports) < 2:
         return 0.0
     (_, _, before), (at, seconds, last) = pace.reports[-2:]
-    now = max(node.ended_at for node in tracker.nodes)
     return min(max(0.0, now - at) / seconds, max(0.0, last - before))
 
 

@@ -26,6 +26,10 @@ class TrainingProvenance:
     """The SKU of the nodes; several, separated by commas, where they differed."""
     cost_usd_total: float | None = None
     """The same dollars as ``cost_usd``, as a number."""
+    launches: int = 1
+    """The number of launches of the job, of all of which these figures are."""
+    train_seconds: float | None = None
+    """Seconds of training; None: those of the result, which are of the last launch."""
 
     def tags(self) -> dict[str, str]:
         """Return these facts as tags of a model version; see `versions.register_model`."""
@@ -37,6 +41,7 @@ class TrainingProvenance:
             "dagster_run_id": self.dagster_run_id,
             "dagster_run_url": self.dagster_run_url,
             "sku": self.sku,
+            "launches": self.launches if self.launches > 1 else None,
             "cost_usd_total": None if self.cost_usd_total is None else f"{self.cost_usd_total:.6f}",
         }
         return {name: str(value) for name, value in values.items() if value}
@@ -157,9 +162,11 @@ def _data(manifest: Mapping[str, Any]) -> str:
 def _training(job: JobConfig, result: Mapping[str, Any], provenance: TrainingProvenance) -> str:
     training = job.training
     link = f" ({provenance.dagster_run_url})" if provenance.dagster_run_url else ""
+    trained = result["train_seconds"] if provenance.train_seconds is None else provenance.train_seconds
+    over = f" over {provenance.launches} launches" if provenance.launches > 1 else ""
     lines = [
         f"Job `{job.job_id}` on {provenance.nodes} nodes, {result['world_size']} ranks, "
-        f"{result['steps']:,} steps, {result['epochs']:.2f} epochs, {result['train_seconds']:.0f} s of training.",
+        f"{result['steps']:,} steps, {result['epochs']:.2f} epochs, {trained:.0f} s of training{over}.",
         f"{provenance.node_hours:.4f} node-hours, {provenance.cost_usd}.",
         f"Global batch {training.global_batch_size}, learning rate {training.learning_rate:g} "
         f"({training.schedule}, {training.lr_scaling} scaling), {training.precision}, seed {training.seed}.",

@@ -34,7 +34,7 @@ def refuse_false_evaluation(
     from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
     from trainer.evaluation.baselines import baseline_forecasts
-    from trainer.evaluation.report import Predictions, build_report
+    from trainer.evaluation.report import Predictions, build_report, judge_baseline
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
     rows = shards.end_rows("test", spread_positions(shards.count("test")))
@@ -49,7 +49,10 @@ def refuse_false_evaluation(
             found = build_report(
                 Predictions(rows, target, loss, mu, sigma, nu),
                 days,
-                baseline_forecasts(shards, "test", MUST_BEAT),
+                {
+                    name: judge_baseline(forecast, target)
+                    for name, forecast in baseline_forecasts(shards, "test", MUST_BEAT).items()
+                },
                 shards.spec.horizon,
             )
     except (ValueError, ArithmeticError, RuntimeError) as error:

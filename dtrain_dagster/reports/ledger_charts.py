@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 CAUSE_COLOURS = {
     CostCause.PRODUCTIVE: "#1a7f37",
+    CostCause.SCRIPT: "#0a7ea4",
     CostCause.COMMUNICATION: "#cf222e",
     CostCause.WAITING: "#ffaba8",
     CostCause.INPUT: "#9a6700",

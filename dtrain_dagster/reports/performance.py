@@ -124,8 +124,9 @@ def summarise_performance(
     usage: Sequence[NodeUsage],
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """Return a job's `Performance`, from its records. ``usage``: the paid intervals of its nodes and of its
-    probes'; ``training``: its trainer's configuration. Raise ValueError for a job without a recorded step."""
+    """Return a job's `Performance`, from its records. ``phase_seconds``: over all launches
+    (`dtrain_dagster.jobs.phase_totals`); ``usage``: the paid intervals of its nodes and of its probes'; ``training``:
+    its trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
@@ -135,9 +136,6 @@ def summarise_performance(
     milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
     phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
-    # They are those of the process that was rank 0 at the end; others, of earlier launches as well, trained before it.
-    began = max(item["time"] for item in events) - sum(phases.values())
-    phases["training"] += seconds_of([window for window in timed if window.time <= began])
     mine = [item for item in usage if not item.is_probe]
     phases["outside the trainer"] = max(0.0, paid_wall_seconds(mine) - sum(phases.values()))
     found = settled(timed)

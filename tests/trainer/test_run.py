@@ -22,10 +22,10 @@ NewJob = Callable[..., Job]
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
 # Runs the trainer with one rank that works alone for longer than a collective may wait: one unpacks the data, the other
-# judges the baselines.
+# judges its baselines.
 SOLO = """
 import os, runpy, sys, time
-import trainer.evaluation.evaluate, trainer.data.shards
+import trainer.evaluation.baselines, trainer.data.shards
 def slow(place, name):
     real, done = getattr(place, name), []
     def wrapped(*args, **more):
@@ -36,7 +36,7 @@ def slow(place, name):
 if os.environ["RANK"] == "1":
     slow(trainer.data.shards.DataShardManager, "_cached")
 else:
-    slow(trainer.evaluation.evaluate, "baseline_forecasts")
+    slow(trainer.evaluation.baselines.BaselineFits, "distribution")
 sys.argv[0] = "trainer"
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """

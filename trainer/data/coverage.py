@@ -56,15 +56,16 @@ class EpochCoverage:
 def find_coverage_errors(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
     """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs,
     one sentence for each fault, none if every sample was used exactly once per epoch. An epoch that was cut short (by
-    ``max_steps`` or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""
+    ``max_steps`` or early stopping) is judged by its number of samples only, which must not exceed ``count``. Records
+    count epochs from 0, the sentences from 1. Pure."""
     expected = digest_of_all(count)
     found = {item["epoch"]: item for item in epochs}
-    wrong = [f"epoch {epoch}: nothing was recorded" for epoch in range(whole_epochs) if epoch not in found]
+    wrong = [f"epoch {epoch + 1}: nothing was recorded" for epoch in range(whole_epochs) if epoch not in found]
     for epoch, item in sorted(found.items()):
         if item["samples"] > count or (epoch < whole_epochs and item["samples"] != count):
-            wrong.append(f"epoch {epoch}: {item['samples']} samples were used, the split has {count}")
+            wrong.append(f"epoch {epoch + 1}: {item['samples']} samples were used, the split has {count}")
         elif epoch < whole_epochs and item["digest"] != expected:
-            wrong.append(f"epoch {epoch}: {count} samples were used, but not each of them once")
+            wrong.append(f"epoch {epoch + 1}: {count} samples were used, but not each of them once")
     if len(found) != len(epochs):
         wrong.append("an epoch was recorded twice")
     return wrong

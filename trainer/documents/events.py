@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 _E = TypeVar("_E", bound="Event")
 
@@ -82,6 +82,18 @@ class EvaluationEvent(Event):
     step: int | None = None
     loss: float | None = None
     seconds: float | None = None
+
+
+FinishStage = Literal["test split", "baselines", "report", "model"]
+"""A stage of the finish: evaluation of the test split, of the baselines, the report on both, the model's files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEvent(Event):
+    """A stage of the finish begins (`FinishStage`): what follows a training's last step."""
+
+    kind: ClassVar[str] = "finish"
+    stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

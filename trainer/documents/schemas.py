@@ -308,6 +308,7 @@ EVENTS: Mapping[str, Check] = {
         **_step,
     ),
     "evaluation": record(split=text, loss=figure, seconds=figure, **_step),
+    "finish": record(stage=text, **_who),
     "node": record(node_id=count, gpus=optional(many(obj)), **_who),
     "membership": record(
         nodes=many(count),

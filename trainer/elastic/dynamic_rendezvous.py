@@ -50,7 +50,7 @@ class DynamicRendezvous:
         self.has_state_of = 0
         """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
-        self._is_over = self._warned = False
+        self._is_over = self._warned = self._others_may_leave = False
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
@@ -96,6 +96,7 @@ class DynamicRendezvous:
         self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
+        self._others_may_leave = False
         self.generation = generation
         if not self._warned:
             self._warned = True
@@ -136,6 +137,12 @@ class DynamicRendezvous:
         if self.generation is not None and self.membership.is_over(self.generation):
             raise GroupError(OVER, communication=False)
 
+    def let_others_leave(self, may: bool = True) -> None:
+        """From now on, take the end of another member for what it is: it has nothing more to do. With ``may`` False it
+        is a loss again, also of those that have ended meanwhile."""
+        self._others_may_leave = may
+        self._changed()
+
     def describe_peers(self) -> dict[str, str]:
         """Return this process's view of the other members, for the record of a failure."""
         heard = self.peers.seconds_since_heard()
@@ -161,7 +168,7 @@ class DynamicRendezvous:
         """Check, after a change of view or a message, whether the present group can still be used."""
         generation, world = self.generation, self.world
         messages = self.peers.take_messages()
-        if generation is None or world is None or world.group is None:
+        if generation is None or world is None or world.group is None or self._others_may_leave:
             return
         view = self.peers.statuses()
         rank = generation.rank_of(self.member)

@@ -6,11 +6,13 @@ import hashlib
 import io
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from trainer.comm.group import GroupError
+from trainer.documents.events import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
@@ -23,7 +25,10 @@ WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 
 def finalize(session: Session) -> dict[str, Any]:
     """Evaluate and write the best model, and return the fields of ``result.json``. This is a collective, which can be
-    done again after a `GroupError`: the state of training is left as it was."""
+    done again after a `GroupError`: the state of training is left as it was.
+
+    Where the cluster releases a node that ends (`trainer.comm.launcher_env.RELEASES_NODES`), ranks other than 0 return
+    once they have nothing more to do; rank 0 then writes alone what is left."""
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
     module, last = session.state.module, None
@@ -39,15 +44,14 @@ def finalize(session: Session) -> dict[str, Any]:
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
         report = final_report(
-            module,
-            session.workload.criterion,
-            session.shards,
-            world,
-            session.device,
-            session.rundir,
-            session.evaluation_batch,
-        )
+            module, session.workload.criterion, session.shards, world, session.device, session.rundir,
+            session.evaluation_batch, begin=partial(_begin_stage, session),
+        )  # fmt: skip
+        _begin_stage(session, "model")
+        is_alone = _release_others(session)
         if world.rank == 0:
+            if is_alone:
+                session.faults.reach("alone", session.progress.step)
             if session.elastic is not None:
                 session.elastic.require_current()
             _write_model(session, digests[0])
@@ -71,8 +75,33 @@ def finalize(session: Session) -> dict[str, Any]:
         if not write_result(session.rundir, result, session.launch):
             raise RuntimeError(f"could not write the result to {session.rundir.uri}: make room there, and resume")
         session.budget.close()
-    world.barrier()  # no rank leaves before the result is written: if one fails, those that are left can still write it
+    if not is_alone:
+        world.barrier()  # until the result is written: if a rank fails, those that are left can still write it
     return result
+
+
+def _begin_stage(session: Session, stage: FinishStage) -> None:
+    if session.world.rank == 0:
+        session.reports.emit("finish", stage=stage)
+
+
+def _release_others(session: Session) -> bool:
+    """Return whether rank 0 does the rest alone, so that the others leave and are not paid for any longer: where the
+    cluster releases them, and the last checkpoint is in storage, from which another node could go on if rank 0 was
+    lost. A collective."""
+    world, elastic = session.world, session.elastic
+    if world.world_size == 1 or elastic is None or not session.participant.leaves_when_done:
+        return False
+    is_kept = False
+    if world.rank == 0:
+        session.checkpoints.wait(COMMIT_SECONDS)
+        is_kept = session.checkpoints.committed_step() == session.progress.step
+    world.barrier()
+    elastic.let_others_leave()  # before they are told: the first to be told ends at once
+    is_alone = world.all_gather_object(is_kept)[0]
+    if not is_alone:
+        elastic.let_others_leave(False)
+    return is_alone
 
 
 def _result(session: Session, weights_sha256: str, report: dict[str, Any], best: str | None) -> dict:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.comm.launcher_env import RankFacts, rank_facts
+from trainer.comm.launcher_env import RELEASES_NODES, RankFacts, rank_facts
 from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
@@ -68,6 +68,8 @@ class Participant:
         """The launch of the cluster that this process regroups in; None in a world of fixed ranks."""
         if self.launch is None and facts.rank == 0:
             self.rundir.storage.delete(RESULT)  # it is of an earlier start: the result is this start's
+        self.leaves_when_done = is_elastic and environment.get(RELEASES_NODES) == "1"
+        """Whether this process leaves as soon as it has nothing to do, before the job has ended."""
         self.asked_to_stop = False
         self._old_handler: Any = None
         with ExitStack() as undo:  # in reverse

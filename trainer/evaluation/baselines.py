@@ -3,7 +3,7 @@
 All are fitted on the training split alone; the ridge penalty is chosen on the validation split. Each volatility
 forecast becomes a Student-t distribution with mean zero, whose scale factor and degrees of freedom are fitted by
 maximum likelihood on the training split: a baseline loses by its forecast and not by its tails. Of a large split a part
-is used, evenly spread (`trainer.data.sampler.spread_positions`). Numpy only.
+is used, evenly spread (`trainer.data.sampler.spread_positions`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
+from trainer.evaluation.shared_work import SharedWork
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
@@ -40,6 +41,47 @@ class BaselineForecast:
     nu: float = math.inf
 
 
+class BaselineFits:
+    """The baselines of one split: what they are fitted on, and their forecasts for its windows, one by one."""
+
+    def __init__(self, shards: DataShardManager, split: str) -> None:
+        self._shards = shards
+        self._train, self._judged = (
+            shards.end_rows(part, spread_positions(shards.count(part))) for part in ("train", split)
+        )
+        self._target = shards.column(shards.spec.target, self._train).astype(np.float64)
+        known = set(shards.spec.features)
+        needs = {"constant": (), "last_value": ("log_rv_5",), "ewma": (), "har": HAR, "har_x": HAR_X}
+        self.names = tuple(name for name, columns in needs.items() if known.issuperset(columns))
+        """The forecasts of volatility that are quick to make; `ridge` makes another."""
+
+    def forecast(self, name: str) -> BaselineForecast:
+        """Return the forecast of one of `names`."""
+        shards, train, judged = self._shards, self._train, self._judged
+        if name == "constant":
+            return self.distribution(*_constant(shards, train, judged, self._target))
+        if name in ("har", "har_x"):
+            return self.distribution(*_regression(shards, HAR if name == "har" else HAR_X, train, judged))
+        column, of_column = ("log_rv_5", np.exp) if name == "last_value" else ("ewma_variance", np.sqrt)
+        return self.distribution(*(of_column(_columns(shards, (column,), rows)[:, 0]) for rows in (train, judged)))
+
+    def ridge(self, work: SharedWork) -> tuple[tuple[Array, Array], BaselineForecast]:
+        """Return the volatility that ridge fits and forecasts, for `distribution`, and its forecast of the mean. A
+        collective of all ranks that share the work."""
+        volatility, mean = _ridge(self._shards, self._train, self._judged, work)
+        return volatility, BaselineForecast(mean)
+
+    def drift(self) -> BaselineForecast:
+        """Return the mean of the training targets as a forecast."""
+        return BaselineForecast(np.full(len(self._judged), self._target.mean()))
+
+    def distribution(self, fitted: Array, forecast: Array) -> BaselineForecast:
+        """Return the distribution of a forecast of volatility, from what it says of the training windows."""
+        floor = np.quantile(fitted, 1e-3)  # a dead week has no volatility, and no likelihood survives that
+        factor, nu = fit_student_t(self._target / np.maximum(fitted, floor))
+        return BaselineForecast(np.zeros(len(self._judged)), factor * np.maximum(forecast, floor), nu)
+
+
 def baseline_forecasts(
     shards: DataShardManager, split: str, only: Collection[str] | None = None
 ) -> dict[str, BaselineForecast]:
@@ -55,30 +97,12 @@ def baseline_forecasts(
     - ``drift``: the mean of the training targets, mean only;
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
-    train, judged = (shards.end_rows(part, spread_positions(shards.count(part))) for part in ("train", split))
-    target = shards.column(shards.spec.target, train).astype(np.float64)
-    volatility = {"constant": _constant(shards, train, judged, target)}
-    if "log_rv_5" in shards.spec.features:
-        volatility["last_value"] = tuple(
-            np.exp(_columns(shards, ("log_rv_5",), rows)[:, 0]) for rows in (train, judged)
-        )
-    volatility["ewma"] = tuple(np.sqrt(_columns(shards, ("ewma_variance",), rows)[:, 0]) for rows in (train, judged))
-    for name, columns in (("har", HAR), ("har_x", HAR_X)):
-        if set(columns) <= set(shards.spec.features):
-            volatility[name] = _regression(shards, columns, train, judged)
-    if only is None:
-        volatility["ridge"], ridge_mean = _ridge(shards, train, judged)
-    forecasts = {}
-    for name, (fitted, forecast) in volatility.items():
-        if only is not None and name not in only:
-            continue
-        floor = np.quantile(fitted, 1e-3)  # a dead week has no volatility, and no likelihood survives that
-        factor, nu = fit_student_t(target / np.maximum(fitted, floor))
-        forecasts[name] = BaselineForecast(np.zeros(len(judged)), factor * np.maximum(forecast, floor), nu)
+    fits = BaselineFits(shards, split)
+    forecasts = {name: fits.forecast(name) for name in fits.names if only is None or name in only}
     if only is not None:
         return forecasts
-    drift = BaselineForecast(np.full(len(judged), target.mean()))
-    return {**forecasts, "drift": drift, "ridge_mean": BaselineForecast(ridge_mean)}
+    volatility, ridge_mean = fits.ridge(SharedWork())
+    return {**forecasts, "ridge": fits.distribution(*volatility), "drift": fits.drift(), "ridge_mean": ridge_mean}
 
 
 def fit_student_t(z: Array) -> tuple[float, float]:
@@ -149,37 +173,46 @@ def _regression(
     return np.exp(design @ weights), np.exp(new @ weights)
 
 
-def _ridge(shards: DataShardManager, train: NDArray, judged: NDArray) -> tuple[tuple[Array, ...], Array]:
+def _ridge(
+    shards: DataShardManager, train: NDArray, judged: NDArray, work: SharedWork
+) -> tuple[tuple[Array, Array], Array]:
     """Ridge on the flattened window for log realised volatility and for the return: their normal equations share the
-    Gram matrix, which is summed over chunks, so memory does not grow with the data."""
+    Gram matrix, which is summed over chunks, so memory does not grow with the data. Ranks take chunks each."""
     valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
     names = ("target_log_rv", shards.spec.target)
     targets = _columns(shards, names, train)
     centre = targets.mean(axis=0)
     size = shards.spec.window * len(shards.spec.features)
-    gram, moments = np.zeros((size, size)), np.zeros((size, 2))
-    for part, x in _windows(shards, train):
-        gram += x.T @ x
-        moments += x.T @ (targets[part] - centre).astype(np.float32)
-    values, vectors = np.linalg.eigh(gram / len(train))
-    rotated = vectors.T @ (moments / len(train))
+    sums = np.zeros((size, size + 2))  # the Gram matrix, and the moments
+    for part, x in _windows(shards, train, work):
+        sums[:, :size] += x.T @ x
+        sums[:, size:] += x.T @ (targets[part] - centre).astype(np.float32)
+    sums = work.sum(sums) / len(train)
+    values, vectors = np.linalg.eigh(sums[:, :size])
+    rotated = vectors.T @ sums[:, size:]
     paths = [vectors @ (rotated / (values + penalty)[:, None]) for penalty in PENALTIES]
     errors = np.zeros((len(PENALTIES), 2))
     observed = _columns(shards, names, valid) - centre
-    for part, x in _windows(shards, valid):
+    for part, x in _windows(shards, valid, work):
         errors += [((x @ path - observed[part]) ** 2).sum(axis=0) for path in paths]
-    chosen = np.column_stack([paths[best][:, index] for index, best in enumerate(errors.argmin(axis=0))])
-    fitted, forecast = (
-        np.concatenate([x @ chosen for _, x in _windows(shards, rows)]) + centre for rows in (train, judged)
-    )
+    best = work.sum(errors).argmin(axis=0)
+    chosen = np.column_stack([paths[place][:, index] for index, place in enumerate(best)])
+    fitted, forecast = (_apply(shards, rows, chosen, work) + centre for rows in (train, judged))
     return (np.exp(fitted[:, 0]), np.exp(forecast[:, 0])), forecast[:, 1]
 
 
-def _windows(shards: DataShardManager, rows: NDArray) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-    """Chunks of standardised, flattened windows: (slice of the samples, (n, W * F) float32)."""
+def _apply(shards: DataShardManager, rows: NDArray, weights: Array, work: SharedWork) -> Array:
+    """(n, 2): the products of all windows with the weights, on all ranks."""
+    mine = [x @ weights for _, x in _windows(shards, rows, work)]
+    return work.join(np.concatenate([np.empty((0, 2)), *mine]), work.part(len(rows), CHUNK)[0], len(rows))
+
+
+def _windows(shards: DataShardManager, rows: NDArray, work: SharedWork) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+    """This rank's chunks of standardised, flattened windows: (slice of the samples, (n, W * F) float32)."""
     mean, std = (np.asarray(part, dtype=np.float32) for part in (shards.spec.feature_mean, shards.spec.feature_std))
     std[std == 0] = 1
-    for start in range(0, len(rows), CHUNK):
-        part = slice(start, min(start + CHUNK, len(rows)))
-        windows = np.asarray(shards.gather(rows[part])[0], dtype=np.float32)
+    first, last = work.part(len(rows), CHUNK)
+    for start in range(first, last, CHUNK):
+        part = slice(start, min(start + CHUNK, last))
+        windows = shards.gather(rows[part])[0].cpu().numpy()  # the data may be kept on a GPU
         yield part, ((windows - mean) / std).reshape(len(windows), -1)

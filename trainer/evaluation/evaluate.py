@@ -3,6 +3,9 @@
 Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
 sums are reduced in float64, so the result does not depend on the world size. Memory does not grow with the split: sums
 are taken chunk by chunk, and of a split with more than `MOST_JUDGED` windows that many are kept, at even distances.
+
+Where single forecasts are kept, ranks take whole batches, the same at any world size: with equally many threads and on
+the same kind of processor, a forecast is then the same bit for bit, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.baselines import baseline_forecasts
+from trainer.documents.events import FinishStage
 from trainer.evaluation.gate import Gate, gate, suspect_leak
+from trainer.evaluation.judged_baselines import judge_baselines
 from trainer.evaluation.report import Predictions, build_report, score_forecast
+from trainer.evaluation.shared_work import SharedWork
 from trainer.model.losses import Predictive, gives_predictive
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
@@ -68,7 +73,7 @@ def evaluate(
     count = shards.count(split)
     if count == 0:
         raise ValueError(f"the split {split!r} of the dataset has no samples, so there is nothing to evaluate")
-    first, last = (count * part // world.world_size for part in (world.rank, world.rank + 1))
+    first, last = SharedWork(world).part(count, batch_size if collect else 1)
     was_training = model.training
     model.eval()
     kept = spread_positions(count) if collect else np.arange(0)
@@ -76,8 +81,8 @@ def evaluate(
     forecasts = np.empty((end - begin, _FIELDS))
     sums = _sums(np.empty((0, _FIELDS)))
     with torch.no_grad():
-        for chunk in range(first, last, CHUNK):
-            table = np.empty((min(CHUNK, last - chunk), _FIELDS))
+        for chunk in range(first, last, size := max(1, CHUNK // batch_size) * batch_size):
+            table = np.empty((min(size, last - chunk), _FIELDS))
             for start in range(chunk, chunk + len(table), batch_size):
                 before_batch()
                 stop = min(start + batch_size, chunk + len(table))
@@ -153,27 +158,33 @@ def final_report(
     device: torch.device,
     run_dir: RunDir,
     batch_size: int = 1024,
+    begin: Callable[[FinishStage], object] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks.
+    """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks,
+    which share the work. ``begin`` is called with each stage of it, as it begins.
 
     Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
     names by code) and ``evaluation.json``. Raise ValueError where the loss is not finite, before anything is written.
     """
+    begin("test split")
     evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
     if not math.isfinite(evaluation.loss):
         raise ValueError(
             f"the loss on the test split is {evaluation.loss}: the model's outputs have overflowed; "
             "lower training.learning_rate or training.clip_norm"
         )
+    begin("baselines")
+    baselines = judge_baselines(shards, "test", world)
+    begin("report")
     report: dict[str, Any] = {}
     if evaluation.predictions is not None:
         predictions = evaluation.predictions
         days = shards.dates(predictions.row).astype("datetime64[D]")
-        report = build_report(predictions, days, baseline_forecasts(shards, "test"), shards.spec.horizon)
+        report = build_report(predictions, days, baselines, shards.spec.horizon)
         codes = shards.tickers(predictions.row)
         _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)
-    world.barrier()  # the baselines take rank 0 longer, the more data there is
+    world.barrier()  # rank 0 takes the longer to write, the more data there is
     return world.all_gather_object(report)[0]
 
 

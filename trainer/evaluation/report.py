@@ -56,10 +56,27 @@ def score_forecast(predictive: Predictive | None, target: Array) -> dict[str, Ar
     }
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedBaseline:
+    """A baseline's scores on the windows that the model is judged on."""
+
+    means: Mapping[str, float]
+    """The means of `score_forecast`; empty for a baseline of the mean alone."""
+    mse_to_zero: float | None
+    nll: Array | None = None
+    """(n,): per window, for the paired comparison with the model; None for a baseline of the mean alone."""
+
+
+def judge_baseline(forecast: BaselineForecast, target: Array) -> JudgedBaseline:
+    """Return the scores of a baseline's forecast for windows with these targets (n,)."""
+    judged = score_forecast(predictive_of(forecast), target)
+    return JudgedBaseline(_means(judged), scores.mse_to_zero(forecast.mu, target), judged.get("nll"))
+
+
 def build_report(
     predictions: Predictions,
     days: NDArray[np.datetime64],
-    baselines: Mapping[str, BaselineForecast],
+    baselines: Mapping[str, JudgedBaseline],
     horizon: int,
     split: str = "test",
 ) -> dict[str, Any]:
@@ -70,8 +87,8 @@ def build_report(
     has_mean = not np.isnan(predictions.mu).any()
     skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
     parts = [part for part in scores.halves(days) if has_mean and part.any()]
-    judged = {name: score_forecast(predictive_of(forecast), target) for name, forecast in baselines.items()}
-    reference = judged.get(REFERENCE, {})
+    likelihoods = {name: {} if item.nll is None else {"nll": item.nll} for name, item in baselines.items()}
+    reference = likelihoods.get(REFERENCE, {})
     report: dict[str, Any] = {
         "split": split,
         "windows": len(target),
@@ -81,11 +98,11 @@ def build_report(
         "model": {"loss": float(predictions.loss.mean()), **_means(own), **skill},
         "baselines": {
             name: {
-                **_means(judged[name]),
-                **gain(own, judged[name], days, horizon),
-                "mse_to_zero": scores.mse_to_zero(forecast.mu, target),
+                **item.means,
+                **gain(own, likelihoods[name], days, horizon),
+                "mse_to_zero": item.mse_to_zero,
             }
-            for name, forecast in baselines.items()
+            for name, item in baselines.items()
         },
         "calibration": _calibration(predictions.sigma, own, reference) if own else [],
         "halves": [scores.mean_skill(predictions.mu[part], target[part], days[part], horizon) for part in parts],

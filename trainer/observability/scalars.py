@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer.documents.events import TimingEvent, read_events
 
-TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds", "epoch")
+TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
 NODE = (
     "gpu_utilization", "gpu_memory_percent", "samples_per_second", "loss", "cpu_percent", "memory_percent",
     "gpu_memory_used_bytes", "gpu_temperature_celsius", "gpu_power_watts", "bytes_sent_per_second",
@@ -61,6 +61,8 @@ class Scalars:
             if item["kind"] == "step":
                 self._step = item["step"]
                 rows += [(self._step, f"train/{name}", item.get(name), at) for name in TRAIN]
+                if item.get("epoch") is not None:  # files count from 0, people from 1
+                    rows.append((self._step, "train/epoch", item["epoch"] + 1, at))
             elif item["kind"] == "evaluation":
                 self._step = item["step"]
                 values = {"loss": item["loss"], **item["metrics"]}

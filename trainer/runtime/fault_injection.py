@@ -22,8 +22,19 @@ from trainer.errors import ConfigError
 
 Kind = Literal["kill", "stop", "oom", "gpu_oom", "raise", "sigterm", "sleep"]
 Point = Literal[
-    "input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "formed", "finish"
+    "input",
+    "forward",
+    "backward",
+    "all_reduce",
+    "optimizer",
+    "evaluate",
+    "save",
+    "regroup",
+    "formed",
+    "finish",
+    "alone",
 ]
+"""``alone``: rank 0, once the others may leave at the end (`trainer.engine.finalize`)."""
 
 
 class InjectedError(RuntimeError):

@@ -68,6 +68,7 @@ class JobRecords:
                     started_at=node.started_at,
                     ended_at=end - excess,
                     tier=tier,
+                    launch=node.launch,
                     not_billed_seconds=excess or node.clock_jump_seconds,
                 )
             )

@@ -11,12 +11,13 @@ from typing import Any
 from dtrain_dagster.clusters.local.gpus import VISIBLE, share_gpus, visible_gpus
 from dtrain_dagster.clusters.local.processes import MARK
 from trainer.comm.launch_secret import SECRET_FILE
+from trainer.comm.launcher_env import RELEASES_NODES
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
-_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", SECRET_FILE)
+_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", RELEASES_NODES, SECRET_FILE)
 
 
 class LaunchError(ValueError):
@@ -62,7 +63,8 @@ def rank_environment(
     """Return torchrun's variables for one process; for a process that regroups, also the launch and the incarnation.
     ``secret``: the path of the file with this launch's secret."""
     per_node, count = launch["processes_per_node"], launch["node_count"]
-    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": incarnation} if launch["elastic"] else {}
+    of_launch = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": incarnation, RELEASES_NODES: 1}
+    elastic = of_launch if launch["elastic"] else {}
     return {
         "RANK": node_id * per_node + local_rank,
         "LOCAL_RANK": local_rank,

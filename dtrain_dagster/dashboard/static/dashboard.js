@@ -315,7 +315,7 @@ function optionOf(row) {
 
 function took(row) {
   if (row.ended_at === null || row.started_at === null) return "";
-  const seconds = Math.max(0, Math.round(row.ended_at - row.started_at));
+  const seconds = Math.max(0, Math.round(row.seconds ?? row.ended_at - row.started_at));
   const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
   return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
 }

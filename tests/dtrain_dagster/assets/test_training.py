@@ -26,7 +26,7 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.data.coverage import digest_of_all
-from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir
+from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, NodePresence, RunDir, event
 
 MARK = "0a1b2c3d"
 RANGE = Interval(low=1.0, expected=1.0, high=1.0)
@@ -89,6 +89,27 @@ def test_a_job_is_claimed_once_nothing_can_fail_any_more(tmp_path: Path, rundir:
     rundir.write_json(EVALUATION, EVALUATED)
     assert adopt(tmp_path)[0].success
     assert rundir.read_json(CLAIM) is not None
+
+
+def test_what_a_job_took_is_told_of_all_its_launches(tmp_path: Path, rundir: RunDir):
+    began = rundir.nodes()[0].started_at
+    for node in range(3):
+        rundir.write_node(NodePresence(node_id=node, launch=1, started_at=began, ended_at=began + 470))
+        rundir.write_node(
+            NodePresence(node_id=node, launch=2, started_at=began + 9000, ended_at=began + 9000 + 132, exit_codes=(0,))
+        )
+    told_of = [(1, "training", 200.0), (2, "startup", 9.0), (2, "training", 12.0)]
+    rundir.append_events(
+        1, 0, 9, [event("phase", 0, launch, name=name, seconds=seconds) for launch, name, seconds in told_of]
+    )
+    found, _ = adopt(tmp_path)
+    [made] = found.get_asset_materialization_events()[1:]
+    said = {name: value.value for name, value in made.materialization.metadata.items()}
+    assert (said["launches"], said["wall_seconds"], said["last_launch_seconds"]) == (2, 602.0, 132.0)
+    assert said["node_hours"] == pytest.approx(3 * 602 / 3600, abs=1e-5)
+    assert said["last_launch_node_hours"] == pytest.approx(3 * 132 / 3600, abs=1e-5)
+    assert said["last_launch_usd"] == pytest.approx(said["cost_usd"] * 132 / 602, abs=1e-4)
+    assert said["train_seconds"] == 212.0, "the result has the last launch's 12 s"
 
 
 def test_a_job_that_runs_is_given_the_budget_of_the_run_that_attaches_to_it(tmp_path: Path, rundir: RunDir):

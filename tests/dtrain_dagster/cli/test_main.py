@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -18,18 +19,24 @@ import click
 import psutil
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from small_job import write_dataset
+from told_events import told, write_run
 
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.sections import SECTIONS
-from dtrain_dagster.cli.terminal import format_progress, nodes_table
+from dtrain_dagster.cli.terminal import format_progress, nodes_table, print_status
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
-from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.dashboard.job_board import JobBoard, headline, read_row
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
+from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
+from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import format_duration
 from trainer.config import ConfigError, parse_job
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
@@ -154,6 +161,10 @@ def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(she
     said = shell("launch", "--name", "bad", "s.py", "fail", code=7)
     assert "job bad failed: rank 1 on node 1 failed first (exit code 7)" in said
     assert "bad" in shell.here("jobs")
+    rows = json.loads(shell.here("cost", "bad", "--json"))
+    assert [row["cause"] for row in rows["ledger"]] == ["script"], "it was no start-up"
+    assert rows["goodput"] is None, "nobody knows what of it was of use"
+    assert "script" in shell.here("cost", "bad")
 
 
 def test_launch_refuses_what_cannot_be_run(shell: Shell):
@@ -305,6 +316,35 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
     assert job.read_json("status.json")["launch"] == 2
     [resumed] = job.events("resume")
     assert resumed["step"] > 0
+    assert_every_total_is_of_both_launches(shell, job)
+
+
+def assert_every_total_is_of_both_launches(shell: Shell, job: RunDir) -> None:
+    """Of a job on one node that was started twice."""
+    first, second = ((node.ended_at or 0.0) - node.started_at for node in job.nodes())
+    both = f"{format_duration(first + second)} over 2 launches, of which the last took {format_duration(second)}"
+    hours = f"{(first + second) / 3600:.4f} node-hours (the last launch: {second / 3600:.4f})"
+    for command in ("summary", "status"):
+        said = shell.here(command, "halted")
+        assert f"{both}; {hours}" in said, command
+    assert f"{hours} in {both}" in shell.here("cost", "halted")
+    [row] = [line for line in shell.here("jobs").splitlines() if line.startswith("halted")]
+    assert f" {format_duration(first + second)} " in row
+    cost = json.loads(shell.here("cost", "halted", "--json"))
+    assert cost["metrics"]["training_duration_hours"] == pytest.approx((first + second) / 3600, rel=1e-4)
+    assert cost["launches"]["last"]["usd"] == pytest.approx(cost["total_usd"] * second / (first + second), abs=2e-6)
+    row = read_row(job)
+    assert row.seconds == pytest.approx(first + second), "the list of the dashboard"
+    board = JobBoard(job.uri.rpartition("/")[0], "dedicated").open("halted", time.time())
+    assert board is not None
+    shown = {item["label"]: item for item in headline(board, time.time())}
+    assert shown["took"]["value"] == format_duration(first + second)
+    assert shown["took"]["note"] == both.partition(" s ")[2]
+    phases = read_phase_totals(job, list(job.events()))
+    training = [event for event in job.events("phase") if event["name"] == "training"]
+    of_launches = [max(event["seconds"] for event in training if event["generation"] == number) for number in (1, 2)]
+    assert phases["training"] == pytest.approx(sum(of_launches))
+    assert job.read_json("result.json")["train_seconds"] == pytest.approx(of_launches[1], abs=0.01)
 
 
 @pytest.mark.slow
@@ -502,9 +542,23 @@ def test_a_line_of_progress_says_what_is_known():
     from dtrain_dagster.jobs.progress import JobProgress
 
     assert format_progress(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
-    progress = JobProgress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
+    progress = JobProgress(phase="training", step=20, epoch=2, loss=0.5, samples_per_second=1234.0)
     expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
-    assert format_progress(replace(progress, nodes_alive=1), 40) == expected
+    assert format_progress(replace(progress, nodes_alive=1), 40, TimeLeft(seconds=65, has_finish=True)) == expected
+    assert "ETA 5 s to the last step" in format_progress(progress, 40, TimeLeft(seconds=5, has_finish=False))
+    assert "ETA" not in format_progress(progress, 40)
+
+
+def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
+    rundir = write_run(tmp_path, "a", told(4))
+    running = JobStatus(job_id="a", state=JobState.RUNNING, started_at=0.0)
+    for state in JobState:
+        console = Console(width=200, file=io.StringIO())
+        print_status(console, replace(running, state=state), rundir, now=1.0)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "step 20" in shown
+        assert "epoch 1" in shown, "people count from 1"
+        assert ("ETA" in shown) is not state.is_final, state
 
 
 def test_help_lists_each_command_in_one_section_with_a_whole_sentence():

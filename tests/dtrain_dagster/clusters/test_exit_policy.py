@@ -61,7 +61,11 @@ def of(decision: ExitDecision) -> tuple[str, tuple[int, ...]]:
         ([(KILLED, -11), (137, KILLED)], "relaunch", (0, 1)),
         ([(KILLED,), (EVICTED,)], "give_up", ()),  # told to go, and some did not hear it
         ([(KILLED,), (TERMINATED,)], "give_up", ()),
-        ([(KILLED,), (DONE,)], "give_up", ()),
+        # The others had nothing more to do, and had left; what is to be done yet is in the last checkpoint.
+        ([(KILLED,), (DONE,)], "relaunch", (0,)),
+        ([(DONE,), (LOST_PEERS,), (KILLED,)], "relaunch", (1,)),
+        ([(KILLED, DONE), (DONE, DONE)], "relaunch", (0,)),
+        ([(EVICTED,), (DONE,)], "give_up", ()),
         ([(EVICTED,), (EVICTED,)], "give_up", ()),
         ([(DONE,), (DONE,)], "give_up", ()),  # without a result
     ],
@@ -128,7 +132,7 @@ def test_nothing_is_concluded_while_a_child_of_a_process_is_left():
         ([(LOST_PEERS,), (KILLED,)], "could not regroup"),
         ([(KILLED,), (KILLED,)], "all nodes are gone, and starting them again did not help"),
         ([(DONE,), (DONE,)], "the result does not say"),
-        ([(DONE,), (KILLED,)], "all nodes are gone"),
+        ([(DONE,), (KILLED,)], "all nodes are gone, and starting them again did not help"),
     ],
 )
 def test_why_it_ends_in_words(nodes, words: str):

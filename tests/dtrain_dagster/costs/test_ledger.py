@@ -289,6 +289,7 @@ def test_without_timing_causes_are_coarser_and_it_is_said():
 def test_a_launch_that_never_trained_was_starting_up():
     nodes = CostTracker("local", [stay(0, 0.0, 30.0), stay(0, 100.0, 108.0), stay(1, 100.0, 120.0)], "dedicated").nodes
     assert seconds_of(ledger(nodes, [])) == {"start-up": 58}
+    assert seconds_of(ledger(nodes, [], is_script=True)) == {"script": 58}
     assert seconds_of(ledger(nodes, [{"kind": "step"}])) == {"unexplained": 58}
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),

@@ -23,9 +23,9 @@ from rich.console import Console
 from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
 
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.terminal import live_nodes_table
+from dtrain_dagster.cli.terminal import live_nodes_table, node_state
 from dtrain_dagster.dashboard import page, prometheus
-from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, state_of
+from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
 from dtrain_dagster.dashboard.panels import PANELS
 from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.dashboard.server import build_app
@@ -149,6 +149,9 @@ def test_the_terminal_has_a_line_for_each_node():
     lines = [line.split() for line in capture.get().splitlines() if line[:1].isdigit()]
     assert {line[0]: line[1] for line in lines} == {"0": "silent", "1": "lost", "2": "training"}
     assert lines[0][-2:] == ["61", "°C"]
+    ended = folded([*told(5), event("end", START + 6, rank=1, status="succeeded")])
+    states = {node: node_state(ended, node, START + 60).plain for node in range(3)}
+    assert states == {0: "silent for 56 s", 1: "done", 2: "silent for 56 s"}, "a released node is not missed"
     assert [line[-3] for line in lines] == ["24%", "24%", "0%"], "who holds the others up does not wait"
 
 
@@ -195,6 +198,7 @@ def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     assert len(first["tracks"]["steps"]["rows"]) == 40
     figures = {figure["label"]: (figure["value"], figure["note"]) for figure in first["headline"]}
     assert figures["step"] == ("200", "of 10,000, epoch 1")
+    assert figures["time left"][0].endswith(" to the last step"), "no plan says how long the finish takes"
     assert figures["nodes alive"] == ("3", "of 3")
     # three hours of a node at the plan's price; there is no launch.json that names a size
     assert figures["cost"] == ("–", "no price is known")
@@ -210,7 +214,21 @@ def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     assert len(restarted["tracks"]["steps"]["rows"]) == 42
     figures = {figure["label"]: (figure["value"], figure["note"]) for figure in second["headline"]}
     assert figures["cost"][1] == "list price, not the bill"
+    assert "took" in figures
+    assert "time left" not in figures, "it has ended"
     assert second["job"]["state"] == "failed", "a local job without a supervisor runs no more, whatever its status says"
+
+
+def test_the_page_says_what_a_job_does_after_its_last_step(tmp_path: Path):
+    rundir = write_run(tmp_path, "ends", told(4))
+    rundir.write_json("plan.json", {"tier": "dedicated", "work": {"steps": 20}, "phases": {"finish": 40.0}})
+    rundir.append_events(1, 0, 2, [event("finish", START + 10, stage="baselines")])
+    job = JobBoard(str(tmp_path), "dedicated").open("ends", START + 20)
+    assert job is not None
+    shown = {figure["label"]: (figure["value"], figure["note"]) for figure in headline(job, START + 20)}
+    assert shown["state"] == ("running", "fitting the baselines")
+    assert shown["time left"][0] == "30 s"
+    assert headline(job, START + 60)[2]["value"] == "–"
 
 
 def test_the_server_answers_nobody_else(served: tuple[str, RunDir]):

@@ -76,6 +76,19 @@ def test_progress_follows_the_events():
     assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)
     progress = advance(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])
     assert progress.valid_loss == -1.6
+    assert progress.epoch == 2, "files count from 0, people from 1"
+    words = []
+    for stage in ("test split", "baselines", "report", "model", "one of a later version"):
+        progress = advance(progress, [event("finish", 0, 1, stage=stage)])
+        words.append(progress.phase)
+    assert words == [
+        "evaluating the test split",
+        "fitting the baselines",
+        "writing the report",
+        "writing the model",
+        "finishing",
+    ]
+    assert advance(progress, [event("step", 0, 1, step=21, **step)]).phase == "training", "a launch was lost"
 
 
 def test_another_version_of_an_installed_factory_is_another_training(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.options import BaseRun
-from dtrain_dagster.planning.projection import ProgressRate, Projection, overruns, project
+from dtrain_dagster.planning.projection import ProgressRate, Projection, TimeLeft, overruns, project, time_left
 from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, saving_table, savings
 from tests.dtrain_dagster.simulated_timing import Simulation
 
@@ -68,6 +68,53 @@ def test_the_cost_at_the_end(intervals, events, seconds, counts):
     assert found.at_end.low <= found.at_end.expected <= found.at_end.high
     assert found.counts is counts
     assert found.at_end.expected == pytest.approx(2 * HOURLY * seconds / 3600, rel=0.01)
+
+
+def finish(at: float, stage: str = "test split") -> dict[str, Any]:
+    return {"kind": "finish", "time": at, "stage": stage}
+
+
+def test_the_time_left_includes_the_finish_and_runs_down_while_it_lasts():
+    trained, end = steps(1000, 3.0), BEGAN + 3060
+    half = ProgressRate().after(steps(500, 3.0))
+    assert time_left(half, plan(), BEGAN + 1560) == TimeLeft(seconds=500 * 3 + 40 + 5 + 40, has_finish=True)
+    assert time_left(half, plan(), BEGAN + 1575).seconds == 495 * 3 + 40 + 5 + 40, "five steps since the report"
+    done = ProgressRate().after(trained)
+    assert time_left(done, plan(), end) == TimeLeft(seconds=40, has_finish=True), "not 0 s with the finish to come"
+    pace = done.after([finish(end + 20)])
+    assert time_left(pace, plan(), end + 30).seconds == 30
+    pace = pace.after([finish(end + 40, "baselines")])
+    assert time_left(pace, plan(), end + 50).seconds == 10
+    assert time_left(pace, plan(), end + 70) is None, "longer than planned: nobody knows how much"
+    again = pace.after([finish(end + 100)])
+    assert time_left(again, plan(), end + 110).seconds == 30, "a node was lost, and the others begin it again"
+    anew = pace.after([{"kind": "step", "time": end + 200, "step": 990, "step_seconds": 3.0}])
+    assert time_left(anew, plan(), end + 200).seconds > 30, "a launch was lost, and another trains again"
+    for kept in (half, pace):
+        assert ProgressRate.restored(kept.kept()) == kept
+    old = {name: value for name, value in half.kept().items() if not name.startswith(("paused", "total", "finish"))}
+    assert ProgressRate.restored(old) == half, "what a sensor of an earlier version has kept"
+
+
+def test_without_a_plan_the_time_left_is_to_the_last_step():
+    reports = [{**report, "eta_seconds": (1000 - report["step"]) * 3.0} for report in steps(500, 3.0)]
+    pause = {"kind": "evaluation", "time": BEGAN + 900, "split": "valid", "seconds": 20.0}
+    left = time_left(ProgressRate().after([*reports, pause]), None, BEGAN + 1560)
+    assert left == TimeLeft(seconds=1500 + 20, has_finish=False)
+    assert left.words == "25 min 20 s to the last step"
+    assert time_left(ProgressRate().after([*reports, finish(BEGAN + 1600)]), None, BEGAN + 1601) is None
+    assert time_left(ProgressRate(), plan(), BEGAN) is None
+    assert time_left(ProgressRate().after(reports), {"work": 3}, BEGAN) is None, "a plan of another version"
+
+
+@pytest.mark.parametrize("stopped_at", [1000, 600])
+def test_what_was_paid_of_the_finish_is_not_projected_again(stopped_at):
+    pace = [*steps(stopped_at, 3.0), finish(BEGAN + 60 + 3 * stopped_at)]
+    whole = 60 + 3 * stopped_at + 40
+    for into in (0, 10, 39):
+        found = projected(usage(60 + 3 * stopped_at + into), pace).at_end
+        assert found is not None
+        assert found.expected == pytest.approx(2 * HOURLY * whole / 3600, rel=1e-6)
 
 
 def test_a_lost_node_slows_the_rest_down_and_is_not_paid_for():

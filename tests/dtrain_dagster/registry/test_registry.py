@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +172,16 @@ def run_dir(home: Home) -> str:
 
 @pytest.fixture(scope="module")
 def card(run_dir: str) -> str:
+    return card_of(run_dir, PROVENANCE)
+
+
+def card_of(run_dir: str, provenance: registry.TrainingProvenance) -> str:
     rundir = RunDir(run_dir)
     job = rundir.read_job()
     result, evaluation = rundir.read_json("result.json"), rundir.read_json("evaluation.json")
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
     verdict = registry.promotion_gate(evaluation)
-    return registry.model_card("forecaster", job, result, evaluation, manifest, PROVENANCE, verdict)
+    return registry.model_card("forecaster", job, result, evaluation, manifest, provenance, verdict)
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +291,11 @@ def test_the_card_says_what_it_is_and_what_it_is_not(
         assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
     assert f"{evaluation['model']['nll']:.4f}" in card
     assert evaluation["notes"][0] in card
+    assert " launches" not in card
+    assert "launches" not in PROVENANCE.tags()
+    resumed = replace(PROVENANCE, launches=2, train_seconds=1234.0)
+    assert "1234 s of training over 2 launches." in card_of(run_dir, resumed)
+    assert resumed.tags()["launches"] == "2"
     for text in (
         "public domain",
         "synthetic",

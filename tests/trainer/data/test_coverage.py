@@ -58,12 +58,12 @@ def test_a_sample_that_is_skipped_doubled_or_swapped_is_noticed(count: int, data
     skipped = samples[:one] + samples[one + 1 :]
     if skipped:
         [said] = find_coverage_errors([record(skipped)], count, 1)
-        assert said == f"epoch 0: {count - 1} samples were used, the split has {count}"
+        assert said == f"epoch 1: {count - 1} samples were used, the split has {count}"
     [said] = find_coverage_errors([record([*samples, one])], count, 1)
-    assert said == f"epoch 0: {count + 1} samples were used, the split has {count}"
+    assert said == f"epoch 1: {count + 1} samples were used, the split has {count}"
     if one != other:
         [said] = find_coverage_errors([record([*skipped, other])], count, 1)
-        assert said == f"epoch 0: {count} samples were used, but not each of them once"
+        assert said == f"epoch 1: {count} samples were used, but not each of them once"
 
 
 def test_all_means_each_once_beyond_one_block() -> None:
@@ -77,9 +77,9 @@ def test_all_means_each_once_beyond_one_block() -> None:
     ("records", "whole_epochs", "said"),
     [
         ([record([*range(9)], 0), record([*range(9)], 1)], 2, []),
-        ([record([*range(9)], 1)], 2, ["epoch 0: nothing was recorded"]),
+        ([record([*range(9)], 1)], 2, ["epoch 1: nothing was recorded"]),
         ([record([*range(9)], 0), record([3, 4], 1)], 1, []),  # cut short
-        ([record([*range(9)], 0), record([3] * 10, 1)], 1, ["epoch 1: 10 samples were used, the split has 9"]),
+        ([record([*range(9)], 0), record([3] * 10, 1)], 1, ["epoch 2: 10 samples were used, the split has 9"]),
         ([record([*range(9)]), record([*range(9)])], 1, ["an epoch was recorded twice"]),
     ],
 )

@@ -28,7 +28,7 @@ def test_nodes_are_drawn_one_by_one_and_as_a_whole_without_those_that_are_lost()
     )
     assert first == {
         "train/learning_rate": (8, 0.1),
-        "train/epoch": (8, 0),
+        "train/epoch": (8, 1),  # people count from 1
         "node_0/gpu_utilization": (7, 90),
         "node_0/gpu_temperature_celsius": (7, 60),
         "node_0/gpu_power_watts": (7, 200),

@@ -1,0 +1,36 @@
+"""The seconds of each phase of a training over all launches of its job."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainer.documents.events import PhaseEvent, read_events
+from trainer.rundir import RunDir
+
+
+def read_phase_totals(rundir: RunDir, events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each phase over all launches, from the job's events and its record of generations."""
+    from trainer.elastic.membership import generations  # torch, which not everybody needs who reads this module
+
+    return sum_phases(events, {item.number: item.launch for item in generations(rundir.storage)})
+
+
+def sum_phases(events: Iterable[Mapping[str, Any]], launches: Mapping[int, int]) -> dict[str, float]:
+    """Return the seconds of each phase over all launches. ``launches``: the launch of each generation; one that is not
+    there, as in a world of fixed ranks, is a launch of its own. Pure.
+
+    A process reports sums since it was started, and another may be rank 0 after a node was lost: the largest sum of a
+    launch is that of a process that was there from its beginning.
+    """
+    largest: dict[tuple[tuple[str, int], str], float] = defaultdict(float)
+    for phase in read_events(PhaseEvent, events):
+        if phase.rank == 0:
+            known = phase.generation in launches
+            launch = ("launch", launches[phase.generation]) if known else ("generation", phase.generation)
+            largest[launch, phase.name] = max(largest[launch, phase.name], float(phase.seconds))
+    totals: dict[str, float] = defaultdict(float)
+    for (_, name), seconds in largest.items():
+        totals[name] += seconds
+    return dict(totals)

@@ -1,0 +1,81 @@
+"""Nodes that have nothing more to do at the end of a training are released, and paid for only until then.
+
+The trainer itself runs, on three nodes of the local cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import write_dataset
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.progress import start_job
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data"))
+
+
+def train(cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], delay: float = 5.0) -> RunDir:
+    """Train on three nodes with these faults; the run directory of the job, which has succeeded. ``delay``: seconds
+    that a node is gone before another takes its place."""
+    manager = cluster.manager = LocalClusterManager(cluster.manager.home, replacement_delay_seconds=delay)
+    rundir = RunDir(str(cluster.run_dir(job_id)))
+    job = JobConfig(
+        job_id=job_id,
+        run_dir=rundir.uri,
+        dataset=DatasetRef(uri=str(dataset)),
+        training=DistributedTrainingConfig(
+            world_size=3, max_steps=STEPS, warmup_steps=2, checkpoint_frequency=5, threads_per_rank=1
+        ),
+        tracking=TrackingConfig(tensorboard=False),
+    )
+    env = {"DTRAIN_FAULTS": json.dumps(faults), "DTRAIN_CACHE": str(cluster.folder / "cache")}
+    start_job(manager, job, 3, 1, env)
+    status = cluster.wait(job_id)
+    assert status.state is JobState.SUCCEEDED, status.message
+    return rundir
+
+
+def test_nodes_leave_when_they_have_nothing_more_to_do_and_are_paid_for_until_then(cluster, dataset):
+    seconds = 10.0  # far more than a process takes to end on a busy machine
+    rundir = train(cluster, dataset, "leaves", {"kind": "sleep", "at": "alone", "node": 0, "seconds": seconds})
+    ends = {node.node_id: node.ended_at for node in rundir.nodes()}
+    assert ends.keys() == {0, 1, 2}
+    assert all(node.exit_codes == (0,) for node in rundir.nodes())
+    assert ends[0] - max(ends[1], ends[2]) > seconds / 4, "they did not wait for the rest of rank 0's work"
+    usage = {item.node_id: item for item in cluster.manager.node_usage("leaves")}
+    assert {node: item.ended_at for node, item in usage.items()} == ends, "the bill ends with the node"
+    assert rundir.last_generation() == 1, "nobody took the end of the others for a loss"
+    stages = [item["stage"] for item in rundir.events("finish")]
+    assert stages == ["test split", "baselines", "report", "model"]
+    assert rundir.read_json("result.json")["world_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("delay", "places"),
+    [(90.0, [(1, 0), (1, 1), (1, 2), (2, 0)]), (0.0, None)],
+    ids=["when the others have left", "while the others leave"],
+)
+def test_a_rank_0_that_is_lost_when_it_works_alone_is_replaced_by_one_node(cluster, dataset, delay, places):
+    rundir = train(cluster, dataset, "lost", {"kind": "kill", "at": "alone", "node": 0}, delay=delay)
+    codes = {(node.launch, node.node_id, node.incarnation): node.exit_codes for node in rundir.nodes()}
+    assert sorted(codes.values()) == [(-9,), (0,), (0,), (0,)]
+    assert codes[1, 0, 1] == (-9,)
+    assert places is None or [(launch, node) for launch, node, _ in codes] == places, "one node, in a launch of its own"
+    assert {item["step"] for item in rundir.events("resume")} <= {STEPS}, "no step is done again"
+    again = rundir.read_json("result.json")
+    whole = train(cluster, dataset, "whole").read_json("result.json")
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    assert again["test"] == pytest.approx(whole["test"], rel=1e-9)
