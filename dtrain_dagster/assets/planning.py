@@ -111,7 +111,9 @@ def cost_estimate(
     manager = cluster.manager(context.run.run_id)
     if not knows(forecast, count):
         planned, forecast = measure_pace(context, config, cluster, project, manager, planned, history)
-    assert forecast is not None
+    else:
+        assert forecast is not None
+        forecast = _with_load(forecast)
     table = compare_choices(planned, forecast, limits)
     if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
         table = mark_planned(table, cheapest)
@@ -120,7 +122,8 @@ def cost_estimate(
         planned = planned.on_nodes(job, cheapest.node_count)
         history = read_history(context, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
-        forecast = past if past and knows(past, planned.node_count) else forecast
+        if past and knows(past, planned.node_count):
+            forecast = replace(past, other_cores=forecast.other_cores)
     price, tier, count = planned.price, planned.tier, planned.node_count
     estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
     if said := explain_excess(estimate, limits):
@@ -200,7 +203,7 @@ def measure_pace(
                 "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
                 allow_retries=False,
             )
-        return planned, forecast
+        return planned, _with_load(forecast)
     count = planned.node_count
     got = provision(context, manager, cluster, project, cluster.gpu_type, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
@@ -208,7 +211,7 @@ def measure_pace(
     planned = replace(planned, price=price, tier=tier)
     forecast = history.forecast(planned.sizes, count, price.sku)
     if forecast is not None and knows(forecast, count):
-        return planned, forecast
+        return planned, _with_load(forecast)
     return planned, probe.forecast(
         manager,
         planned.job,
@@ -219,6 +222,13 @@ def measure_pace(
         history.learned("probe", price.sku),
         context.log.info,
     )
+
+
+def _with_load(forecast: Forecast) -> Forecast:
+    """Return the forecast from past runs with the load that is on the machine now."""
+    from dtrain_dagster.planning.machine_load import cores_of_others
+
+    return replace(forecast, other_cores=cores_of_others(forecast.sizes))
 
 
 def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
