@@ -235,7 +235,8 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     from trainer.tuning.verdict import UNTOLD
 
     training, evidence = document["training"], document["evidence"]
-    cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]
+    early = "ended early: this is the best so far, not compared with the untuned settings; it may be no faster"
+    cut = [] if evidence["complete"] else [early]
     short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
     untold = [f"{short} candidate(s) had too little time: a larger --seconds compares more of them"] if short else []
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))

@@ -359,7 +359,7 @@ def test_the_result_is_said_in_sentences(tmp_path: Path):
     rows.pop()
     found = summary({"training": {"precision": "bf16"}, "evidence": evidence | {"complete": False}}, out)
     assert found == [
-        "ended early: this is the best so far, without a last comparison",
+        "ended early: this is the best so far, not compared with the untuned settings; it may be no faster",
         "precision = bf16: 1,000 samples/s instead of 1,000, +20 % (+10 to +30 %)",
         "use it: dtrain train … --settings fast.json",
     ]
