@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from benchmarks.frameworks.framework_process import FrameworkProcess, FrameworkProcessError, Measurement, start
 from benchmarks.frameworks.protocol import Case
 from trainer.config import DistributedTrainingConfig
+from trainer.tuning.verdict import is_surely_faster
 
 FRAMEWORKS = {
     "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
@@ -42,6 +43,9 @@ SEARCH_SHARE = 0.5
 """Share of a cell's time that the search for the tuned settings may take."""
 GAIN = 1.02
 """Factor by which a setting must gain in the search to be taken."""
+CONFIRMING_PAIRS = 12
+"""Pairs of intervals, after the search, in which the settings that were found must be faster than those of the others
+beyond noise (the rule of `dtrain tune`): the figures of the search served the choice."""
 HOPELESS = 0.9
 """A candidate that is slower than this share of the best so far in its first pair is not measured again."""
 SEARCH = (
@@ -177,7 +181,8 @@ class Rounds:
         self.rest()
 
     def search(self, cell: Cell, pairs: int, until: float) -> dict[str, Any]:
-        """Return the settings with which ours is fastest at the same global batch, tried one after the other."""
+        """Return the settings with which ours is fastest at the same global batch, tried one after the other; none
+        where they are not faster beyond noise in pairs of their own."""
         best: dict[str, Any] = {}
         best_gain = 1.0
         for setting, values in SEARCH:
@@ -195,16 +200,28 @@ class Rounds:
                 say(f"  {candidate}: {gain:.3f} times as fast")
                 if gain > GAIN * best_gain:
                     best, best_gain = candidate, gain
+        if best:
+            case = replace(cell.case, training=best)
+            ratios = self._pairs("tuned", case, "ours", cell, CONFIRMING_PAIRS, 0.0)
+            if not ratios or not is_surely_faster(ratios):
+                say(f"  {best}: not faster beyond noise in {len(ratios)} pairs of their own; ours stays as it is")
+                best = {}
         self.rest()
         return best
 
     def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> float:
         """Return how many times as fast a framework is with this case as the reference with the cell's; 0 where it
         fails. Only one pair is measured if its ratio is less than ``least``."""
+        ratios = self._pairs(name, case, reference, cell, pairs, least)
+        return statistics.median(ratios) if ratios else 0.0
+
+    def _pairs(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> list[float]:
+        """Return the ratios of `gain`, pair by pair; none where the framework fails."""
         one, other = self.frameworks[name], self.frameworks[reference]
         if other.case is None or other.is_broken:
             self._warm(other, cell.case, cell)
-        steps, ratios = cell.interval_of(self.seconds / 2), []
+        steps = cell.interval_of(self.seconds / 2)
+        ratios: list[float] = []
         try:
             self._warm(one, case, cell)
             for _ in range(pairs):
@@ -215,8 +232,8 @@ class Rounds:
             one.end()
         except FrameworkProcessError as error:
             say(f"  {error}")
-            return 0.0
-        return statistics.median(ratios)
+            return []
+        return ratios
 
     def judge(self, cell: Cell, steps: int, seeds: int, until: float) -> None:
         """Measure validation losses after ``steps`` steps, seed by seed, while there is time."""

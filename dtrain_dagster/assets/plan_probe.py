@@ -68,7 +68,7 @@ def measure_pace(
                 "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
                 allow_retries=False,
             )
-        return Pace(planned=planned, forecast=forecast)
+        return Pace(planned=planned, forecast=with_load(forecast))
     mark = planned.pace + hardware_mark(cluster, planned.price.sku)
     due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
     expected = probe_cost.expect_probes(history.probes, due, planned.sizes, planned.price, planned.tier)
@@ -85,7 +85,7 @@ def measure_pace(
     planned = replace(planned, price=price, tier=tier)
     forecast = history.forecast(planned.sizes, planned.node_count, price.sku)
     if forecast is not None and knows(forecast, planned.node_count):
-        return Pace(planned=planned, forecast=forecast)
+        return Pace(planned=planned, forecast=with_load(forecast))
     mark = planned.pace + hardware_mark(cluster, price.sku)
     shorts = {count: f"probe-{mark}-{count}n" for count in counts}
     due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
@@ -113,6 +113,13 @@ def measure_pace(
         charges=charges,
         seconds=probe_cost.charge_seconds(now),
     )
+
+
+def with_load(forecast: Forecast) -> Forecast:
+    """Return the forecast from past runs with the load that is on the machine now."""
+    from dtrain_dagster.planning.machine_load import cores_of_others
+
+    return replace(forecast, other_cores=cores_of_others(forecast.sizes))
 
 
 def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:

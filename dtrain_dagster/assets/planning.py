@@ -13,7 +13,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
-from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata
+from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -159,7 +159,7 @@ def cost_estimate(
 
     manager = cluster.manager(context.run.run_id)
     if forecast is not None and knows(forecast, count):
-        pace = Pace(planned=planned, forecast=forecast)
+        pace = Pace(planned=planned, forecast=with_load(forecast))
     else:
         pace = measure_pace(context, config, cluster, project, manager, planned, history)
     planned, forecast = pace.planned, pace.forecast
@@ -173,7 +173,8 @@ def cost_estimate(
         planned = planned.on_nodes(job, cheapest.node_count)
         history = read_history(context, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
-        forecast = past if past and knows(past, planned.node_count) else forecast
+        if past and knows(past, planned.node_count):
+            forecast = replace(past, other_cores=forecast.other_cores)
     price, tier, count = planned.price, planned.tier, planned.node_count
     estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
     if said := explain_excess(estimate, limits):

@@ -186,6 +186,17 @@ def _percent(gain: Mapping[str, float]) -> str:
     return f"{median} % ({low} to {high} %)"
 
 
+def _interval(row: Mapping[str, Any]) -> str:
+    """``+27 % (95 % interval +20 to +33 %, 25 rounds)``: the gain of a row of the last comparison."""
+    from trainer.tuning.verdict import CONFIDENCE, UNTOLD
+
+    low, middle, high = (row["gain_interval"][name] for name in ("low", "middle", "high"))
+    if not low or high is None:
+        return f"{100 * (middle - 1):+.1f} % in {row['rounds']} rounds, {UNTOLD}"
+    ends = f"{100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %"
+    return f"{100 * (middle - 1):+.1f} % ({100 * CONFIDENCE:.0f} % interval {ends}, {row['rounds']} rounds)"
+
+
 def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
     from dtrain_dagster.clusters.base import ClusterError
@@ -228,18 +239,32 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     from trainer.tuning.verdict import UNTOLD
 
     training, evidence = document["training"], document["evidence"]
-    cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]
+    early = "ended early: this is the best so far, not compared with the untuned settings; it may be no faster"
+    cut = [] if evidence["complete"] else [early]
     short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
     untold = [f"{short} candidate(s) had too little time: a larger --seconds compares more of them"] if short else []
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
+    last = [row for row in evidence["candidates"] if row["group"] == "confirmation" and row.get("gain_interval")]
     if not training:
         pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
-        return [*cut, *untold, f"keep the defaults: no measured change pays{pace}"]
+        fastest = max(last, key=lambda row: row["gain"]["median"], default=None)
+        if fastest is None:
+            return [*cut, *untold, f"keep the settings as configured: no measured change pays{pace}"]
+        changes = ", ".join(f"{name} = {value}" for name, value in fastest["change"].items())
+        return [
+            *cut,
+            *untold,
+            f"keep the settings as configured{pace}: in measurements that served no choice, the fastest found, "
+            f"{changes}, was not faster beyond noise: {_interval(fastest)}",
+        ]
     found = ", ".join(f"{name} = {value}" for name, value in training.items())
     gain = ""
     if baseline and chosen:
         gain = f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
-    if evidence["gain"]:
+    confirmed = next((row for row in last if row["verdict"] == "confirmed"), None)
+    if confirmed is not None:
+        gain += f", {_interval(confirmed)}, measured apart from the search"
+    elif evidence["gain"]:
         gain += f", {_percent(evidence['gain'])}"
     return [*cut, *untold, f"{found}{gain}", f"use it: dtrain train … --settings {out}"]
 

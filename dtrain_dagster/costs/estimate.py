@@ -8,8 +8,9 @@ What is known is `Measured`: a probe or a past run of the same training on some 
 that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
 rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
 
-The 90 % interval has the spread that past estimates of this instance had (`planning.scoring`), that of the measured
-steps, and what is added for every guess: a node count or a GPU that was not measured.
+The 90 % interval has the spread that past estimates of this instance had (`planning.scoring`) or, if that is more,
+past runs among each other; that of the measured steps; that of other work on the machine; and what is added for every
+guess: a node count or a GPU that was not measured.
 """
 
 from __future__ import annotations
@@ -109,6 +110,14 @@ class Sizes:
         ranks = node_count * self.processes_per_node
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
+    def load_spread(self, node_count: int, other_cores: float) -> float:
+        """Return the spread of the logarithm of a time because other work takes ``other_cores`` cores of the machine
+        now: half of what lies between its end and twice as much of it."""
+        if not self.cores:
+            return 0.0
+        ranks = node_count * self.processes_per_node
+        return math.log(max(1.0, (ranks + 2 * other_cores) / self.cores) / self.crowding(node_count)) / 2
+
     def work(self, node_count: int) -> Work:
         """Return all of the work. Early stopping is not counted on: it can only make the training cheaper."""
         ranks = self.ranks(node_count)
@@ -182,7 +191,7 @@ class Measured:
     step_seconds: float
     """Seconds of a typical step with a full batch."""
     step_spread: float = 0.0
-    """Relative standard error of ``step_seconds``."""
+    """Relative standard deviation of ``step_seconds``: what a few steps cannot tell, and slow changes among them."""
     sample_share: float = 1.0
     """Share that grows with the samples of a step: input, forward and backward pass."""
     compute_share: float = 1.0
@@ -209,10 +218,15 @@ class LearnedCorrection:
     """The correction that past estimates of this instance have taught, see `planning.scoring.learn`."""
 
     factor: float = 1.0
-    """Typical actual / estimated, shrunk towards 1."""
+    """Typical actual / estimated, as far as past errors support it; 1 where they support nothing."""
     spread: float = PRIOR_SPREAD
-    """Standard deviation of the logarithm of what remains."""
+    """Standard deviation of the logarithm of what remains, widened where past intervals were too narrow."""
     runs: int = 0
+
+
+def interval_margin(spread: float) -> float:
+    """Return the logarithm of high / expected, and of expected / low, of a 90 % interval with that spread."""
+    return max(math.log(1 + MINIMUM_MARGIN), CONFIDENCE_90 * spread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +261,10 @@ class Forecast:
     """Ids of the jobs that ``measured`` comes from."""
     totals: tuple[float, ...] = ()
     """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
+    run_spread: float = 0.0
+    """Standard deviation of the logarithm of time between past runs alike; 0 where there are not two."""
+    other_cores: float = 0.0
+    """Cores that other work took on the machine of all nodes when the forecast was made."""
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         """Return the wall seconds of the whole training on ``node_count`` nodes, whose GPUs are ``speed`` times as fast
@@ -257,7 +275,7 @@ class Forecast:
             expected = self.learned.factor * statistics.median(self.totals)
         else:
             expected = self.learned.factor * self.parts(node_count, speed).total
-        factor = max(1 + MINIMUM_MARGIN, math.exp(CONFIDENCE_90 * self._spread(node_count, speed)))
+        factor = math.exp(interval_margin(self._spread(node_count, speed)))
         low = expected
         if self.sizes.early_stopping_patience is not None:
             least = self._parts(node_count, self.sizes.least_work(node_count), speed).total
@@ -285,8 +303,9 @@ class Forecast:
     def _spread(self, node_count: int, speed: float) -> float:
         near = _nearest(self.measured, node_count)
         guesses = (
-            self.learned.spread,
+            max(self.learned.spread, self.run_spread),
             near.step_spread,
+            self.sizes.load_spread(node_count, self.other_cores),
             DOUBLING_SPREAD * abs(math.log2(node_count / near.node_count)),
             SPEED_SPREAD if speed != 1 else 0.0,
         )

@@ -2,74 +2,35 @@
 
 The model of a step of W ranks:
 
-    step = compute + noise x sqrt(2 ln W) + exposed communication (`trainer.performance.step`)
+    step = local work x slowdown + noise x sqrt(2 ln W) + exposed communication (`trainer.performance.step`)
     exposed = last bucket + commit + what the other buckets take beyond the backward pass
     all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
 
-with a, the seconds that one message takes however small, and B, bytes per second. Compute, its noise and the buckets
-are measured; a and B are fitted to measured all-reduces, or stated for a link that is not here. Pure functions.
+with a, the seconds that one message takes however small, and B, bytes per second. The local work (all of a step but
+communication and waiting), its noise and the buckets are measured; a and B are fitted to measured all-reduces, or
+stated for a link that is not here. The slowdown, and by how much communication holds a step up longer than its sums
+take, come from the smaller of the measured worlds. Nothing is said of worlds beyond the measured ones unless the model
+meets one that it has not seen: see `Study.withheld`. Pure functions.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from dtrain_dagster.monitoring.windows import typical_collectives, windows
-from trainer.documents.events import StepEvent, read_events
+from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint, efficiency
 from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
 from trainer.performance.step import StepParts
 
-Mode = Literal["weak", "strong"]
-WARM_UP = 1
-"""Logged windows of a short run that are left out: the first steps warm caches up."""
+TOLERANCE = 0.2
+"""The largest relative error on a world that the model has not seen with which it is shown beyond the measured ones."""
 COMMIT_BYTES = 176
 """Bytes of the small all-reduce with which a step of the default model is committed
 (`trainer.engine.step.TrainingStep`). Others have eight for each parameter more or less, which is little beside its
 latency."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingPoint:
-    """One short run. Seconds are medians over its logged windows, per optimizer step."""
-
-    mode: Mode
-    nodes: int
-    world_size: int
-    micro_batches: int
-    """Micro-batches of a step, over all ranks."""
-    global_batch: int
-    step_seconds: float
-    step_seconds_low: float
-    """The fastest logged window; `step_seconds_high` is the slowest."""
-    step_seconds_high: float
-    compute_seconds: float
-    """Forward, backward and update of a rank, mean over ranks."""
-    backward_seconds: float
-    network_seconds: float
-    """Exposed communication; waiting for slower ranks is not in it."""
-    waiting_seconds: float
-    """Waiting for slower ranks, mean over ranks."""
-    noise_seconds: float
-    """Standard deviation of one rank's compute from step to step, as far as the windows show it."""
-    all_reduces: tuple[tuple[int, float], ...]
-    """(bytes, seconds on the network) of each collective of a step: buckets in order, then the commit."""
-    buckets: tuple[int, ...]
-    """Bytes of each gradient bucket, in the order in which they are summed; none in a world of one."""
-    usd_per_epoch: float
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples per second, over all ranks."""
-        return self.global_batch / self.step_seconds
-
-    @property
-    def communication_to_compute(self) -> float:
-        """The exposed communication as a share of the computation."""
-        return self.network_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +44,8 @@ class ScalingLink:
     source: str
     inner: ScalingLink | None = None
     group: int = 1
+    holding_factor: float = 1.0
+    """By how much longer communication holds a step up than its sums take: their start, and copies."""
 
 
 def _stated(latency_seconds: float, bytes_per_second: float) -> Link:
@@ -119,59 +82,6 @@ CLAIMED = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.93, 16: 0.89, 32: 0.84, 64: 0.78, 128:
 """Efficiencies that the framework's checklist claims for up to 256 GPUs, of unknown origin: drawn for comparison."""
 
 
-def read_point(
-    events: Sequence[Mapping[str, Any]], mode: Mode, nodes: int, training: Mapping[str, Any], samples: int,
-    usd_per_node_hour: float,
-) -> ScalingPoint:  # fmt: skip
-    """Return the figures of a short run. ``training``: the job's section of that name; ``samples``: the samples of an
-    epoch. Raise ValueError if the run has no figures."""
-    told = [item.step_seconds for item in read_events(StepEvent, events) if item.step_seconds is not None]
-    seconds, timings = told[WARM_UP:], windows(events)[WARM_UP:]
-    if not seconds or not timings:
-        raise ValueError("the run is too short: it has logged no step after its warm-up")
-    step = statistics.median(seconds)
-    world = timings[0].world_size
-    micro_batches = training["gradient_accumulation_steps"] * training["world_size"]
-    batch = training["batch_size_per_gpu"] * micro_batches
-    compute = [item.mean("forward", "backward", "optimizer") for item in timings]
-    collectives = typical_collectives(timings)
-    return ScalingPoint(
-        mode=mode,
-        nodes=nodes,
-        world_size=world,
-        micro_batches=micro_batches,
-        global_batch=batch,
-        step_seconds=step,
-        step_seconds_low=min(seconds),
-        step_seconds_high=max(seconds),
-        compute_seconds=statistics.median(compute),
-        backward_seconds=statistics.median(item.mean("backward") for item in timings),
-        network_seconds=statistics.median(item.mean("communication") for item in timings),
-        waiting_seconds=statistics.median(item.mean("waiting") for item in timings),
-        noise_seconds=_spread(compute) * math.sqrt(timings[0].steps * world),
-        all_reduces=tuple((item.bytes, item.network_seconds) for item in collectives),
-        buckets=tuple(item.bytes for item in collectives if "bucket" in item.name),
-        usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
-    )
-
-
-def _spread(values: Sequence[float]) -> float:
-    """Return the standard deviation as estimated from the median of absolute deviations: one window with a hiccup does
-    not count."""
-    middle = statistics.median(values)
-    return 1.4826 * statistics.median(abs(value - middle) for value in values)
-
-
-def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
-    """Return for each world size the samples per second per rank, as a share of those of the smallest world; 1 is
-    perfect."""
-    mine = sorted((point for point in points if point.mode == mode), key=lambda point: point.world_size)
-    if not mine:
-        return {}
-    base = mine[0].samples_per_second / mine[0].world_size
-    return {point.world_size: point.samples_per_second / point.world_size / base for point in mine}
-
-
 def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
     """Return the link fitted to measured all-reduces, which are taken for rings: (world size, bytes, seconds on the
     network). Raise ValueError if there are none."""
@@ -201,7 +111,7 @@ class ScalingModel:
     """The parts of a step, from one measured point of one rank."""
 
     micro_batch_seconds: float
-    """Forward and backward of one micro-batch, and its part of the update."""
+    """The local work of one micro-batch: forward and backward, its part of the update, and all around them."""
     backward_share: float
     noise_seconds: float
     """Standard deviation of one micro-batch."""
@@ -209,33 +119,47 @@ class ScalingModel:
     """Bytes of each gradient bucket, in the order in which they are summed."""
     cores: float | None = None
     """If all ranks share one machine: how many of them it can run at full speed. None: each has its own cores."""
+    slowdown: float = 1.0
+    """The factor of the local work of ranks with cores of their own, in a world of several."""
+
+    def crowding(self, world: int) -> float:
+        """Return the factor of the local work in a world of this many ranks."""
+        if self.cores:
+            return max(1.0, world / self.cores)
+        return self.slowdown if world > 1 else 1.0
 
 
-def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> ScalingModel:
-    """Return the model from a measured point of one rank. ``buckets`` come from a point with several: one rank sums
-    nothing."""
+def model_of(single: ScalingPoint, seen: Sequence[ScalingPoint], cores: float | None = None) -> ScalingModel:
+    """Return the model from measured points of one rank and of several. ``cores``: of the machine that all ranks share;
+    how many ranks it runs at full speed may be fewer, as the points with several show: cores share caches, memory and
+    often the units that compute. Without ``cores`` they show by how much a rank is slower in a world of several."""
+    ratios = [point.local_share_seconds / single.local_share_seconds for point in seen]
+    if cores is not None:
+        fewer = [point.world_size / ratio for point, ratio in zip(seen, ratios, strict=True) if ratio > 1]
+        cores = min([cores, *([statistics.median(fewer)] if fewer else [])])
     return ScalingModel(
-        micro_batch_seconds=single.compute_seconds / single.micro_batches,
-        backward_share=single.backward_seconds / single.compute_seconds,
+        micro_batch_seconds=single.local_seconds / single.micro_batches,
+        backward_share=single.backward_seconds / single.local_seconds,
         noise_seconds=single.noise_seconds / math.sqrt(single.micro_batches),
-        buckets=tuple(buckets),
+        buckets=seen[0].buckets,
         cores=cores,
+        slowdown=max(1.0, statistics.median(ratios)) if cores is None else 1.0,
     )
 
 
 def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: int, noise_factor: float = 1.0) -> float:
     """Return the seconds of a step of ``micro_batches`` micro-batches, divided among ``world`` ranks."""
     each = math.ceil(micro_batches / world)
-    crowded = max(1.0, world / model.cores) if model.cores else 1.0
-    compute = model.micro_batch_seconds * each * crowded
+    compute = model.micro_batch_seconds * each * model.crowding(world)
     noise = noise_factor * model.noise_seconds * math.sqrt(each) * math.sqrt(2 * math.log(world))
     step = StepParts(
         computing_seconds=compute + noise,
         hiding_seconds=compute / each * model.backward_share,  # only the last micro-batch's backward pass has buckets
         buckets=model.buckets,
     )
-    seconds = step.predict_seconds(lambda size: all_reduce_seconds(size, world, link))
-    return seconds + all_reduce_seconds(COMMIT_BYTES, world, link)
+    exposed = step.predict_exposed(lambda size: all_reduce_seconds(size, world, link))
+    exposed += all_reduce_seconds(COMMIT_BYTES, world, link)
+    return step.computing_seconds + link.holding_factor * exposed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,10 +172,12 @@ class Curve:
 
 
 def modelled(
-    model: ScalingModel, link: ScalingLink, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
-) -> Curve:
+    model: ScalingModel, link: ScalingLink, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES,
+    missed: float = 0.0,
+) -> Curve:  # fmt: skip
     """Return the efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has
-    one micro-batch for each rank, smaller ones do the same step with more each."""
+    one micro-batch for each rank, smaller ones do the same step with more each. ``missed``: the relative error of the
+    model where it was checked; the range is wider by it."""
     rows = []
     per_byte = link.message.seconds_per_byte / WORST_BANDWIDTH
     slow = replace(link, message=replace(link.message, seconds_per_byte=per_byte))
@@ -262,8 +188,21 @@ def modelled(
             min(1.0, alone / world / predict(model, world, by, total, factor))
             for by, factor in ((slow, WORST_NOISE), (link, 1.0), (link, 0.0))
         )
-        rows.append((world, low, mid, high))
+        rows.append((world, low / (1 + missed), mid, min(1.0, high * (1 + missed))))
     return Curve(link=link, mode=mode, rows=tuple(rows))
+
+
+def find_holding_factor(model: ScalingModel, link: ScalingLink, seen: Sequence[ScalingPoint]) -> float:
+    """Return how many times as long as the model says communication has held up the steps of these points; at least
+    1."""
+    free = replace(model, noise_seconds=0.0)
+    factors = []
+    for point in seen:
+        each = math.ceil(point.micro_batches / point.world_size)
+        alone = free.micro_batch_seconds * each * free.crowding(point.world_size)
+        said = predict(free, point.world_size, link, point.micro_batches) - alone
+        factors += [point.network_seconds / said] if said > 0 else []
+    return max(1.0, statistics.median(factors)) if factors else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +234,8 @@ def check_prediction(
     seen = [point for point in points if 1 < point.world_size < worlds[-1]]
     observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
     link = fit_scaling_link(observed, "the link here")
-    model = model_of(single, seen[0].buckets, cores)
+    model = model_of(single, seen, cores)
+    link = replace(link, holding_factor=find_holding_factor(model, link, seen))
     checks = tuple(
         Check(
             fitted_on=tuple(worlds[:-1]),
@@ -320,6 +260,29 @@ class Study:
     links: tuple[ScalingLink, ...]
     """The fitted one first, if there is one; then those that are stated."""
     curves: tuple[Curve, ...]
+    """None where the model has not proved itself, see ``withheld``."""
+    withheld: str
+    """Why no world beyond the measured ones is shown; "" where the model is shown."""
+
+    @property
+    def error(self) -> float | None:
+        """The error of the check that the model met worst; None without a check."""
+        return max((item.error for item in self.checks), key=abs, default=None)
+
+
+def explain_withheld(checks: Sequence[Check], largest: int) -> str:
+    """Return why nothing beyond ``largest`` ranks can be said, "" where the model met all checks."""
+    said = f"Nothing is said of more than {largest} rank(s): "
+    if not checks:
+        return said + "the model cannot be checked without runs of one rank and of two other world sizes."
+    worst = max(checks, key=lambda item: abs(item.error))
+    if abs(worst.error) <= TOLERANCE:
+        return ""
+    seen = " and ".join(map(str, worst.fitted_on))
+    return said + (
+        f"the model, fitted on {seen} rank(s), misses the step of {worst.world_size} "
+        f"that it had not seen by {worst.error:+.0%}, and its limit is {TOLERANCE:.0%}."
+    )
 
 
 def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
@@ -328,20 +291,26 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
     checked = check_prediction(points, cores)
     fitted, checks = checked if checked else (None, ())
     links = (*([fitted] if fitted else []), *LINKS)
-    single = next((point for point in points if point.world_size == 1), None)
-    several = next((point for point in points if point.world_size > 1), None)
+    withheld = explain_withheld(checks, max(point.world_size for point in points))
     curves: tuple[Curve, ...] = ()
-    if single and several:
-        model = model_of(single, several.buckets)
+    if not withheld:
+        [single] = [point for point in points if point.world_size == 1][:1]
+        several = [point for point in points if point.world_size > 1]
+        # What ranks that share a machine cost each other says nothing of ranks with cores of their own.
+        model = model_of(single, several, cores)
+        alone = replace(model, cores=None)
+        missed = max(abs(item.error) for item in checks)
         curves = tuple(
-            modelled(model, link, mode, single.micro_batches) for mode in ("weak", "strong") for link in links
-        )
+            modelled(alone, link, mode, single.micro_batches, missed=missed)
+            for mode in ("weak", "strong") for link in links
+        )  # fmt: skip
     return Study(
-        verdict=summarize_scaling(points, checks, cores),
+        verdict=summarize_scaling(points, checks, cores, withheld),
         points=tuple(points),
         checks=checks,
         links=links,
         curves=curves,
+        withheld=withheld,
     )
 
 
@@ -365,7 +334,9 @@ def _or_none(value: Any) -> Any:
     return None if value == math.inf else value
 
 
-def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
+def summarize_scaling(
+    points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None, withheld: str
+) -> str:  # fmt: skip
     """Return in a few sentences how well the training scales here, what limits it, and how far the model can be
     trusted."""
     weak = efficiency(points, "weak")
@@ -383,7 +354,7 @@ def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], c
         said += f"; they share {cores:g} core(s), which alone can cost up to {crowded:.0%} of that pace"
     name, seconds = max(causes.items(), key=lambda item: item[1])
     said += f"; {name} takes {seconds / point.step_seconds:.0%} of a step."
-    if checks:
+    if checks and not withheld:
         worst = max(checks, key=lambda item: abs(item.error))
         said += f" The model, fitted without {worst.world_size} ranks, misses their step by {worst.error:+.0%} at most."
-    return said
+    return f"{said} {withheld}".rstrip()

@@ -20,6 +20,8 @@ from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.limits import Limits
 from trainer.config import JobConfig
 
+LEAST_LOAD_SPREAD = 0.02
+"""Spread from which the load of the machine is worth a word."""
 CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
 """Tiers that clusters can be bought on (DTRAIN_TIER)."""
 
@@ -150,7 +152,7 @@ def assemble_plan(
         processes_per_node=planned.sizes.processes_per_node,
         work=planned.sizes.work(count),
         estimate=estimate,
-        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
+        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}{tell_load(forecast, count)}",
         price_note=note_price(planned),
         price_words=planned.price_words,
         pace=planned.pace,
@@ -178,4 +180,14 @@ def note_price(planned: PlannedJob) -> str:
 def _learned_words(learned: LearnedCorrection) -> str:
     if not learned.runs:
         return ""
+    if learned.factor == 1:
+        return f"; not corrected, since the errors of {learned.runs} past estimate(s) support no correction"
     return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"
+
+
+def tell_load(forecast: Forecast, node_count: int) -> str:
+    """Return that other work on the machine widens the interval; "" where it does not."""
+    if forecast.sizes.load_spread(node_count, forecast.other_cores) < LEAST_LOAD_SPREAD:
+        return ""
+    used = f"{forecast.other_cores:.1f} of {forecast.sizes.cores} cores"
+    return f"; the interval is wider, since other work took {used} when this was estimated"

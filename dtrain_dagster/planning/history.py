@@ -4,6 +4,8 @@ estimates were."""
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,13 +13,13 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
-from dtrain_dagster.planning.scoring import MOST_RUNS, Score, learn
+from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
 from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
@@ -256,7 +258,8 @@ def from_history(
     if totals and not any(run.measured.node_count == node_count for run in same):
         steps = sizes.work(node_count).steps
         lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=totals[-1] / steps)
-        return _history(f"{len(totals)} past run(s) of this very training", (lump,), (), sizes, totals, learned_of)
+        words = f"{len(totals)} past run(s) of this very training"
+        return _history(words, (lump,), (), sizes, totals, learned_of, spread_of_runs(totals))
     if same:
         chosen = _newest_of_each_count(same, node_count)
         words = f"{len(same)} past run(s) of the same pace, the latest {same[0].job_id}"
@@ -264,7 +267,11 @@ def from_history(
             words = f"{len(totals)} past run(s) of this very training"
         elif chosen[0].measured.node_count != node_count:
             words += f", on {chosen[0].measured.node_count} node(s) instead of {node_count}"
-        return _history(words, *_parts(chosen), sizes, totals, learned_of)
+        paces = [
+            item.measured.step_seconds for item in same if item.measured.node_count == chosen[0].measured.node_count
+        ]
+        spread = max(spread_of_runs(totals), spread_of_runs(paces))
+        return _history(words, *_parts(chosen), sizes, totals, learned_of, spread)
     if others:
         nearest = [run for run in others if run.sku == others[0].sku]
         speed = speed_of(nearest[0].sku) / speed_of(sku)
@@ -282,6 +289,18 @@ def from_history(
     return None
 
 
+def spread_of_runs(seconds: Sequence[float]) -> float:
+    """Return the standard deviation of the logarithm of the next of these times; 0 for fewer than two. It is shrunk
+    towards the assumption without experience, as what past estimates teach is."""
+    if len(seconds) < 2 or min(seconds) <= 0:
+        return 0.0
+    logs = [math.log(value) for value in seconds]
+    middle = statistics.fmean(logs)
+    known = PRIOR_RUNS + len(logs) - 1
+    squares = PRIOR_RUNS * PRIOR_SPREAD**2 + sum((value - middle) ** 2 for value in logs)
+    return math.sqrt(squares / known * (1 + 1 / len(logs)))
+
+
 def knows(forecast: Forecast | None, node_count: int) -> bool:
     """Return whether the forecast rests on past runs on exactly this number of nodes, so that a probe would tell
     nothing new."""
@@ -295,6 +314,7 @@ def _history(
     sizes: Sizes,
     totals: Sequence[float],
     learned_of: Callable[[Basis], LearnedCorrection],
+    run_spread: float,
 ) -> Forecast:
     return Forecast(
         measured=measured,
@@ -304,6 +324,7 @@ def _history(
         learned=learned_of("history"),
         rests_on=jobs,
         totals=tuple(totals),
+        run_spread=run_spread,
     )
 
 

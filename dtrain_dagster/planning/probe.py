@@ -10,12 +10,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.jobs.progress import BudgetSpentError, follow_job, ran_out, start_job
 from dtrain_dagster.monitoring.windows import settled, shares, windows
+from dtrain_dagster.planning.machine_load import cores_of_others
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
 from trainer.rundir import RESULT, NodePresence, RunDir
@@ -26,6 +28,8 @@ WINDOWS = 6
 """Least number of logged intervals of a probe, of which the first warms up."""
 MANY_EVALUATIONS = 4
 """Evaluations of a training from which a probe has two: the first takes up to twice as long as all after it."""
+SLOW_PARTS = 3
+"""Parts of a probe that are compared for slow changes."""
 OUTLIER = 3.0
 """Times the median from which an interval is an outlier: something else was going on."""
 SETTLED_FROM = 12
@@ -80,6 +84,7 @@ def forecast(
     may take, None for any. Raise `BudgetSpentError` where a probe came to that limit, and as `run_probe` does."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
+    loads = [cores_of_others(sizes)]
     for count in counts:
         short = probe_job(job, jobs_uri, mark, count, sizes)
         rundir = RunDir(short.run_dir)
@@ -90,6 +95,7 @@ def forecast(
             bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
             run_probe(manager, bounded, count, sizes.processes_per_node, env)
             reused = False
+            loads.append(cores_of_others(sizes))
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
         tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
@@ -105,6 +111,7 @@ def forecast(
         + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
         learned=learned,
         rests_on=tuple(reversed(jobs)),
+        other_cores=max(loads),
     )
 
 
@@ -192,7 +199,7 @@ def read_measured(
         startup_seconds=max(0.0, startup),
         warm_up_seconds=max(0.0, training - usual) + max(0.0, judging - evaluation * len(judged)),
         step_seconds=typical,
-        step_spread=statistics.stdev(full) / typical / math.sqrt(len(full)) if len(full) > 1 else 0.0,
+        step_spread=step_spread(full),
         sample_share=growing,
         compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
         communication_share=parts["communication"] + parts["waiting"] if parts else 0.0,
@@ -200,6 +207,27 @@ def read_measured(
         checkpoint_seconds=saving / max(1, saves),
         finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),
     )
+
+
+def step_spread(intervals: Sequence[float]) -> float:
+    """Return the relative standard deviation of the mean of these seconds per step, one interval after the other.
+
+    Intervals that vary by themselves average out. A machine that is slower for some of them does not: a training meets
+    other such times than its probe did. So what `SLOW_PARTS` parts of the probe differ by, beyond what their intervals
+    explain, counts in full.
+    """
+    if len(intervals) < 2:
+        return 0.0
+    mean = statistics.fmean(intervals)
+    fast = statistics.variance(intervals)
+    if len(intervals) < 2 * SLOW_PARTS:
+        return math.sqrt(fast / len(intervals)) / mean
+    edges = [round(part * len(intervals) / SLOW_PARTS) for part in range(SLOW_PARTS + 1)]
+    parts = [intervals[first:last] for first, last in pairwise(edges)]
+    # Differences of neighbours hold only what varies from one interval to the next.
+    quick = sum((after - before) ** 2 for before, after in pairwise(intervals)) / 2 / (len(intervals) - 1)
+    slow = statistics.variance(map(statistics.fmean, parts)) - quick * SLOW_PARTS / len(intervals)
+    return math.sqrt(fast / len(intervals) + max(0.0, slow)) / mean
 
 
 def _intervals(

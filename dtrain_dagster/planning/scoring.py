@@ -1,8 +1,10 @@
 """The errors of past estimates, and the correction that the next one learns from them. Pure.
 
-An error is ``log(actual / estimated)``: twice too much and half as much are equally wrong. What is learned is the
-typical error and how much errors vary, each shrunk towards a prior that counts as much as `PRIOR_RUNS` runs, so that
-one odd run teaches little and twenty teach much.
+An error is ``log(actual / estimated)``: twice too much and half as much are equally wrong. Two things are learned. The
+typical error corrects the next estimate, as far as it stands out from how much errors vary, and only if corrections
+made in this way would have improved the past ones. The size of what remains makes the interval, and each past run that
+its interval would have missed makes it wider, each that it would have held a little narrower: so it follows a machine
+whose load changes. Late runs count more than early ones.
 """
 
 from __future__ import annotations
@@ -12,11 +14,26 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection, interval_margin
 
 PRIOR_RUNS = 4
+"""The number of runs that the assumption without experience counts as much as: no bias, `PRIOR_SPREAD`."""
 MOST_RUNS = 30
 """Number of the latest runs that count: machines and code change."""
+HALF_LIFE = 5
+"""The number of runs after which a run counts half as much."""
+LEAST_TAUGHT = 3
+"""The fewest runs that a correction can rest on."""
+CERTAINTY = 2.0
+"""Times its standard error that a typical error must be to correct anything; beyond that it is corrected by a growing
+share."""
+LEAST_IMPROVEMENT = 0.05
+"""Share by which corrections would have lowered past errors, for the next one to be made."""
+WIDER_PER_MISS, MOST_NARROW, MOST_WIDE = 0.5, -0.7, 1.2
+"""Logarithms: by how much a run outside its interval widens the next one, and the limits of all together. A run inside
+narrows it by a ninth of the first, so that nine of ten inside leave it as it is."""
+MISSES = 0.1
+"""Share of runs outside a 90 % interval."""
 LARGEST_ERROR = 0.7
 """Largest error that counts, of the logarithm. A run that took longer than twice its estimate had an accident; its
 error is cut to this."""
@@ -73,14 +90,71 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearnedCorrection:
     """Return the correction for the next estimate on that basis and SKU. ``scores``: the oldest first."""
     undisturbed = (score for score in scores if not score.disturbed)
     alike = [score for score in undisturbed if score.basis == basis and score.sku == sku][-MOST_RUNS:]
-    errors = [_log_error(score) for score in alike]
-    count = len(errors) + PRIOR_RUNS
-    bias = sum(errors) / count
-    squares = PRIOR_RUNS * PRIOR_SPREAD**2 + sum((error - bias) ** 2 for error in errors)
-    if errors:
-        squares += PRIOR_RUNS * bias**2  # as far as the prior is away from the bias, it is not certain
-    spread = math.sqrt(squares / count * (1 + 1 / count))
-    return LearnedCorrection(factor=math.exp(bias), spread=spread if errors else PRIOR_SPREAD, runs=len(errors))
+    return learn_errors([_log_error(score) for score in alike])
+
+
+def learn_errors(errors: Sequence[float]) -> LearnedCorrection:
+    """Return the correction that these errors of estimates before any correction teach; the oldest first."""
+    if not errors:
+        return LearnedCorrection()
+    typical = [_typical_error(errors[:count]) for count in range(len(errors) + 1)]
+    wider = 0.0
+    for count, error in enumerate(errors):
+        bias = _supported_correction(errors[:count], typical)
+        is_missed = abs(error - bias) > interval_margin(_remaining_spread(errors[:count], bias) * math.exp(wider))
+        change = WIDER_PER_MISS if is_missed else -WIDER_PER_MISS * MISSES / (1 - MISSES)
+        wider = max(MOST_NARROW, min(MOST_WIDE, wider + change))
+    bias = _supported_correction(errors, typical)
+    spread = _remaining_spread(errors, bias) * math.exp(wider)
+    return LearnedCorrection(factor=math.exp(bias), spread=spread, runs=len(errors))
+
+
+def _weights(count: int) -> list[float]:
+    """Return the weight of each of so many runs, the oldest first."""
+    return [0.5 ** ((count - 1 - place) / HALF_LIFE) for place in range(count)]
+
+
+def _effective_runs(weights: Sequence[float]) -> float:
+    """Return the number of runs with equal weights whose mean is as certain."""
+    return sum(weights) ** 2 / sum(weight**2 for weight in weights)
+
+
+def _typical_error(errors: Sequence[float]) -> float:
+    """Return the weighted mean, as far as it is larger than its own uncertainty."""
+    if len(errors) < LEAST_TAUGHT:
+        return 0.0
+    weights = _weights(len(errors))
+    mean = sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
+    if not mean:
+        return 0.0
+    variance = _remaining_variance(errors, mean) / _effective_runs(weights)
+    return mean * max(0.0, 1 - CERTAINTY**2 * variance / mean**2)
+
+
+def _supported_correction(errors: Sequence[float], typical: Sequence[float]) -> float:
+    """Return the last typical error if the ones before it, each learned from earlier runs alone, would have lowered the
+    errors that came after them; else 0. ``typical``: by the number of runs that each rests on."""
+    weights = _weights(len(errors))
+    without = sum(weight * abs(error) for weight, error in zip(weights, errors, strict=True))
+    corrected = sum(weight * abs(error - bias) for weight, error, bias in zip(weights, errors, typical, strict=False))
+    return typical[len(errors)] if corrected < (1 - LEAST_IMPROVEMENT) * without else 0.0
+
+
+def _remaining_variance(errors: Sequence[float], bias: float) -> float:
+    """Return the variance around a bias, shrunk towards that without experience."""
+    weights = _weights(len(errors))
+    runs = _effective_runs(weights) if weights else 0.0
+    squares = sum(weight * (error - bias) ** 2 for weight, error in zip(weights, errors, strict=True))
+    found = runs * squares / sum(weights) if weights else 0.0
+    return (PRIOR_RUNS * PRIOR_SPREAD**2 + found) / (PRIOR_RUNS + runs)
+
+
+def _remaining_spread(errors: Sequence[float], bias: float) -> float:
+    """Return the standard deviation of the next error: that of the past ones, and the uncertainty of their mean."""
+    if not errors:
+        return PRIOR_SPREAD
+    runs = _effective_runs(_weights(len(errors)))
+    return math.sqrt(_remaining_variance(errors, bias) * (1 + 1 / (PRIOR_RUNS + runs)))
 
 
 def summarise_scores(scores: Sequence[Score]) -> Summary:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtrain_dagster.monitoring.scaling import CLAIMED, SIZES, Curve, Mode, ScalingPoint, efficiency
+from dtrain_dagster.monitoring.scaling import CLAIMED, SIZES, Study
+from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint, efficiency
 from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, svg
 
 MODES: tuple[Mode, ...] = ("weak", "strong")
@@ -51,9 +52,24 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
     return svg(picture)
 
 
-def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> bytes:
+def tell_error(study: Study) -> str:
+    """Return in a sentence how far the model was off where it was checked; "" without a check."""
+    if study.error is None:
+        return ""
+    worst = max(study.checks, key=lambda item: abs(item.error))
+    return (
+        f"Modelled up to {max(SIZES)} ranks. Checked on {worst.world_size} ranks, which the model had not seen: its "
+        f"step is off by {worst.error:+.0%}; no larger world was checked."
+    )
+
+
+def modelled_chart(study: Study) -> bytes:
     """Return an SVG of efficiency over ranks: modelled for stated links with its range, measured here, and as
-    claimed."""
+    claimed; its title says how far the model was off where it was checked. Raise ValueError where the model is
+    withheld."""
+    if study.withheld:
+        raise ValueError(study.withheld)
+    curves, points = study.curves, study.points
     picture = new_figure(9, 4.0)
     axes = dict(zip(MODES, picture.subplots(1, 2, sharey=True), strict=True))
     for mode, axis in axes.items():
@@ -75,6 +91,7 @@ def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> b
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_ylim(0, 1.08)
         label(axis, TITLES[mode], "ranks (log scale)", "efficiency per rank (1 = perfect)")
+    picture.suptitle(tell_error(study), fontsize=9)
     handles = {
         text: handle for axis in axes.values() for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)
     }

@@ -5,7 +5,9 @@ One group of settings after the other is searched, each with the best found so f
 depend on each other, so the cost is the sum of their numbers instead of the product for all combinations. A combination
 of two settings that pay only together may be missed. Within a group all candidates are measured in turn, for short
 times. Where none can be refused later for what it learns, the slower half of the challengers leaves after every second
-round from the third one on. In the end all that was chosen on the way is compared with the baseline once more.
+round from the third one on. Each figure of the search has served a choice, so the winner's is too good on average.
+Therefore two comparisons with figures of their own follow: each chosen change against the same settings without it, and
+what is left against the baseline. Only what is faster beyond noise in the last one is recommended.
 `trainer.tuning.verdict` says what a candidate's figures mean; `trainer.tuning.tuner` does what is decided here.
 """
 
@@ -14,16 +16,30 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search_space import LAYOUT, SettingsGroup, TrialSettings, TuningContext, groups, layouts, share
+from trainer.tuning.comparison import HALVED_FROM, MOST_ROUNDS, NotFinite, TrialRunner, compare_throughput
+from trainer.tuning.search_space import (
+    LAYOUT,
+    SettingsGroup,
+    TrialSettings,
+    TuningContext,
+    groups,
+    layouts,
+    settings_without,
+    share,
+)
 from trainer.tuning.verdict import (
     LEAST_ROUNDS,
+    UNTOLD,
     LearningResult,
     Spread,
+    estimate_gain,
     explain_worse_learning,
     gains,
+    is_surely_faster,
+    least_rounds,
     measure_spread,
     no_gain,
     pays,
@@ -34,88 +50,20 @@ from trainer.tuning.verdict import (
 LEAST_SECONDS = 10.0
 """The smallest budget, in seconds, with which candidates can be compared."""
 SEARCHING, JUDGING = 0.6, 0.2
-"""The shares of the budget for comparing and for checking what is learned; the rest confirms the result against the
-baseline."""
+"""The shares of the budget for comparing and for checking what is learned; the rest is for the two comparisons after
+the search."""
+DROPPING = 0.5
+"""The share of what is left after the search in which single changes are compared with the settings without them."""
 MOST_AT_ONCE = 4
 """The most candidates that challenge the present settings at once: all are in memory."""
-MOST_ROUNDS, MOST_FINAL_ROUNDS, HALVED_FROM = 9, 25, 3
+MOST_FINAL_ROUNDS = 25
+"""The most rounds of a comparison after the search."""
 MOST_JUDGED, LEAST_JUDGED = 300, 20
 """The most and the fewest steps after which validation losses are compared."""
 RUNS = 4
 """The number of trainings that the time for judging must suffice for, one of them the baseline's."""
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "not tried: no time left"
-
-
-class NotFinite(ConfigError):
-    """The settings that others are compared with no longer train."""
-
-
-class TrialRunner(Protocol):
-    """The interface through which candidates are tried. Every method is a collective of all ranks and returns the same
-    on all of them."""
-
-    @property
-    def elapsed(self) -> float:
-        """The seconds of the budget that are spent."""
-
-    def prepare(self, candidate: TrialSettings) -> str:
-        """Make a candidate ready to run; return "" or why it cannot run. A candidate that is ready stays as it is."""
-
-    def measure(self, candidate: TrialSettings) -> float:
-        """Run some steps of real training; return samples per second, 0 if the loss is no longer finite."""
-
-    def release(self, candidate: TrialSettings) -> None:
-        """Free what the candidate holds."""
-
-    def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
-        """Train the candidate from its first weights, with the whole schedule of the learning rate, on the samples that
-        the configuration has in ``steps`` steps."""
-
-    def step_seconds(self, candidate: TrialSettings) -> float:
-        """Return the seconds per step in the candidate's last measurement."""
-
-
-def better_half(challengers: Sequence[TrialSettings], rates: dict[TrialSettings, list[float]]) -> list[TrialSettings]:
-    """Return the challengers with the higher medians, in their order; at least one."""
-    ranked = sorted(challengers, key=lambda item: statistics.median(rates[item]), reverse=True)
-    kept = set(ranked[: -(-len(ranked) // 2)])
-    return [item for item in challengers if item in kept]
-
-
-def compare_throughput(
-    runner: TrialRunner, incumbent: TrialSettings, challengers: Sequence[TrialSettings], until: float, limit: float,
-    rounds: int = MOST_ROUNDS, halves: bool = False,
-) -> dict[TrialSettings, list[float]]:  # fmt: skip
-    """Return the samples per second of each candidate, round by round; the incumbent runs in all rounds.
-
-    The comparison ends after ``rounds`` rounds; at ``until`` seconds of the budget, if there were enough rounds to
-    decide; and at ``limit`` in any case, except for the first round. ``halves``: whether the slower challengers leave
-    early. Raise `NotFinite` if the loss of the incumbent is not finite.
-    """
-    racing = list(challengers)
-    rates: dict[TrialSettings, list[float]] = {item: [] for item in (incumbent, *racing)}
-    for number in range(rounds):
-        before = runner.elapsed
-        order = [incumbent, *racing]
-        for candidate in order if number % 2 == 0 else reversed(order):
-            rates[candidate].append(runner.measure(candidate))
-        if not rates[incumbent][-1]:
-            raise NotFinite(
-                f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
-                "training.clip_norm before you tune"
-            )
-        if halves and number + 1 >= HALVED_FROM and (number + 1 - HALVED_FROM) % 2 == 0:
-            kept = better_half(racing, rates)
-            for candidate in racing:
-                if candidate not in kept:
-                    runner.release(candidate)
-            racing = kept
-        took = (runner.elapsed - before) / len(order)
-        then = runner.elapsed + took * (1 + len(racing))
-        if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
-            break
-    return rates
 
 
 @dataclass(kw_only=True)
@@ -157,15 +105,19 @@ class Search:
         for number, group in enumerate(parts):
             self._improve(group, self.runner.elapsed + share(parts[number:], self._limit - self.runner.elapsed))
             self.keep()
-        self.is_complete = self._confirm()
+        self.is_complete = self._confirm(self._drop_idle_changes())
         self.keep()
 
     @property
     def _limit(self) -> float:
         """The seconds of the budget at which searching must end, so that enough rounds are left to compare the result
         with the baseline once more."""
-        confirming = LEAST_ROUNDS * 2 * self._measurement_seconds + self._entry_seconds
-        return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
+        return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - self._confirming_seconds)
+
+    @property
+    def _confirming_seconds(self) -> float:
+        """The seconds that the shortest comparison with the baseline takes."""
+        return LEAST_ROUNDS * 2 * self._measurement_seconds + self._entry_seconds
 
     def _options(self, group: SettingsGroup) -> list[TrialSettings]:
         now = replace(self.config, **dict(self.best.settings))
@@ -230,7 +182,7 @@ class Search:
         except NotFinite:
             if self.best == self.baseline:
                 raise
-            return self._fall_back(group, challengers)
+            return self._fall_back(group.name, challengers)
         found = {item: gains(rates[item], rates[self.best]) for item in challengers}
         chosen = None
         for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
@@ -250,14 +202,14 @@ class Search:
             self.best = chosen
             self._chosen.append(chosen)
 
-    def _fall_back(self, group: SettingsGroup, challengers: Sequence[TrialSettings]) -> None:
+    def _fall_back(self, group: str, challengers: Sequence[TrialSettings]) -> None:
         """Return to the settings that were chosen before, because the last choice does not train for long."""
         for candidate in (self.best, *challengers):
             self.runner.release(candidate)
         self._chosen.remove(self.best)
         broken, self.best = self.best, self._chosen[-1] if self._chosen else self.baseline
         self.gain = None
-        self._add(group.name, broken, "its loss does not stay finite")
+        self._add(group, broken, "its loss does not stay finite")
 
     def _verdict(
         self, group: SettingsGroup, found: Sequence[float], chosen: TrialSettings | None, candidate: TrialSettings
@@ -292,10 +244,52 @@ class Search:
         self._judging_seconds += self.runner.elapsed - before
         return why, learned
 
-    def _confirm(self) -> bool:
-        """Compare the baseline and what was chosen on the way once more, side by side in the time that is left; return
-        whether the comparison was conclusive. These are the figures that count. What does not pay then is not
-        recommended, and if a later choice does not, an earlier one may."""
+    def _drop_idle_changes(self) -> list[TrialSettings]:
+        """Compare what was chosen with the same settings without each single change, as far as there is time and
+        memory; return the settings that the baseline is compared with in the end, the most important first."""
+        whole = self.best
+        if len(self._chosen) < 2:  # without its only change it is the baseline
+            return self._chosen[:]
+        earlier = self._chosen[: -MOST_AT_ONCE - 1 : -1]
+        until = self.runner.elapsed + DROPPING * (self.seconds - self.runner.elapsed)
+        until = min(until, self.seconds - self._confirming_seconds)
+        places: dict[TrialSettings, int] = {}
+        if not self._enter(whole):
+            for place in range(len(self._chosen)):
+                candidate = settings_without(self.baseline, self._chosen, {place})
+                needed = self._entry_seconds + LEAST_ROUNDS * (2 + len(places)) * self._measurement_seconds
+                if candidate in (whole, *places) or len(places) == MOST_AT_ONCE or self.runner.elapsed + needed > until:
+                    continue
+                if not self._enter(candidate):
+                    places[candidate] = place
+        if not places:
+            return earlier
+        try:
+            rates = self._compare(whole, [*places], until, until, MOST_FINAL_ROUNDS)
+        except NotFinite:
+            self._fall_back("single change", [*places])
+            return self._chosen[: -MOST_AT_ONCE - 1 : -1]
+        dropped = set()
+        for candidate, place in places.items():
+            found = gains(rates[whole], rates[candidate])
+            if len(found) < LEAST_ROUNDS:
+                verdict = UNTOLD
+            elif is_surely_faster(found):
+                verdict = "kept"
+            else:
+                verdict = "dropped: it adds no sure gain"
+                dropped.add(place)
+            kept = dict(candidate.settings)
+            changes = {name: value for name, value in whole.settings if kept.get(name, _ABSENT) != value}
+            self._add("single change", whole, verdict, rates[whole], found, change=changes)
+            self.runner.release(candidate)
+        rest = settings_without(self.baseline, self._chosen, dropped)
+        return [item for item in dict.fromkeys((rest, whole)) if item != self.baseline]
+
+    def _confirm(self, wanted: Sequence[TrialSettings]) -> bool:
+        """Compare the baseline and the ``wanted`` settings, side by side in the time that is left; return whether the
+        comparison was conclusive. These are the figures that count: what is not faster beyond noise then is not
+        recommended, and more settings only where they are faster, beyond noise, than fewer."""
         last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
         why = self._enter(self.baseline)
         if why:  # there may be no room beside the last choice
@@ -304,31 +298,37 @@ class Search:
         if why:
             self._add("confirmation", self.baseline, f"nothing is confirmed: {why}")
             return False
-        rivals = self._rivals()
+        rivals = self._rivals(wanted)
         rates = self._compare(
             self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
         )
-        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
         self.baseline_rate = measure_spread(rates[self.baseline])
-        for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
-            if not pays(found[item]):
-                verdict = no_gain(found[item], LEAST_ROUNDS)
-            else:
-                verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
-            self._add("confirmation", item, verdict, rates[item], found[item])
-            if verdict == "confirmed":
+        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
+        sure = [item for item in rivals if is_surely_faster(found[item], len(rivals))]
+        for item in sorted(sure, key=lambda item: len(item.settings)):
+            if self.best == self.baseline or is_surely_faster(gains(rates[item], rates[self.best]), len(rivals)):
                 self.best, self.gain = item, measure_spread(found[item])
+        for item in rivals:
+            if item == self.best:
+                verdict = "confirmed"
+            elif item not in sure:
+                verdict = no_gain(found[item], least_rounds(len(rivals)))
+            elif len(item.settings) > len(self.best.settings):
+                verdict = "adds no sure gain to the confirmed one"
+            else:
+                verdict = "slower than the confirmed one"
+            self._add("confirmation", item, verdict, rates[item], found[item], comparisons=len(rivals))
         self.best_rate = measure_spread(rates[self.best])
         if not self._chosen or self.best != self.baseline:
             return True
-        return bool(rivals) and len(rates[self.baseline]) >= LEAST_ROUNDS
+        return bool(rivals) and len(rates[self.baseline]) >= least_rounds(len(rivals))
 
-    def _rivals(self) -> list[TrialSettings]:
-        """Return what was chosen, the last first, as far as there is memory, and time for enough rounds; at least
-        one."""
+    def _rivals(self, wanted: Sequence[TrialSettings]) -> list[TrialSettings]:
+        """Return the ``wanted`` settings as far as there is memory, and time for enough rounds; at least one."""
         rivals: list[TrialSettings] = []
-        for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
-            needed = LEAST_ROUNDS * (2 + len(rivals)) * self._measurement_seconds + self._entry_seconds
+        for candidate in wanted:
+            count = 1 + len(rivals)
+            needed = least_rounds(count) * (1 + count) * self._measurement_seconds + self._entry_seconds
             if rivals and self.runner.elapsed + needed > self.seconds:
                 break
             if why := self._enter(candidate):
@@ -339,11 +339,13 @@ class Search:
 
     def _add(
         self, group: str, candidate: TrialSettings, verdict: str, rates: Sequence[float] = (),
-        found: Sequence[float] = (), learned: LearningResult | None = None,
+        found: Sequence[float] = (), learned: LearningResult | None = None, comparisons: int = 0,
+        change: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         before = self.baseline if group == "confirmation" else self.best
         now = {**asdict(self.config), **dict(before.settings)}
-        change = {name: value for name, value in candidate.settings if now[name] != value}
+        if change is None:
+            change = {name: value for name, value in candidate.settings if now[name] != value}
         row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
         row["verdict"] = verdict
         if rates:
@@ -352,6 +354,8 @@ class Search:
                 "gain": asdict(measure_spread(found)),
                 "rounds": len(rates),
             }
+            if comparisons and len(found) > 1:
+                row["gain_interval"] = asdict(estimate_gain(found, comparisons))
         if learned is not None and self._learned is not None:
             row["validation_loss"] = {"candidate": learned.loss, "baseline": self._learned.loss}
             row["validation_loss"] |= {"steps": self._judged_steps, "tolerated": tolerated(self._learned)}
@@ -359,4 +363,5 @@ class Search:
         self.say(candidate=candidate.label, doing=verdict, **{key: row[key] for key in row if key in _SAID})
 
 
+_ABSENT = object()
 _SAID = ("group", "samples_per_second", "gain")

@@ -5,7 +5,7 @@ What the measured figures mean does not belong here: see `trainer.tuning.search`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,6 +39,23 @@ class TrialSettings:
     def label(self) -> str:
         """The settings in words."""
         return ", ".join(f"{name} = {value}" for name, value in self.settings) or "as configured"
+
+
+def settings_without(
+    baseline: TrialSettings, chosen: Sequence[TrialSettings], dropped: Collection[int]
+) -> TrialSettings:
+    """Return what was chosen step by step, each on top of the one before, without the changes of the steps in
+    ``dropped`` (places from 0). A layout is changed as a whole."""
+    built = before = baseline
+    for place, after in enumerate(chosen):
+        was, now = dict(before.settings), dict(after.settings)
+        changed = {name for name, value in now.items() if name not in was or was[name] != value}
+        if changed & {*LAYOUT}:
+            changed |= {*LAYOUT} & {*now}
+        if place not in dropped:
+            built = built.but({name: value for name, value in now.items() if name in changed})
+        before = after
+    return built
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

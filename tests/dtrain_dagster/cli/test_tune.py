@@ -117,7 +117,7 @@ def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
     cuts = [row["settings"] for row in rows if row["group"] == "layout"]
     assert all(cut["batch_size_per_gpu"] * cut["gradient_accumulation_steps"] == 64 for cut in cuts)
     assert "node-seconds" in said
-    assert ("keep the defaults" in said) == (evidence["complete"] and not document["training"])
+    assert ("keep the settings as configured" in said) == (evidence["complete"] and not document["training"])
     assert not folder.left()
 
     document["training"] = {"batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "precision": "bf16"}
@@ -332,18 +332,34 @@ def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder
 def test_the_result_is_said_in_sentences(tmp_path: Path):
     spread = {"low": 1.1, "median": 1.2, "high": 1.3}
     pace = {"samples_per_second": {"low": 900.0, "median": 1000.0, "high": 1100.0}}
-    rows = [{"verdict": "no gain"}]
+    rows: list[dict[str, Any]] = [{"group": "input", "verdict": "no gain"}]
     evidence = {"complete": True, "baseline": pace, "chosen": pace, "gain": spread, "candidates": rows}
     out = Path("fast.json")
     assert summary({"training": {}, "evidence": evidence}, out) == [
-        "keep the defaults: no measured change pays (1,000 samples/s)"
+        "keep the settings as configured: no measured change pays (1,000 samples/s)"
     ]
-    rows.append({"verdict": "too few rounds to tell"})
+    interval = {"low": 0.97, "middle": 1.012, "high": 1.045}
+    last: dict[str, Any] = {"group": "confirmation", "change": {"precision": "bf16"}, "verdict": "no gain"}
+    last |= {"gain": spread, "gain_interval": interval, "rounds": 25}
+    rows.append(last)
+    assert summary({"training": {}, "evidence": evidence}, out) == [
+        "keep the settings as configured (1,000 samples/s): in measurements that served no choice, the fastest found, "
+        "precision = bf16, was not faster beyond noise: +1.2 % (95 % interval -3.0 to +4.5 %, 25 rounds)"
+    ]
+    last |= {"gain_interval": {"low": 1.13, "middle": 1.2, "high": 1.27}, "verdict": "confirmed"}
+    assert (
+        "precision = bf16: 1,000 samples/s instead of 1,000, +20.0 % (95 % interval +13.0 to +27.0 %, 25 rounds)"
+        in (summary({"training": {"precision": "bf16"}, "evidence": evidence}, out)[0])
+    )
+    last |= {"gain_interval": {"low": 0.0, "middle": 1.2, "high": None}, "rounds": 3}
+    assert "+20.0 % in 3 rounds, too few rounds to tell" in summary({"training": {}, "evidence": evidence}, out)[0]
+    rows.pop()
+    rows.append({"group": "input", "verdict": "too few rounds to tell"})
     assert "1 candidate(s) had too little time" in summary({"training": {}, "evidence": evidence}, out)[0]
     rows.pop()
     found = summary({"training": {"precision": "bf16"}, "evidence": evidence | {"complete": False}}, out)
     assert found == [
-        "ended early: this is the best so far, without a last comparison",
+        "ended early: this is the best so far, not compared with the untuned settings; it may be no faster",
         "precision = bf16: 1,000 samples/s instead of 1,000, +20 % (+10 to +30 %)",
         "use it: dtrain train … --settings fast.json",
     ]

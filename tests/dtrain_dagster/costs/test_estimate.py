@@ -214,7 +214,8 @@ def test_what_a_score_says():
 def test_one_odd_run_teaches_little_and_many_teach_much():
     assert learn([], "probe", "A") == LearnedCorrection()
     once, often = learn([score(200, 100)], "probe", "A"), learn([score(200, 100)] * 25, "probe", "A")
-    assert 1 < once.factor < 1.2
+    assert once.factor == 1, "nothing says that the next one errs alike"
+    assert once.spread > 2 * PRIOR_SPREAD, "but the next interval is wider"
     assert often.factor > 1.7
     assert learn([score(200, 100)] * 25, "history", "A") == LearnedCorrection(), (
         "what another basis got wrong is not its fault"

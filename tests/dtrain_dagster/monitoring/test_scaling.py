@@ -13,26 +13,25 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.assets.common import hardware_mark
-from dtrain_dagster.assets.scaling import short_job, short_runs
+from dtrain_dagster.assets.scaling import model_check, short_job, short_runs
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.monitoring.scaling import (
     CLAIMED,
     LINKS,
+    TOLERANCE,
     ScalingLink,
     ScalingModel,
-    ScalingPoint,
     all_reduce_seconds,
-    efficiency,
     fit_scaling_link,
     modelled,
     predict,
-    read_point,
     scaling_document,
     study,
 )
+from dtrain_dagster.monitoring.scaling_points import ScalingPoint, efficiency, read_point
 from dtrain_dagster.reports.drawing import COLOURS
-from dtrain_dagster.reports.scaling_charts import measured_chart
+from dtrain_dagster.reports.scaling_charts import measured_chart, modelled_chart
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import DatasetRef, JobConfig
@@ -43,18 +42,22 @@ BUCKETS = (1_000_000, 400_000)
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 
 
-def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[dict[str, Any]]:
-    """Events of a short run whose compute is 40 ms a micro-batch and whose link is `SLOW`."""
+def run_of(
+    world: int, mode: str, seed: int = 0, crowded: float = 1.0, other: float = 0.0, holding: float = 1.0
+) -> list[dict[str, Any]]:
+    """Events of a short run whose compute is 40 ms a micro-batch and whose link is `SLOW`. ``other``: local work around
+    the compute, as a share of it; ``holding``: how many times as long as its sums communication takes."""
     chance = random.Random(f"{seed} {world} {mode}")
     micro_batches = 2 * world if mode == "weak" else 6
     events: list[dict[str, Any]] = []
     for interval in range(12):
         compute = 0.040 * math.ceil(micro_batches / world) * crowded * chance.gauss(1, 0.004)
         network_times = [all_reduce_seconds(size, world, SLOW) for size in (*BUCKETS, 48)]
-        exposed = network_times[1] + max(0.0, network_times[0] - 0.020) + network_times[2]
+        exposed = holding * (network_times[1] + max(0.0, network_times[0] - 0.020) + network_times[2])
         segments = {
             "input": 0.0, "forward": 0.4 * compute, "backward": 0.5 * compute, "optimizer": 0.1 * compute,
-            "communication": exposed, "waiting": 0.0, "checkpoint": 0.0, "other": 0.0,
+            "communication": exposed, "waiting": 0.0, "checkpoint": 0.0,
+            "other": other * compute,
         }  # fmt: skip
         slow = 5.0 if interval == 0 else 1.0  # caches are cold
         collectives = [
@@ -64,7 +67,7 @@ def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[d
             )
         ]
         at = {"time": 1.7e9 + interval, "step": 2 * interval + 2}
-        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)} | at)
+        events.append({"kind": "step", "step_seconds": slow * ((1 + other) * compute + exposed)} | at)
         events.append({
             "kind": "timing", "steps": 2, "nodes": list(range(world)), "collectives": collectives if world > 1 else [],
             "segments": {name: [slow * value] * world for name, value in segments.items()}, **at,
@@ -135,10 +138,66 @@ def test_more_ranks_than_cores_are_not_blamed_on_distribution() -> None:
     assert "2 core(s)" in study(points, cores=2.0).verdict
 
 
-def test_two_node_counts_are_measured_but_not_checked() -> None:
+def test_cores_that_slow_each_other_down_are_known_from_the_worlds_that_were_seen() -> None:
+    """Two ranks on two cores run at 1 / 1.4 of the pace of one, and three share what two have."""
+    points = [point_of(world, mode, crowded=1.4 * world / 2 if world > 1 else 1.0) for mode in ("weak", "strong")
+              for world in (1, 2, 3)]  # fmt: skip
+    result = study(points, cores=2.0)
+    assert not result.withheld
+    assert all(abs(item.error) < 0.03 for item in result.checks), result.checks
+    weak = next(curve for curve in result.curves if curve.mode == "weak" and curve.link == LINKS[-1])
+    assert weak.rows[-1][2] > 0.8, "ranks with cores of their own do not slow each other down"
+    own = [point_of(world, "weak", crowded=1.4 if world > 1 else 1.0) for world in (1, 2, 3)]
+    assert abs(study(own, cores=None).checks[0].error) < 0.03, "on machines of their own the slowdown stays as it is"
+
+
+def test_work_around_the_computation_and_time_around_the_sums_are_in_the_model() -> None:
+    points = [point_of(world, "weak", other=0.5, holding=1.5) for world in (1, 2, 3)]
+    assert points[0].local_seconds == pytest.approx(0.120, rel=0.01)
+    result = study(points, cores=None)
+    assert abs(result.checks[0].error) < 0.03
+    assert result.links[0].holding_factor == pytest.approx(1.5, rel=0.1)
+
+
+def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses() -> None:
+    points = [point_of(1, "weak"), point_of(2, "weak"), point_of(3, "weak", crowded=2.0)]
+    result = study(points, cores=None)
+    assert result.error is not None
+    assert result.error < -TOLERANCE
+    assert result.curves == ()
+    said = "Nothing is said of more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
+    assert said in result.withheld
+    assert f"by {result.error:+.0%}, and its limit is 20%" in result.withheld
+    assert result.withheld in result.verdict
+    assert json.loads(json.dumps(scaling_document(result)))["withheld"] == result.withheld
+    found = model_check(result)
+    assert not found.passed
+    assert found.metadata["why"].value == result.withheld
+    assert found.metadata["error"].value == pytest.approx(abs(result.error))
+    with pytest.raises(ValueError, match="Nothing is said"):
+        modelled_chart(result)
+
+
+def test_where_the_model_met_its_check_the_chart_and_the_range_have_its_error() -> None:
+    points = [point_of(1, "weak"), point_of(2, "weak"), point_of(3, "weak", crowded=1.1)]
+    result = study(points, cores=None)
+    assert result.error is not None
+    assert -TOLERANCE < result.error < -0.05
+    assert not result.withheld
+    assert model_check(result).passed
+    drawn = modelled_chart(result)
+    assert f"is off by {result.error:+.0%}".encode() in drawn
+    assert b"Checked on 3 ranks" in drawn
+    _, low, middle, _ = result.curves[0].rows[-1]
+    assert low < middle / (1 + abs(result.error))
+
+
+def test_two_node_counts_are_measured_but_not_checked_and_nothing_is_modelled() -> None:
     result = study([point_of(world, "weak") for world in (1, 2)], cores=None)
     assert not result.checks
-    assert result.curves
+    assert not result.curves
+    assert "the model cannot be checked without runs of one rank and of two other world sizes" in result.verdict
+    assert not model_check(result).passed
     assert study([point_of(1, "weak")], cores=None).verdict.startswith("One rank only")
 
 

@@ -1,17 +1,21 @@
-"""What auto-tuning makes of figures, on a machine whose every step takes what it is told to: no noise, no waiting."""
+"""What auto-tuning makes of figures, on a machine whose every step takes what it is told to: with no noise, or with
+noise from a seed."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search import OUT_OF_MEMORY, Search, compare_throughput
+from trainer.tuning.comparison import compare_throughput
+from trainer.tuning.search import OUT_OF_MEMORY, Search
 from trainer.tuning.search_space import (
     COMPILE_SECONDS,
     KNOBS,
@@ -21,10 +25,22 @@ from trainer.tuning.search_space import (
     depths,
     groups,
     layouts,
+    settings_without,
     share,
     thread_counts,
 )
-from trainer.tuning.verdict import LEAST_GAIN, LearningResult, explain_worse_learning, gains, pays, tolerated
+from trainer.tuning.verdict import (
+    LEAST_GAIN,
+    LEAST_ROUNDS,
+    LearningResult,
+    estimate_gain,
+    explain_worse_learning,
+    gains,
+    is_surely_faster,
+    least_rounds,
+    pays,
+    tolerated,
+)
 
 FACTS = TuningContext(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)
@@ -201,8 +217,138 @@ def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
     assert pays([0.9, *[1.05] * 8])
     assert not pays([1 + LEAST_GAIN / 2] * 9)
     assert not pays([1.5] * 5)  # too few: one of 32 that are no faster does as well
-    assert not pays([0.9, 0.9, *[1.5] * 7])
+    assert pays([0.98, 0.99, *[1.1] * 7])  # by how much it won, though not by how often
+    assert not pays([0.7, 0.7, *[1.1] * 7])
+    assert not pays([0.0, *[1.1] * 6])  # a loss that was not finite
     assert gains([2.0, 3.0], [1.0, 2.0, 5.0]) == [2.0, 1.5]
+
+
+def test_the_interval_of_a_gain_is_that_of_the_signed_rank_test():
+    chance = random.Random(3)
+    for rounds in (6, 9, 15, 25):
+        logs = [chance.gauss(0.03, 0.05) for _ in range(rounds)]
+        found = estimate_gain([math.exp(value) for value in logs])
+
+        def refuted(shift: float, side: str, logs: list[float] = logs) -> bool:
+            shifted = [value - shift for value in logs]
+            return stats.wilcoxon(shifted, alternative=side, method="exact").pvalue <= 0.025
+
+        for end, side, beyond in ((found.low, "greater", -1e-9), (found.high, "less", 1e-9)):
+            assert refuted(math.log(end) + beyond, side)
+            assert not refuted(math.log(end) - beyond, side)
+        assert estimate_gain([math.exp(value) for value in logs], comparisons=3).low < found.low
+    assert [least_rounds(count) for count in (1, 2, 3, 4)] == [6, 7, 7, 8]
+    for count in (1, 2, 3, 4):
+        enough = least_rounds(count)
+        assert is_surely_faster([1.5] * enough, count)
+        assert enough == LEAST_ROUNDS or not is_surely_faster([1.5] * (enough - 1), count)
+    assert not is_surely_faster([1 + LEAST_GAIN / 2] * 25)
+    assert not is_surely_faster([0.0, *[1.5] * 24])
+
+
+QUIET, DRIFTING, DISTURBED = "each figure for itself", "drifts", "with disturbances of 30 %"
+
+
+def noisy(seed: int, speed: Callable[[dict], float], noise: float, kind: str = QUIET) -> Machine:
+    """A machine whose figures vary by ``noise`` (standard deviation of the logarithm)."""
+    chance, drift = random.Random(seed), 0.0
+
+    def measured(settings: dict) -> float:
+        nonlocal drift
+        error = chance.gauss(0, noise)
+        if kind == DRIFTING:
+            drift = 0.95 * drift + chance.gauss(0, noise)
+            error += drift
+        if kind == DISTURBED and chance.random() < 0.1:
+            error -= chance.expovariate(1 / 0.3)
+        return 100 * speed(settings) * math.exp(error)
+
+    return Machine(measured)
+
+
+@pytest.mark.parametrize("kind", [QUIET, DRIFTING, DISTURBED])
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_where_all_settings_are_equal_the_untuned_ones_stay(noise: float, kind: str):
+    searches = [searched(noisy(seed, lambda settings: 1.0, noise, kind), seconds=300) for seed in range(200)]
+    assert sum(search.best == search.baseline for search in searches) >= 0.95 * len(searches)
+    assert all(search.is_complete for search in searches)
+
+
+@pytest.mark.parametrize(("noise", "kind", "least"), [(0.03, QUIET, 0.95), (0.03, DRIFTING, 0.8), (0.01, QUIET, 0.99)])
+def test_a_gain_of_a_tenth_is_found_in_noise_and_stated_with_an_interval_that_holds_it(
+    noise: float, kind: str, least: float
+):
+    searches = [
+        searched(noisy(seed, lambda now: 1.1 if now.get("precision") == "bf16" else 1.0, noise, kind), seconds=300)
+        for seed in range(200)
+    ]
+    found = [search for search in searches if ("precision", "bf16") in search.best.settings]
+    assert len(found) >= least * len(searches)
+    assert sum(len(search.best.settings) > 1 for search in found) <= 0.05 * len(searches)
+    rows = [row for search in found for row in search.rows if row["verdict"] == "confirmed"]
+    assert len(rows) == len(found)
+    held = sum(row["gain_interval"]["low"] <= 1.1 <= row["gain_interval"]["high"] for row in rows)
+    assert held >= 0.9 * len(rows)
+    assert all(row["gain_interval"]["low"] > 1 for row in rows)
+
+
+def test_what_was_only_lucky_in_the_search_is_dropped_by_itself():
+    def speed(settings: dict) -> float:
+        fast = 1.5 if settings.get("batch_size_per_gpu") == 256 else 1.0
+        if settings.get("precision") == "bf16" and "dropping" not in phase:
+            fast *= 1.2  # no faster any more when it is measured for itself
+        return 100.0 * fast * (1.3 if settings.get("prefetch_batches") == 2 else 1.0)
+
+    phase: set[str] = set()
+    machine = Machine(speed)
+    drop = Search._drop_idle_changes
+
+    class Watched(Search):
+        def _drop_idle_changes(self) -> list[TrialSettings]:
+            phase.add("dropping")
+            return drop(self)
+
+    search = Watched(config=CONFIG, facts=FACTS, runner=machine, seconds=1000.0)
+    search.run()
+    assert "chosen" in verdicts(search, "precision").values()
+    assert verdicts(search, "single change") == {
+        (256, 1): "kept", ("bf16",): "dropped: it adds no sure gain", (2,): "kept",
+    }  # fmt: skip
+    assert dict(search.best.settings) == {
+        "batch_size_per_gpu": 256, "gradient_accumulation_steps": 1, "prefetch_batches": 2,
+    }  # fmt: skip
+    assert search.gain.median == pytest.approx(1.95)
+    assert machine.most_inside <= 5
+
+
+def test_two_changes_that_replace_each_other_are_not_both_dropped():
+    def speed(settings: dict) -> float:
+        return 150.0 if settings.get("precision") == "bf16" or "threads_per_rank" in settings else 100.0
+
+    started = TrialSettings()
+    steps = [started.but({"precision": "bf16"})]
+    steps.append(steps[0].but({"threads_per_rank": 2}))
+    search = Search(config=CONFIG, facts=FACTS, runner=Machine(speed), seconds=1000.0)
+    search._begin()
+    search._chosen, search.best = steps, steps[-1]
+    search._measurement_seconds = MEASUREMENT
+    wanted = search._drop_idle_changes()
+    assert wanted == [steps[-1]]  # without both it would be the baseline
+    assert search._confirm(wanted)
+    assert search.best == steps[-1]
+
+
+def test_a_single_change_is_taken_back_with_all_that_belongs_to_it():
+    one = TrialSettings().but({"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1})
+    two = one.but({"precision": "bf16"})
+    three = two.but({"batch_size_per_gpu": 1024, "gradient_accumulation_steps": 1})
+    assert settings_without(TrialSettings(), [one, two, three], {2}) == two
+    assert dict(settings_without(TrialSettings(), [one, two, three], {1}).settings) == {
+        "batch_size_per_gpu": 1024, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    # The last one is on top of the first: without the first it is the same batch.
+    assert dict(settings_without(TrialSettings(), [one, two, three], {0}).settings) == dict(three.settings)
+    assert settings_without(TrialSettings(), [one, two], {0, 1}) == TrialSettings()
 
 
 def test_losses_are_compared_by_what_they_are_measured_in():
