@@ -49,8 +49,8 @@ def name_larger_skus(prices: Iterable[SkuPrice], memory: Mapping[str, Any], rank
     ``memory``: ``memory`` of result.json. ``ranks``: processes on each node, which share a host's memory, and take a
     GPU each.
     """
-    needed, total = memory.get("needed_bytes"), memory["total_bytes"]
-    on_gpu = memory["device"] == "cuda"
+    needed, total = memory.get("needed_bytes"), memory.get("total_bytes") or 0  # nodes wrote them
+    on_gpu = memory.get("device") == "cuda"
     found = []
     for price in prices:
         each = price.gpu_memory_gib if on_gpu else price.memory_gib / ranks

@@ -22,7 +22,7 @@ from trainer.engine.memory_need import explain_need, may_move_to_cpu, measure_me
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
-from trainer.engine.signals import MovedToCPU, OutOfMemoryError
+from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
 from trainer.runtime.malloc import give_back_freed_memory
@@ -178,7 +178,7 @@ def _is_world_fixed(session: Session) -> bool:
 
 
 def _give_up_memory(session: Session, error: Exception) -> NoReturn:
-    """Save what is done, and raise `MovedToCPU` where the training may go on on the CPU; else `OutOfMemoryError`, with
+    """Save what is done, and raise `GPUTooSmall` where the training may go on on the CPU; else `OutOfMemoryError`, with
     what passes of several sizes take, as measured now, and what would fit."""
     step, now, config = session.progress.step, session.step.limit, session.config
     what = f"out of memory at step {step + 1} with {now.max_samples} samples at once"
@@ -187,10 +187,7 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
         with suppress(Exception):  # memory is short: then the last checkpoint stays the last
             session.save_at_end(agreed=False)
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
-        session.reports.emit(
-            "out_of_memory", step=step, samples=config.batch_size_per_gpu, activation_checkpointing=False, device="cpu"
-        )
-        raise MovedToCPU(f"{what}: no GPU of this process has room for it, so it goes on on the CPU") from error
+        raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
     need = measure_memory(session.step, session.shards, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = (

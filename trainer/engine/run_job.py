@@ -20,7 +20,7 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.result import write_result
-from trainer.engine.signals import BudgetSpent, JobOver, MovedToCPU, OutOfMemoryError, Stopped
+from trainer.engine.signals import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
@@ -35,8 +35,10 @@ def run_job(job: JobConfig) -> int:
     trainer = DistributedTrainer(job)
     try:
         code, result = _run(trainer)
-    except MovedToCPU as moved:
+    except GPUTooSmall as moved:
         print(moved, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        fields = {"samples": job.training.batch_size_per_gpu, "activation_checkpointing": False, "device": "cpu"}
+        trainer.reports.emit("out_of_memory", step=trainer.steps_done, **fields)
         trainer.close(tracking_seconds=5.0)
         os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
         return run_job(replace(job, training=replace(job.training, backend="gloo")))
@@ -61,7 +63,7 @@ def run_job(job: JobConfig) -> int:
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
-    """Return (exit code, result); raise `MovedToCPU` alone. ``everybody`` in it says that all ranks have
+    """Return (exit code, result); raise `GPUTooSmall` alone. ``everybody`` in it says that all ranks have
     ended together, so that the job has ended."""
     try:
         trainer.initialize_distributed()
@@ -83,7 +85,7 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
         return UNUSABLE, {"status": "failed", "error": str(error)}
     except (GroupError, NoGenerationError, StorageError) as error:
         return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    except MovedToCPU:
+    except GPUTooSmall:
         raise
     except OutOfMemoryError as error:
         return FAILED, {"status": "failed", "error": str(error), **({"memory": error.facts} if error.facts else {})}

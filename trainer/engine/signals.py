@@ -46,5 +46,6 @@ class OutOfMemoryError(RuntimeError):
         self.facts = facts
 
 
-class MovedToCPU(Exception):
-    """No GPU of this process has the memory that the training needs: it goes on on the CPU, as a newcomer."""
+class GPUTooSmall(Exception):
+    """The GPU of this process has not the memory that the training needs, and the job may go on on the CPU:
+    `trainer.engine.run_job` does so, as a newcomer among the peers."""

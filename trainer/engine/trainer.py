@@ -133,7 +133,8 @@ class DistributedTrainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end, through losses of nodes, and return the fields of ``result.json``. Raise `Stopped` when
-        asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup."""
+        asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup, `GPUTooSmall`
+        or `OutOfMemoryError` (`trainer.engine.signals`) where memory does not suffice."""
         session = self.session
         while True:
             try:
