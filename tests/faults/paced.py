@@ -52,17 +52,20 @@ def multiply(rounds: int) -> None:
 
 class Busy(nn.Module):
     """The stock model that really computes for longer: ``rounds`` products for each micro-batch, on ``slow_node`` that
-    many ``more`` of them. ``ballast`` parameters more make its gradients large."""
+    many ``more`` of them. ``ballast`` parameters more make its gradients large. With more samples at once than ``fits``
+    (0: any number), it asks for more memory than there is, and gets torch's own refusal."""
 
-    def __init__(self, body: nn.Module, rounds: int, slow_node: int | None, more: int, ballast: int) -> None:
+    def __init__(self, body: nn.Module, rounds: int, slow_node: int | None, more: int, ballast: int, fits: int) -> None:
         super().__init__()
-        self.body, self.rounds = body, rounds
+        self.body, self.rounds, self.fits = body, rounds, fits
         if slow_node is not None and os.environ.get("NODE_RANK") == str(slow_node):
             self.rounds += more
         self.ballast = nn.Parameter(torch.zeros(ballast)) if ballast else None
 
     def forward(self, windows: Tensor) -> Tensor:
         if self.training:
+            if self.fits and len(windows) > self.fits:
+                torch.empty(1 << 50, dtype=torch.uint8)
             multiply(self.rounds)
         outputs: Tensor = self.body(windows)
         return outputs if self.ballast is None else outputs + 1e-9 * self.ballast.sum()
@@ -70,6 +73,6 @@ class Busy(nn.Module):
 
 def busy_tcn(
     spec: DataSpec, outputs: int, rounds: int = 0, slow_node: int | None = None, more: int = 0, ballast: int = 0,
-    channels: int = 16,
+    fits: int = 0, channels: int = 16,
 ) -> nn.Module:  # fmt: skip
-    return Busy(stock_tcn(spec, outputs, channels, 0.0), rounds, slow_node, more, ballast)
+    return Busy(stock_tcn(spec, outputs, channels, 0.0), rounds, slow_node, more, ballast, fits)

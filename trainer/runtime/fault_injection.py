@@ -22,7 +22,17 @@ from trainer.errors import ConfigError
 
 Kind = Literal["kill", "stop", "oom", "raise", "sigterm", "sleep"]
 Point = Literal[
-    "input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "formed", "finish"
+    "input",
+    "forward",
+    "backward",
+    "all_reduce",
+    "optimizer",
+    "report",
+    "evaluate",
+    "save",
+    "regroup",
+    "formed",
+    "finish",
 ]
 
 

@@ -147,7 +147,7 @@ def test_the_clock_of_the_run_queue_goes_on_only_while_there_is_no_core() -> Non
     asleep = (clock.seconds() or 0.0) - before
     assert asleep < 0.15, "to sleep is not to wait for a core"
     [core, *_] = os.sched_getaffinity(0)
-    burn = "import os, time\nos.sched_setaffinity(0, [%d])\nwhile True: pass" % core
+    burn = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
     rival = subprocess.Popen([sys.executable, "-c", burn])
     everywhere = os.sched_getaffinity(0)
     try:
