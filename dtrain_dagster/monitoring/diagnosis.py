@@ -25,6 +25,7 @@ from dtrain_dagster.monitoring.windows import (
     exceeds_limit,
     latency_share,
     seconds_of,
+    seconds_with_cores,
     settled,
     shares,
     shares_by_window,
@@ -188,9 +189,10 @@ def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
 def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
     """Return a diagnosis where input holds up every rank: even the quickest one waits for it."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
-    share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
+    share = statistics.median(min(row) / seconds_with_cores(item) for row, item in zip(rows, world, strict=True))
     if share < INPUT_SHARE or len(world) < 3:
         return []
+    share *= statistics.median(seconds_with_cores(window) / window.seconds for window in world)
     each = ", ".join(_ms(statistics.median(column)) for column in zip(*rows, strict=True))
     text = f"Every rank waits for its batch in every step: {each} of {_ms(_step(world))}."
     return [Diagnosis(cause=SlowdownCause.INPUT, share=share, evidence=text)]

@@ -16,14 +16,17 @@ from typing import Literal
 
 from dtrain_dagster.monitoring.contention import is_unexplained
 from dtrain_dagster.monitoring.noise import NOISE_FACTOR
-from dtrain_dagster.monitoring.windows import seconds_of
+from dtrain_dagster.monitoring.windows import seconds_of, seconds_with_cores
 from trainer.documents.events import TimingEvent
 
 LATE_SHARE = 0.03
-"""Share of the step: a rank that is later, and well above noise, is called a straggler."""
+"""Share of the step, without the time for which cores were missing: a rank that is later, and well above noise, is
+called a straggler."""
 USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
 """Noise from window to window on a shared machine, as a share of the step, and the number of windows that it weighs as
 much as: a few windows may agree by chance better than any machine does."""
+QUEUE_ERROR = 0.02
+"""Relative error of the time for which cores were missing: ranks that change places on a core compute more slowly."""
 DEAL_ERROR = 0.10
 """Relative error of the assumption that a rank's time is proportional to its samples."""
 FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
@@ -69,7 +72,9 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
     found: dict[int, Straggler] = {}
     for typically, lateness in ((True, _typically_late), (False, _late_on_average)):
         rows = [_against_others(lateness(window)) for window in windows]
-        noise = _noise([[value / window.seconds for value in row] for row, window in zip(rows, windows, strict=True)])
+        noise = _noise(
+            [[value / seconds_with_cores(window) for value in row] for row, window in zip(rows, windows, strict=True)]
+        )
         for rank in range(windows[0].world_size):
             if rank not in found and not is_unexplained(windows[-1], rank):
                 series = [row[rank] for row in rows]
@@ -95,7 +100,7 @@ def _judge(
 ) -> Straggler | None:
     """Return the straggler if this rank is late for a segment of windows that counts. ``series``: its seconds in each,
     ``noise`` relative."""
-    late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
+    late = [seconds / seconds_with_cores(window) for seconds, window in zip(series, windows, strict=True)]
     first, last = _interval([value - LATE_SHARE / 2 for value in late])
     count = last - first
     whole = count >= 0.6 * len(late)
@@ -109,9 +114,12 @@ def _judge(
     share = statistics.median(late[first:last])
     # The standard error of a median; of few values it is uncertain itself, and a search always finds some segment.
     error = 1.2533 * noise / math.sqrt(count) * (1 + 2 / count)
-    dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
-    if share < LATE_SHARE + DEAL_ERROR * dealt or share < NOISE_FACTOR * error:
+    dealt = statistics.median(max(dealt_seconds(window)) / seconds_with_cores(window) for window in windows)
+    held_up = statistics.median(window.seconds / seconds_with_cores(window) for window in interval) - 1
+    least = LATE_SHARE + DEAL_ERROR * dealt + QUEUE_ERROR * held_up
+    if share < least or share < NOISE_FACTOR * error:
         return None
+    share *= statistics.median(seconds_with_cores(window) / window.seconds for window in interval)
     why, own, others = _reason(interval, rank, statistics.median(series[first:last]), typically)
     return Straggler(
         rank=rank,
