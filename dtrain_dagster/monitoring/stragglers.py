@@ -25,6 +25,8 @@ called a straggler."""
 USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
 """Noise from window to window on a shared machine, as a share of the step, and the number of windows that it weighs as
 much as: a few windows may agree by chance better than any machine does."""
+LEAST_LATENESS = 0.0005
+"""Least seconds of a lateness: to wake a thread on another core takes nearly as long, for one rank more than others."""
 QUEUE_ERROR = 0.02
 """Relative error of the time for which cores were missing: ranks that change places on a core compute more slowly."""
 DEAL_ERROR = 0.10
@@ -117,7 +119,7 @@ def _judge(
     dealt = statistics.median(max(dealt_seconds(window)) / seconds_with_cores(window) for window in windows)
     held_up = statistics.median(window.seconds / seconds_with_cores(window) for window in interval) - 1
     least = LATE_SHARE + DEAL_ERROR * dealt + QUEUE_ERROR * held_up
-    if share < least or share < NOISE_FACTOR * error:
+    if share < least or share < NOISE_FACTOR * error or statistics.median(series[first:last]) < LEAST_LATENESS:
         return None
     share *= statistics.median(seconds_with_cores(window) / window.seconds for window in interval)
     why, own, others = _reason(interval, rank, statistics.median(series[first:last]), typically)
