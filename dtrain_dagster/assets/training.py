@@ -92,7 +92,8 @@ class FinishedJob:
         dg.AssetCheckSpec(
             "communication_within_limits",
             asset="trained_checkpoint",
-            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of the time. "
+            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: the network, as far as "
+            "nothing hides it, and waiting at collectives. "
             "Told as soon as it does, while the job runs; judged over the whole job at its end.",
         ),
         dg.AssetCheckSpec(

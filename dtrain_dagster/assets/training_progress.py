@@ -16,7 +16,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
@@ -244,5 +244,9 @@ def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str,
 
 
 def _shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of communication and of waiting, in percent: the two are easily mixed up."""
-    return {f"{name}_percent": round(100 * shares[name], 2) for name in ("communication", "waiting") if name in shares}
+    """Return the shares of the network and of waiting, in percent, and both together, which the limit is about."""
+    if not shares:
+        return {}
+    parts = {name: shares.get(name, 0.0) for name in COMMUNICATION_SEGMENTS}
+    parts["communication_and_waiting"] = sum(parts.values())
+    return {f"{name}_percent": round(100 * value, 2) for name, value in parts.items()}

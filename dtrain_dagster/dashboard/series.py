@@ -22,6 +22,7 @@ from dtrain_dagster.monitoring.alerts import best, describe_strategy
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
@@ -132,6 +133,8 @@ class PerformanceDashboard:
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
         """The latest ``node`` event of each node."""
+        self._verdict: LiveVerdict | None = None
+        self._looked_at: tuple[int, ...] = ()
         self._samples: dict[int, dict[str, Any]] = {}
         """The latest row of each node."""
         self._together_at = -math.inf
@@ -203,8 +206,12 @@ class PerformanceDashboard:
         """Return the bottleneck of the latest steps and the changes that would help, the best first; None if it is not
         known."""
         recent = [*self.progress.recent, *self.progress.hang]
+        look = (self.counts["timing"], self.counts["hang"], len(self.progress.hang))
         try:
-            found = diagnose(recent)
+            if look != self._looked_at:  # however many read it: only new steps are another look
+                self._verdict, self._looked_at = settle_verdict(self._verdict, diagnose(recent)), look
+            assert self._verdict is not None
+            found = self._verdict.shown
             advice = [describe_strategy(item) for item in best(strategies(settled(windows(recent)), recent, training))]
         except UNREADABLE:
             return None

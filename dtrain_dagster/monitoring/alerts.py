@@ -6,11 +6,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose, too_much_communication
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
-from dtrain_dagster.monitoring.strategies import communication_strategies, waiting_strategies
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, seconds_of, settled, shares, windows, worlds
+from dtrain_dagster.monitoring.strategies import communication_strategies, contention_strategies, waiting_strategies
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    communication_cost,
+    exceeds_limit,
+    seconds_of,
+    settled,
+    windows,
+    worlds,
+)
 from trainer.documents.events import TimingEvent
 
 KINDS = ("timing", "link", "checkpoint")
@@ -79,21 +87,30 @@ def _against(node_id: int | None, found: Sequence[TimingEvent]) -> list[Strategy
 
 
 def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:
-    """Return an alert where exposed communication takes more than its limit of these windows' time. Waiting for a slow
-    rank does not count: the network has no part in it."""
-    if len(found) < FEWEST_WINDOWS or not too_much_communication(found):
+    """Return an alert where communication takes more than its limit of these windows' time: the network, and waiting at
+    collectives for ranks that come later. Its strategies are those against the larger of the two parts, then those
+    against the other one if that is above the limit by itself."""
+    if len(found) < FEWEST_WINDOWS or not exceeds_limit(found):
         return None
-    part = shares(found)
+    cost, world = communication_cost(found), worlds(found)[0]
+    against_waiting = [*waiting_strategies(world), *contention_strategies(world)]
+    against_wire = communication_strategies(world, training or {})
+    larger, other = (against_waiting, against_wire) if cost.is_mostly_waiting else (against_wire, against_waiting)
+    is_other_large = min(cost.wire, cost.waiting) > COMMUNICATION_LIMIT
     first, last = found[0], found[-1]
+    hint = ""
+    if cost.is_mostly_waiting:
+        hint = "; a faster network or compression does not end waiting"
+        hint += "" if against_waiting else ", and no rank is late persistently: they take turns"
     return Alert(
         key=COMMUNICATION,
-        title=f"communication takes {part['communication']:.0%} of training time",
+        title=f"communication takes {cost.total:.0%} of training time",
         sentence=(
-            f"communication takes {part['communication']:.0%} of training time in steps {first.step - first.steps + 1} "
-            f"to {last.step} (limit {COMMUNICATION_LIMIT:.0%}), waiting for slower ranks {part['waiting']:.0%}"
+            f"communication takes {cost.total:.0%} of training time in steps {first.step - first.steps + 1} to "
+            f"{last.step} (limit {COMMUNICATION_LIMIT:.0%}): {cost.parts}{hint}"
         ),
-        figures={"communication": part["communication"], "waiting": part["waiting"]},
-        strategies=best(communication_strategies(worlds(found)[0], training or {})),
+        figures={"communication": cost.wire, "waiting": cost.waiting},
+        strategies=(*best(larger), *(best(other) if is_other_large else ())),
     )
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dtrain_dagster.monitoring.contention import find_contention
 from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
+from dtrain_dagster.monitoring.noise import NOISE_FACTOR, is_steadily_above
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
     LATE_SHARE,
-    NOISE_FACTOR,
     Straggler,
     dealt_seconds,
     stragglers,
@@ -21,10 +22,13 @@ from dtrain_dagster.monitoring.stragglers import (
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
+    exceeds_limit,
     latency_share,
     seconds_of,
+    seconds_with_cores,
     settled,
     shares,
+    shares_by_window,
     typical_collectives,
     typical_share,
     windows,
@@ -66,6 +70,8 @@ class SlowdownCause(StrEnum):
     SMALL_BATCHES = "small batches"
     CHECKPOINT = "checkpoint"
     MEMORY = "memory"
+    CONTENTION = "cores shared"
+    """Ranks are ready to compute and have no core: they are more than the cores, or other work takes some."""
     UNKNOWN = "unknown"
     """The records do not tell: no timing was recorded, or hardly any."""
 
@@ -128,7 +134,7 @@ def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
     if len(found) < FEWEST_WINDOWS:
         few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
         return Diagnosis(cause=SlowdownCause.UNKNOWN, share=0.0, evidence=few)
-    if too_much_communication(found):
+    if exceeds_limit(found, ("communication",)):
         text += f" Communication is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
     if part["waiting"] > TAKING_TURNS:
         text += " No rank is late persistently: they take turns, as on machines that do other work too."
@@ -139,7 +145,7 @@ def _of_world(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]])
     late = stragglers(world)
     found = [_straggler(item, world) for item in late]
     found += _input(world, late) + _uneven(world) + _communication(world, events)
-    return found + _checkpoint(world, events)
+    return found + _contention(world) + _checkpoint(world, events)
 
 
 def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
@@ -164,12 +170,29 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
     return Diagnosis(cause=cause, share=share, evidence=text, rank=item.rank, node_id=item.node_id, since_step=since)
 
 
+def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
+    """Return a diagnosis of missing cores. It has a rank only where that one is alone on its machine: of several
+    machines, others have cores enough."""
+    item = find_contention(world)
+    if item is None:
+        return []
+    alone = item.machines > 1 and item.ranks == 1
+    text = (
+        f"{item.reason[0].upper()}{item.reason[1:]}: of a step of {_ms(item.step_seconds)}, rank {item.rank} is ready "
+        f"to compute for {_ms(item.queued_seconds)} and has no core; no node is slow for that."
+    )
+    rank = item.rank if alone else None
+    node = world[-1].nodes[item.rank] if alone else None
+    return [Diagnosis(cause=SlowdownCause.CONTENTION, share=item.share, evidence=text, rank=rank, node_id=node)]
+
+
 def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
     """Return a diagnosis where input holds up every rank: even the quickest one waits for it."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
-    share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
+    share = statistics.median(min(row) / seconds_with_cores(item) for row, item in zip(rows, world, strict=True))
     if share < INPUT_SHARE or len(world) < 3:
         return []
+    share *= statistics.median(seconds_with_cores(window) / window.seconds for window in world)
     each = ", ".join(_ms(statistics.median(column)) for column in zip(*rows, strict=True))
     text = f"Every rank waits for its batch in every step: {each} of {_ms(_step(world))}."
     return [Diagnosis(cause=SlowdownCause.INPUT, share=share, evidence=text)]
@@ -197,8 +220,8 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
-    network_times, rests = (_shares_of(world, names) for names in (("communication",), ("optimizer", "other")))
-    if too_much_communication(world) and _is_steadily_above(COMMUNICATION_LIMIT, network_times):
+    network_times, rests = (shares_by_window(world, names) for names in (("communication",), ("optimizer", "other")))
+    if exceeds_limit(world, ("communication",)) and is_steadily_above(COMMUNICATION_LIMIT, network_times):
         text = f"Communication takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
@@ -207,7 +230,7 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
             )
         cause = SlowdownCause.SMALL_BATCHES if latency >= 0.5 else SlowdownCause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
-    if _is_steadily_above(
+    if is_steadily_above(
         FIXED_SHARE, [latency * network + rest for network, rest in zip(network_times, rests, strict=True)]
     ):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
@@ -218,25 +241,6 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
         )
         return [Diagnosis(cause=SlowdownCause.SMALL_BATCHES, share=fixed, evidence=text)]
     return []
-
-
-def too_much_communication(found: Sequence[TimingEvent], limit: float = COMMUNICATION_LIMIT) -> bool:
-    """Return whether exposed communication takes more of the time than the limit, and not only because of one window
-    that hung."""
-    return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
-
-
-def _shares_of(world: Sequence[TimingEvent], segments: Sequence[str]) -> list[float]:
-    """Return the share of these segments in each window."""
-    return [sum(map(window.mean, segments)) / window.seconds for window in world]
-
-
-def _is_steadily_above(limit: float, values: Sequence[float]) -> bool:
-    """Return whether the windows' values are above the limit by more than their noise. On a machine that does other
-    work too, processes that wait for a processor look like a network that is slow now and then."""
-    middle = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit
 
 
 def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtrain_dagster.monitoring.noise import median_error
+from dtrain_dagster.monitoring.windows import seconds_of
 from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01
@@ -31,6 +33,8 @@ class Strategy:
     cost_gain: float
     """Expected change of samples per node-second, that is, per dollar."""
     note: str = ""
+    noise: float = 0.0
+    """The gain that chance alone shows in the measurements that this one is predicted from."""
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -39,8 +43,8 @@ class Strategy:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is faster or cheaper by `WORTH_IT` at least."""
-        return max(self.gain, self.cost_gain) >= WORTH_IT
+        """Whether it is faster or cheaper by `WORTH_IT` at least, and by more than noise."""
+        return max(self.gain, self.cost_gain) >= max(WORTH_IT, self.noise)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,8 @@ class StepModel:
     """Update, saves and bookkeeping: the same for any number of samples."""
     samples: float
     nodes: int
+    noise: float = 0.0
+    """Twice the standard error of the step's seconds, as a share of them."""
 
     @property
     def seconds(self) -> float:
@@ -89,6 +95,7 @@ class StepModel:
             communication_share=other.communication / other.seconds,
             cost_gain=gain * self.nodes / other.nodes - 1,
             note=note,
+            noise=self.noise,
         )
 
 
@@ -107,4 +114,5 @@ def step_model(world: Sequence[TimingEvent]) -> StepModel:
         fixed=mean("optimizer", "checkpoint", "other"),
         samples=sum(sum(window.samples) for window in world) / steps,
         nodes=len(set(world[-1].nodes)),
+        noise=2 * median_error([window.seconds for window in world]) / (seconds_of(world) / steps),
     )

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
+from dtrain_dagster.monitoring.contention import find_contention
+from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
+    exceeds_limit,
     latency_share,
     seconds_of,
     typical_collectives,
@@ -43,8 +45,9 @@ def strategies(
     if not groups or not step_model(groups[0]).samples:
         return []
     world, training = groups[0], training or {}
-    ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
-    if too_much_communication(world):
+    ranked = [*waiting_strategies(world), *contention_strategies(world)]
+    ranked += [*_input(world), *_checkpoint(world, events, training)]
+    if exceeds_limit(world, ("communication",)):
         ranked += communication_strategies(world, training)
     ranked += _memory(world, events, training)
     return sorted(ranked, key=lambda item: item.order, reverse=True)
@@ -221,6 +224,23 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))
     return found
+
+
+def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
+    """Return what ends the lack of cores; nothing where none are missing."""
+    item, now = find_contention(world), step_model(world)
+    if item is None or not now.samples:
+        return []
+    saved = item.share * now.seconds
+    computing = max(0.0, now.computing - saved)
+    waiting = max(0.0, now.waiting - (saved - (now.computing - computing)))
+    if item.is_crowded:
+        change = f"a machine with {item.ranks} cores, or {item.cores} ranks on this one: now {item.reason}"
+        note = "the gain is that of more cores; fewer ranks on these take as long for the same samples, and cost less"
+    else:
+        change = "end the other work on that machine, or give the training a machine of its own"
+        note = "at best: all of that time is won back"
+    return [now.to(replace(now, computing=computing, waiting=waiting), "a core for each rank", change, note)]
 
 
 def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:

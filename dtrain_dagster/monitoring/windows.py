@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.documents.events import CollectiveTiming, TimingEvent, read_events
@@ -18,7 +19,34 @@ from trainer.performance.link import Link, fit_collective
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
-"""The share of training time above which exposed communication is reported."""
+"""The share of training time above which communication is reported: all that it costs, see `CommunicationCost`."""
+COMMUNICATION_SEGMENTS = ("communication", "waiting")
+"""The parts of a step that communication costs: the wire, and waiting at collectives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationCost:
+    """All that communication costs, as shares of training time, mean over ranks."""
+
+    wire: float
+    """Exposed time on the network."""
+    waiting: float
+    """Waiting at collectives for ranks that come later."""
+
+    @property
+    def total(self) -> float:
+        """Both together: the share that `COMMUNICATION_LIMIT` is about."""
+        return self.wire + self.waiting
+
+    @property
+    def is_mostly_waiting(self) -> bool:
+        """Whether the larger part is waiting, which no faster network ends."""
+        return self.waiting > self.wire
+
+    @property
+    def parts(self) -> str:
+        """Return which part is which, in words."""
+        return f"{self.wire:.0%} on the network, {self.waiting:.0%} waiting at collectives for slower ranks"
 
 
 def windows(events: Iterable[Mapping[str, Any]]) -> list[TimingEvent]:
@@ -55,6 +83,33 @@ def shares(found: Sequence[TimingEvent]) -> dict[str, float]:
     if not total:
         return {}
     return {name: sum(window.mean(name) * window.steps for window in found) / total for name in SEGMENTS}
+
+
+def communication_cost(found: Sequence[TimingEvent]) -> CommunicationCost:
+    """Return what communication costs in these windows; zeros where there are none."""
+    part = shares(found)
+    wire, waiting = (part.get(name, 0.0) for name in COMMUNICATION_SEGMENTS)
+    return CommunicationCost(wire=wire, waiting=waiting)
+
+
+def exceeds_limit(found: Sequence[TimingEvent], segments: Sequence[str] = COMMUNICATION_SEGMENTS) -> bool:
+    """Return whether these segments together take more of the time than `COMMUNICATION_LIMIT`, and not only because of
+    one window that hung."""
+    part = shares(found)
+    usual = statistics.median(shares_by_window(found, segments)) if found else 0.0
+    return sum(part.get(name, 0.0) for name in segments) > COMMUNICATION_LIMIT and usual > COMMUNICATION_LIMIT / 2
+
+
+def shares_by_window(found: Sequence[TimingEvent], segments: Sequence[str]) -> list[float]:
+    """Return the share of these segments in each window."""
+    return [window.mean(*segments) / window.seconds for window in found]
+
+
+def seconds_with_cores(window: TimingEvent) -> float:
+    """Return the seconds that a step of this window would take if every rank had a core whenever it is ready; those of
+    the step where the trainer does not tell. What is slow is measured by it: missing cores must not hide it."""
+    held_up = float(window.facts.get("held_up_seconds") or 0.0)
+    return max(window.seconds - held_up, 0.05 * window.seconds)
 
 
 def typical_share(found: Sequence[TimingEvent], segment: str) -> float:

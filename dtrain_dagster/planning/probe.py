@@ -16,7 +16,7 @@ from typing import Any
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.jobs.progress import BudgetSpentError, follow_job, ran_out, start_job
-from dtrain_dagster.monitoring.windows import settled, shares, windows
+from dtrain_dagster.monitoring.windows import communication_cost, settled, shares, windows
 from dtrain_dagster.planning.machine_load import cores_of_others
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
@@ -202,7 +202,7 @@ def read_measured(
         step_spread=step_spread(full),
         sample_share=growing,
         compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
-        communication_share=parts["communication"] + parts["waiting"] if parts else 0.0,
+        communication_share=communication_cost(settled(timed)).total,
         evaluation_seconds=evaluation,
         checkpoint_seconds=saving / max(1, saves),
         finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),

@@ -19,6 +19,7 @@ from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
     collective_link,
+    communication_cost,
     seconds_of,
     settled,
     shares,
@@ -112,6 +113,7 @@ class Performance:
     scaling: Scaling
     goodput: Goodput
     recommendations: tuple[Strategy, ...]
+    """Changes that would gain more than noise, the largest gain first."""
     phase_seconds: dict[str, float]
     ranks: tuple[RankPerformance, ...]
     nodes: tuple[NodePerformance, ...]
@@ -155,7 +157,7 @@ def summarise_performance(
         communication=_communication(found),
         scaling=estimate_scaling(found),
         goodput=good,
-        recommendations=tuple(strategies(found, events, training)),
+        recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         phase_seconds=phases,
         ranks=_ranks(found),
         nodes=tuple(_node(node, rows) for node, rows in sorted(by_node.items())),
@@ -216,8 +218,7 @@ def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
     if one and rate:
         words = f"measured: {len(alone)} windows of this job were trained on one node"
         return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
-    part = shares(groups[0])
-    bound = 1 - part["communication"] - part["waiting"]
+    bound = 1 - communication_cost(groups[0]).total
     words = f"one node was not measured; network and waiting leave at most {bound:.0%}"
     return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
@@ -226,14 +227,14 @@ def _communication(found: Sequence[TimingEvent]) -> Communication | None:
     groups = worlds(found)
     if not groups or groups[0][-1].world_size < 2:
         return None
-    part, collectives = shares(found), typical_collectives(groups[0])
+    cost, collectives = communication_cost(found), typical_collectives(groups[0])
     fit = collective_link(collectives)
     buckets = [item for item in collectives if "bucket" in item.name]
     network = sum(item.network_seconds for item in buckets)
     largest = max(collectives, key=lambda item: item.bytes, default=None)
     return Communication(
-        network_share=part["communication"],
-        waiting_share=part["waiting"],
+        network_share=cost.wire,
+        waiting_share=cost.waiting,
         overlap=sum(item.overlap * item.network_seconds for item in buckets) / network if network else None,
         bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
         latency_milliseconds=1000 * fit.latency_seconds if fit else None,

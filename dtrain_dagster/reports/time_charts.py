@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, SEGMENTS
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, SEGMENTS, shares_by_window
 from dtrain_dagster.reports.drawing import COLOURS, GRID, INK, MUTED, label, line, new_figure, svg
 from dtrain_dagster.reports.performance import Communication, RankPerformance
 from trainer.documents.events import MembershipEvent, StepEvent, TimingEvent, read_events
@@ -66,11 +66,13 @@ def communication_chart(windows: Sequence[TimingEvent], communication: Communica
     for segment, name in (("communication", "network"), ("waiting", "waiting for slower ranks")):
         points = [(window.step, 100 * window.mean(segment) / window.seconds) for window in windows]
         line(upper, points, name, SEGMENT_COLOURS[segment], width=1.4)
+    both = zip(windows, shares_by_window(windows, COMMUNICATION_SEGMENTS), strict=True)
+    line(upper, [(window.step, 100 * share) for window, share in both], "both", MUTED, width=1.0)
     limit = 100 * COMMUNICATION_LIMIT
-    upper.axhline(limit, color=INK, linewidth=1, linestyle="--", label=f"limit for network, {limit:.0f} %")
+    upper.axhline(limit, color=INK, linewidth=1, linestyle="--", label=f"limit for both, {limit:.0f} %")
     upper.set_ylim(0, 1.25 * max(limit, upper.dataLim.ymax))  # room for the legend
     label(upper, "Communication that nothing hides", "optimizer step", "% of the step")
-    upper.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+    upper.legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
     names = [f"{item.name} ({_size(item.bytes)})" for item in collectives]
     network = [1000 * item.network_seconds for item in collectives]
     waits = [1000 * sum(item.waiting_seconds) / max(1, len(item.waiting_seconds)) for item in collectives]

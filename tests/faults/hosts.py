@@ -93,9 +93,10 @@ class Hosts:
 
     def __init__(
         self, preload: Preload, folder: Path, config: dict[str, Any], environment: dict[str, str],
-        network: Network | None = None, max_replacements: int = 12, replacement_delay: float = 0.3,
+        network: Network | None = None, max_replacements: int = 12, replacement_delay: float = 0.3, nodes: int = NODES,
     ) -> None:  # fmt: skip
         """``config``: the job, but for its name and its folder."""
+        self.nodes = nodes
         self.preload, self.folder, self.network = preload, folder, network
         self.environment = environment
         self.max_replacements, self.replacement_delay = max_replacements, replacement_delay
@@ -118,7 +119,7 @@ class Hosts:
         launch = {
             "job_id": "job",
             "command": ["python", "-m", "trainer", "--config", str(self.run_dir / "job.json")],
-            "node_count": NODES,
+            "node_count": self.nodes,
             "processes_per_node": 1,
             "threads_per_rank": 1,
             "env": {**self.environment, "DTRAIN_FAULTS": json.dumps(faults or [])},
@@ -137,7 +138,7 @@ class Hosts:
             "log": str(self.run_dir / LOGS / "supervisor.log"),
             "notes": str(self.notes),
             "namespaces": network.namespaces if network else [],
-            "addresses": [network.address(node) for node in range(NODES)] if network else [],
+            "addresses": [network.address(node) for node in range(self.nodes)] if network else [],
         }
         self._reaper = self.preload.start(order)
         self.launches += 1

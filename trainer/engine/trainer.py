@@ -223,6 +223,7 @@ class DistributedTrainer:
             session.window.add(result.loss_sum, batch.local_samples)
             session.workload.communication.add(batch.local_samples)
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
+            session.faults.reach("report", progress.step - 1)
             is_reported = progress.step % self.config.log_frequency == 0 or progress.step == session.total_steps
             measured = self._report_step(epoch, rate, result.grad_norm) if is_reported else None
             if result.flags.budget and not session.is_over:

@@ -8,6 +8,9 @@ same time, so the one that came last has not waited: the time that it spent ther
     waiting         what another rank has more than that
     lateness        of a rank: what the rank that waits longest has more than this one
 
+    queued          the time for which a rank had work of its own and no core to do it on; «running late» is the
+                    lateness that is left without it, so that ranks which share cores do not look slow
+
 and the same for each collective by itself. The minimum is one of a step, then means are taken over steps: a minimum of
 means would be too large where ranks take turns in being late. Every rank measures with its own clock only.
 """
@@ -31,9 +34,10 @@ from trainer.comm.group import Collective, GroupError
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.performance.link import bytes_carried
-from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
+from trainer.runtime.run_queue import available_cores, machine_number
+from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments, queued_seconds
 
-FIELDS = (*SEGMENTS, "samples")
+FIELDS = (*SEGMENTS, "samples", "queued")
 MOST_STEPS = 1000
 """The most steps in a window: of a longer one, only the last are measured."""
 EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
@@ -61,6 +65,10 @@ class TimingWindow:
     """(name, bytes)"""
     totals: tuple[float, ...] = ()
     """The sums over ranks of the values that were given."""
+    hosts: tuple[tuple[int, int], ...] = ()
+    """Of each rank: its machine, numbered in order of appearance, and the cores that it may use; empty: not known."""
+    knows_queue: bool = True
+    """Whether the kernel of every rank counts the time in the run queue."""
 
     def field(self, name: str) -> NDArray[np.float64]:
         """Return the values of a field, (ranks, steps)."""
@@ -103,6 +111,7 @@ class CommunicationProfiler:
         self._windows, self._due_at = 0, 0
         self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
         self._step_seconds = 0.0
+        self._host = machine_number(), available_cores(), float(timer.knows_queue)
         timer.drop()
 
     def add(self, samples: int) -> None:
@@ -121,13 +130,19 @@ class CommunicationProfiler:
         for _, collectives, _ in self._steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}
         names = list(sizes)
-        shape = (self.world.world_size, len(self._steps), len(FIELDS) + 2 * len(names))
-        numbers = np.zeros(len(totals) + math.prod(shape))
-        numbers[: len(totals)], values = totals, numbers[len(totals) :].reshape(shape)
+        size, given = self.world.world_size, len(totals)
+        shape = (size, len(self._steps), len(FIELDS) + 2 * len(names))
+        numbers = np.zeros(given + 3 * size + math.prod(shape))
+        hosts = numbers[given : given + 3 * size].reshape(size, 3)
+        numbers[:given], values = totals, numbers[given + 3 * size :].reshape(shape)
+        hosts[self.world.rank] = self._host
         values[self.world.rank] = [row_of(*step, names) for step in self._steps]
         self._steps.clear()
         self.world.all_reduce(torch.from_numpy(numbers))
-        window = TimingWindow(values, tuple(sizes.items()), tuple(numbers[: len(totals)].tolist()))
+        window = TimingWindow(
+            values, tuple(sizes.items()), tuple(numbers[:given].tolist()), hosts_of(hosts[:, :2].tolist()),
+            bool(hosts[:, 2].all()),
+        )  # fmt: skip
         self._step_seconds = max(window.seconds, 1e-9)
         self._windows += 1
         self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
@@ -181,9 +196,9 @@ class CommunicationProfiler:
         if self.world.group is None:
             return []
         began = math.inf
-        for segment, at, _ in marks:
-            if segment == "input":
-                began = at
+        for mark in marks:
+            if mark.segment == "input":
+                began = mark.at
         found: list[Collective] = []
         for item in reversed(self.world.group.collectives):
             if item.submitted < began:
@@ -211,27 +226,46 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
         own[name_of(item.what)] = item.ended - item.began - item.computing, hidden
     nothing = (np.nan, np.nan)
     pairs = [value for name in names for value in own.get(name, nothing)]
-    return [*durations(marks, when).values(), samples, *pairs]
+    return [*durations(marks, when).values(), samples, queued_seconds(marks), *pairs]
+
+
+def hosts_of(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
+    """Return (machine, cores) of each rank, with machines numbered from 0 in order of appearance. ``rows``: the same
+    with `trainer.runtime.run_queue.machine_number`."""
+    places: dict[float, int] = {}
+    return tuple((places.setdefault(machine, len(places)), int(cores)) for machine, cores in rows)
 
 
 def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
     """Return the figures of each rank in a window, as the ``timing`` event has them."""
     exposed, network = window.field("exposed"), window.network
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
-    alone, own = len(exposed) == 1, means.pop("exposed")
+    alone, own, queued = len(exposed) == 1, means.pop("exposed"), window.field("queued")
+    ready = exposed + queued  # what each rank would have waited, had it had a core all the time
     communication = np.full_like(own, network.mean())
     segments: dict[str, Any] = {name: means[name] for name in SEGMENTS if name != "exposed"}
     segments |= {"communication": communication, "waiting": np.zeros_like(own) if alone else own - communication}
     if alone:
         segments["other"] = segments["other"] + own  # nobody to talk to: what is left is bookkeeping
     compute = window.field("forward") + window.field("backward") + window.field("optimizer")
-    medians = np.median([window.field("input"), compute, exposed.max(axis=0) - exposed], axis=2)
+    late, running_late = (waits.max(axis=0) - waits for waits in (exposed, ready))
+    rows = {"input": window.field("input"), "compute": compute, "late": late}
+    shared: dict[str, Any] = {}
+    if window.knows_queue:
+        rows |= {"queued": queued, "running_late": running_late}
+        held_up = queued[0] if alone else ready.min(axis=0) - exposed.min(axis=0)
+        shared = {"queued": rounded(means["queued"]), "held_up_seconds": round(float(held_up.mean()), DIGITS)}
+    if window.hosts:
+        machines, cores = zip(*window.hosts, strict=True)
+        shared |= {"machines": list(machines), "cores": list(cores)}
+    medians = np.median(list(rows.values()), axis=2)
     return {
         "steps": exposed.shape[1],
         "seconds": round(window.seconds, DIGITS),
         "samples": [int(value) for value in window.field("samples").sum(axis=1)],
         "segments": dict(zip(segments, rounded(np.stack(list(segments.values()))), strict=True)),
-        "typical": dict(zip(("input", "compute", "late"), rounded(medians), strict=True)),
+        "typical": dict(zip(rows, rounded(medians), strict=True)),
+        **shared,
         "collectives": collectives_of(window, topology),
     }
 

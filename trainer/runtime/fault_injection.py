@@ -27,6 +27,7 @@ Point = Literal[
     "backward",
     "all_reduce",
     "optimizer",
+    "report",
     "evaluate",
     "save",
     "regroup",

@@ -178,6 +178,38 @@ def test_the_network_of_a_run_with_a_straggler_is_not_blamed():
     assert not [item for item in found.also if item.cause in (SlowdownCause.COMMUNICATION, SlowdownCause.SLOW_LINK)]
 
 
+def test_ranks_that_share_cores_are_told_so_and_no_node_is_called_slow():
+    """Rank 2 has a core less often than the others, in every step: it is late, and not slow."""
+    crowded = {"windows": 16, "cores": 2, "queued": 0.02, "queued_of": {2: 0.03}}
+    found = diagnose(Simulation(**crowded).events())
+    assert (found.cause, found.rank, found.node_id) == (SlowdownCause.CONTENTION, None, None)
+    assert found.evidence.startswith("3 ranks share 2 cores: of a step of")
+    assert not found.also
+    assert 0.1 < found.share < 0.5
+    both = diagnose(Simulation(**crowded, late_compute={1: 0.05}).events())
+    assert (both.cause, both.rank) == (SlowdownCause.SLOW_COMPUTE, 1), "who is slow beyond that is found"
+    assert {item.rank for item in both.also} <= {None}
+    busy = diagnose(Simulation(**{**crowded, "cores": 4}).events())
+    assert busy.evidence.startswith("Other work takes cores of the machine of rank 2, which has 3 ranks and 4 cores")
+
+
+def test_cores_that_are_missing_now_and_then_are_no_cause():
+    assert diagnose(Simulation(windows=16, cores=4, queued=0.003).events()).cause is SlowdownCause.HEALTHY
+    crowded, quiet = (Simulation(windows=16, seed=5, cores=4, queued=lost).events() for lost in (0.05, 0.0))
+    assert diagnose([*crowded[:6], *quiet[6:]]).cause is SlowdownCause.HEALTHY
+
+
+def test_where_the_kernel_does_not_count_more_ranks_than_cores_excuse_their_lateness():
+    events = Simulation(windows=16, cores=2, late_compute={1: 0.05}).events()
+    assert diagnose(events).cause is SlowdownCause.SLOW_COMPUTE
+    for item in events:
+        del item["queued"], item["held_up_seconds"], item["typical"]["queued"], item["typical"]["running_late"]
+    assert diagnose(events).cause is not SlowdownCause.SLOW_COMPUTE
+    for item in events:
+        item["cores"] = [4] * 3
+    assert diagnose(events).cause is SlowdownCause.SLOW_COMPUTE
+
+
 def test_a_hang_comes_first_with_the_rank_that_is_waited_for():
     events = Simulation(windows=6, late_compute={0: 0.1}).events()
     at = events[-1]["time"] + 30

@@ -1,0 +1,53 @@
+"""Real ranks that share cores: the report says so, and calls no node slow. A rank that really computes more is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.diagnosis import Clinic
+from benchmarks.diagnosis_plants import COMPUTE_SECONDS, MICRO_BATCHES, Plant, seconds_of_round
+from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts, keep
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
+from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.windows import settled, windows
+from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.run_queue import RunQueueClock
+
+RANKS = len(AVAILABLE) + 1
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(RunQueueClock().seconds() is None, reason="this kernel does not count the run queue"),
+    pytest.mark.skipif(RANKS > 5, reason="more ranks than cores would be too many for a test"),
+]
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
+    made = Clinic(tmp_path_factory.mktemp("clinic"))
+    yield made
+    made.close()
+
+
+def test_more_ranks_than_cores_are_told_and_no_node_is_to_be_replaced(clinic: Clinic) -> None:
+    rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
+    plant = Plant(seed=0, cause=SlowdownCause.CONTENTION, ranks=RANKS, model={"rounds": rounds})
+    events = clinic.events(plant, "crowded")
+    found = diagnose(events)
+    assert found.cause is SlowdownCause.CONTENTION
+    assert f"{RANKS} ranks share {len(AVAILABLE)} core" in found.evidence
+    assert not [item for item in (found, *found.also) if item.cause in STRAGGLERS]
+    told = alerts(keep((), events))
+    advice = [*strategies(settled(windows(events))), *(item for alert in told for item in alert.strategies)]
+    assert "a core for each rank" in {item.name for item in advice}
+    assert not [item.name for item in advice if "node" in item.name and not item.name.startswith("fewer nodes")]
+
+
+def test_a_rank_that_computes_twice_as_much_is_found_among_ranks_that_share_cores(clinic: Clinic) -> None:
+    rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
+    model = {"rounds": rounds, "slow_node": 1, "more": rounds}
+    plant = Plant(seed=0, cause=SlowdownCause.SLOW_COMPUTE, ranks=RANKS, node=1, model=model)
+    found = diagnose(clinic.events(plant, "slow"))
+    assert [item.node_id for item in (found, *found.also) if item.cause in STRAGGLERS] == [1]
