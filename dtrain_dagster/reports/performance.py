@@ -125,7 +125,7 @@ def summarise_performance(
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
     """Return a job's `Performance`, from its records. ``phase_seconds``: over all launches
-    (`dtrain_dagster.jobs.phase_totals`); ``usage``: the paid intervals of its nodes; ``training``: its
+    (`dtrain_dagster.jobs.totals`); ``usage``: the paid intervals of its nodes; ``training``: its
     trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
