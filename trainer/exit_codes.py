@@ -1,7 +1,8 @@
 """The exit codes by which a process of a training says how it ended, and their meaning in words.
 
-Only the numbers and their words belong here, and what a cluster says of a node that ends: `trainer.engine.run_job` decides which code a failure leads to,
-`dtrain_dagster.clusters.exit_policy` what a cluster does about it. This module imports nothing.
+Only the numbers and their words belong here, and what a cluster says of a node that ends: `trainer.engine.run_job`
+decides which code a failure leads to, `dtrain_dagster.clusters.exit_policy` what a cluster does about it. This module
+imports nothing.
 """
 
 DONE = 0
