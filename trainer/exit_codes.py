@@ -1,7 +1,8 @@
 """The exit codes by which a process of a training says how it ended, and their meaning in words.
 
-Only the numbers and their words belong here: `trainer.engine.run_job` decides which code a failure leads to,
-`dtrain_dagster.clusters.exit_policy` what a cluster does about it. This module imports nothing.
+Only the numbers and their words belong here, and what a cluster says of a node that ends: `trainer.engine.run_job`
+decides which code a failure leads to, `dtrain_dagster.clusters.exit_policy` what a cluster does about it. This module
+imports nothing.
 """
 
 DONE = 0
@@ -34,6 +35,10 @@ REMEDIES = {
     FAILED: "the same error would come again; so after any code that is not listed here",
 }
 """The additions of ``--help`` to some of these."""
+
+RELEASES_NODES = "DTRAIN_RELEASES_NODES"
+"""The variable that a cluster sets to 1 where it pays for a node only until the node's processes have ended, and a
+process that ends in order does not end the others."""
 
 
 def describe_exit_codes() -> str:

@@ -11,11 +11,10 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, paid_wall_seconds, utc
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, utc
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import load_settings
@@ -26,6 +25,7 @@ from trainer.rundir import RESULT, RunDir
 if TYPE_CHECKING:
     from dtrain_dagster.costs.carbon import Footprint
     from dtrain_dagster.costs.export import Rows
+    from dtrain_dagster.costs.launches import LaunchTotals
     from dtrain_dagster.costs.ledger import Ledger
     from dtrain_dagster.planning.variance import Reason
 
@@ -45,6 +45,7 @@ class Bill:
     """Presence of the training's own nodes."""
     tracker: CostTracker
     """The training and the probes that are paid with it."""
+    took: "LaunchTotals"
     found: "Ledger"
     energy: "Footprint"
     metrics: CostMetrics
@@ -97,6 +98,7 @@ def cost_breakdown(
     """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
     estimate."""
     from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.planning.variance import explain_variance, reasons
 
@@ -113,6 +115,7 @@ def cost_breakdown(
         plan=plan,
         usage=usage,
         tracker=tracker,
+        took=sum_launches(usage, plan.tier),
         found=found,
         energy=job_footprint([*usage, *plan.probe_usage], events, is_local=cluster.kind == "local"),
         metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
@@ -138,7 +141,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         bill.metrics,
         bill.plan.price_note,
         usd_per_1000_samples=bill.usd_per_1000_samples,
-        launches=asdict(sum_launches(bill.usage, bill.plan.tier)),
+        launches=asdict(bill.took),
         energy=asdict(bill.energy),
         difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
@@ -161,12 +164,12 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "estimated_high_usd": round(estimate.usd.high, 6),
         "above_estimate_percent": round(100 * bill.above, 1),
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
-        "wall_seconds": round(paid_wall_seconds(bill.usage), 1),
+        "wall_seconds": round(bill.took.seconds, 1),
         "estimated_seconds": round(estimate.seconds.expected, 1),
         **_identity(bill.job, bill.plan, bill.tracker),
         **asdict(JobCourse.read(rundir)),
         "node_hours": round(bill.tracker.node_hours, 6),
-        **sum_launches(bill.usage, bill.plan.tier).last_metadata(),
+        **bill.took.last_metadata(),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
         "goodput_percent": round(100 * bill.found.goodput, 1),

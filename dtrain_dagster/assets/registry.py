@@ -9,14 +9,12 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
-from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars
@@ -126,6 +124,8 @@ def provenance_of(
     plan: TrainingPlan,
 ) -> "TrainingProvenance":
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
+    from dtrain_dagster.costs.launches import sum_launches
+    from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.registry import TrainingProvenance
 
     usage, rundir = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage], RunDir(job.run_dir)

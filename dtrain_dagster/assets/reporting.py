@@ -18,11 +18,9 @@ from dtrain_dagster.assets.common import (
     table_schema,
 )
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import format_duration
@@ -46,8 +44,9 @@ def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
     """Summarise a finished training's performance, write the report's page, and recommend changes for the next run."""
-    from dtrain_dagster.costs.tracker import paid_wall_seconds
+    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
+    from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
 
@@ -75,13 +74,13 @@ def performance_report(
         price_words=plan.price_words,
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
-    wall = paid_wall_seconds(usage)
+    took = sum_launches(usage)
     expected = plan.estimate.seconds
     metadata: dict[str, Any] = {
         "verdict": performance.verdict,
         **_figures(performance),
-        "wall_seconds": round(wall, 1),
-        "time_against_estimate": f"{sum_launches(usage).words}; estimated {format_duration(expected.expected)} "
+        "wall_seconds": round(took.seconds, 1),
+        "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
         f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),

@@ -22,10 +22,9 @@ from dtrain_dagster.assets.training_progress import (
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
-from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, charges_of
-from dtrain_dagster.costs.prices import tier_of
-from dtrain_dagster.jobs.phase_totals import read_phase_totals
+from dtrain_dagster.costs.prices import Tier, tier_of
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -156,7 +155,7 @@ def trained_checkpoint(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, events, result, evaluation, plan)
-        | totals_metadata(sum_launches(manager.node_usage(choice.job_id), plan.tier))
+        | totals_metadata(manager.node_usage(choice.job_id), plan.tier)
         | provisioning(manager),
         check_results=[
             _weights_check(result),
@@ -233,6 +232,7 @@ def _metadata(
     evaluation: dict[str, Any],
     plan: TrainingPlan,
 ) -> dict[str, Any]:
+    from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.reports import training_charts
     from trainer.elastic.membership import generations
 
@@ -264,8 +264,11 @@ def _metadata(
     return metadata
 
 
-def totals_metadata(took: LaunchTotals) -> dict[str, Any]:
+def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
+    from dtrain_dagster.costs.launches import sum_launches
+
+    took = sum_launches(usage, tier)
     metadata: dict[str, Any] = {
         "launches": took.launches,
         "wall_seconds": round(took.seconds, 1),

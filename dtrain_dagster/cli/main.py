@@ -61,9 +61,9 @@ def jobs() -> None:
     from dataclasses import replace
 
     from dtrain_dagster.cli.terminal import ListedJob, jobs_table
-    from dtrain_dagster.clusters import presence
     from dtrain_dagster.clusters.base import JobStatus
     from dtrain_dagster.jobs.progress import last_step
+    from dtrain_dagster.jobs.totals import sum_presences
     from trainer.errors import DamagedError
     from trainer.rundir import LAUNCH, stale_seconds
 
@@ -78,7 +78,7 @@ def jobs() -> None:
             launch, seconds = rundir.read_json(LAUNCH) or {}, None
             if launch.get("launch", 1) > 1:  # the status is of the last one
                 stale = stale_seconds(rundir.storage)
-                seconds = presence.totals(rundir.nodes(), not status.state.is_final, now, stale).seconds
+                seconds = sum_presences(rundir.nodes(), not status.state.is_final, now, stale).seconds
             return ListedJob(
                 status=status, nodes=launch.get("node_count", 0), step=last_step(rundir), seconds=seconds
             )  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
+from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
@@ -44,7 +44,7 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         ("trained", f"{result['steps']} steps on {result['world_size']} ranks"),
     ]
     if nodes := rundir.nodes():
-        took = presences.totals(nodes, running=False, now=time.time())
+        took = sum_presences(nodes, running=False, now=time.time())
         lines.append(("took", f"{took.words}; {took.node_hours_words}"))
     else:  # it ran without a cluster, and nobody recorded when its nodes were there
         lines.append(("took", f"{format_duration(result['train_seconds'])} of training"))

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
 from dtrain_dagster.jobs.progress import PLAN, JobProgress, advance, follow_job
+from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
 from dtrain_dagster.support.formatting import format_duration
@@ -219,7 +219,7 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
     """Print the state of a job, and when each of its nodes was present."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
     nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
-    took = presences.totals(nodes, not status.state.is_final, now, stale)
+    took = sum_presences(nodes, not status.state.is_final, now, stale)
     age = f"{took.words}; {took.node_hours_words}" if nodes else format_age(status, now)
     began = min((node.started_at for node in nodes), default=status.started_at)  # of the first launch
     console.print(f"started {time_of(began)}, {age}", highlight=False)

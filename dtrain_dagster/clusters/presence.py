@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import NodeHealth
-from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents import schemas
 from trainer.documents.reader import read_document
@@ -112,11 +111,6 @@ def usage(
         )
         for node in nodes
     ]
-
-
-def totals(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:
-    """Return what a job took over all launches, by the records of its nodes; see `usage`."""
-    return sum_launches(usage(nodes, "", running, now, stale))
 
 
 def health(job_id: str, node: NodePresence, now: float, generation: NodeGeneration | None = None) -> NodeHealth:

@@ -19,6 +19,7 @@ from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.jobs.progress import last_step
+from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, time_left
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
@@ -247,7 +248,7 @@ def read_row(rundir: RunDir) -> JobRow:
         ended_at=ended_at,
         model=str((job.get("model") or {}).get("factory", "")),
         step=step,
-        seconds=presences.totals(rundir.nodes(), running=False, now=ended_at).seconds
+        seconds=sum_presences(rundir.nodes(), running=False, now=ended_at).seconds
         if ended_at is not None and (launch or {}).get("launch", 1) > 1  # its status is of the last one
         else None,
     )
@@ -312,7 +313,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     else:
         note = phase if row.running else ""
     there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
-    took = presences.totals(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
+    took = sum_presences(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
         ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch}") if progress.step else ("step", "–", ""),

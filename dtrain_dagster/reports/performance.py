@@ -127,8 +127,8 @@ def summarise_performance(
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
     """Return a job's `Performance`, from its records. ``phase_seconds``: over all launches
-    (`dtrain_dagster.jobs.phase_totals`); ``usage``: the paid intervals of its nodes and of its probes'; ``training``:
-    its trainer's configuration. Raise ValueError for a job without a recorded step."""
+    (`dtrain_dagster.jobs.totals`); ``usage``: the paid intervals of its nodes and of its probes'; ``training``: its
+    trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")

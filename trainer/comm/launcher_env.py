@@ -21,10 +21,6 @@ _NAMES = {
     "node_rank": ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"),
 }
 
-RELEASES_NODES = "DTRAIN_RELEASES_NODES"
-"""The variable that a cluster sets to 1 where it pays for a node only until the node's processes have ended, and a
-process that ends in order does not end the others."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from trainer.comm.launcher_env import RELEASES_NODES, RankFacts, rank_facts
+from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
+from trainer.exit_codes import RELEASES_NODES
 from trainer.rundir import RESULT
 from trainer.runtime.affinity import AVAILABLE, bind
 from trainer.runtime.fault_injection import Faults

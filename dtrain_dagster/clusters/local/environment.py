@@ -11,7 +11,7 @@ from typing import Any
 from dtrain_dagster.clusters.local.gpus import VISIBLE, share_gpus, visible_gpus
 from dtrain_dagster.clusters.local.processes import MARK
 from trainer.comm.launch_secret import SECRET_FILE
-from trainer.comm.launcher_env import RELEASES_NODES
+from trainer.exit_codes import RELEASES_NODES
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""

@@ -32,8 +32,8 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState,
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.dashboard.job_board import JobBoard, headline, read_row
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
-from dtrain_dagster.jobs.phase_totals import read_phase_totals
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
+from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration

@@ -1,13 +1,22 @@
-"""The seconds of each phase of a training over all launches of its job."""
+"""What a job took over all of its launches, by the records in its run directory: its time, and that of each phase."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dtrain_dagster.clusters import presence
+from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from trainer.documents.events import PhaseEvent, read_events
-from trainer.rundir import RunDir
+from trainer.rundir import NodePresence, RunDir
+
+
+def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:
+    """Return what a job took over all launches, without dollars, by the records of its nodes; ``running``, ``now`` and
+    ``stale``: see `dtrain_dagster.clusters.presence.usage`."""
+    return sum_launches(presence.usage(nodes, "", running, now, stale))
 
 
 def read_phase_totals(rundir: RunDir, events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
