@@ -8,9 +8,8 @@ What is known is `Measured`: a probe or a past run of the same training on some 
 that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
 rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
 
-The 90 % interval has the spread that past estimates of this instance had (`planning.scoring`) or, if that is more,
-past runs among each other; that of the measured steps; that of other work on the machine; and what is added for every
-guess: a node count or a GPU that was not measured.
+The 90 % interval has the spread of past estimates (`planning.scoring`) or, if that is more, of past runs among each
+other; that of the measured steps and of other work on the machine; and more for a node count or GPU not measured.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ PRIOR_SPREAD = 0.12
 more than a short probe can see."""
 MINIMUM_MARGIN = 0.07
 """However well it went so far, no interval is narrower to either side."""
-DOUBLING_SPREAD = 0.10
-"""Added to the spread for each doubling of the nodes away from a measured count."""
+DOUBLING_SPREAD, SHARED_DOUBLING_SPREAD = 0.10, 0.25
+"""Added to the spread for each doubling of the nodes away from a measured count; the second if they share one machine,
+whose cores slow each other down by more than their number says (docs/scaling.md)."""
 SPEED_SPREAD = 0.25
 """Added to the spread for another GPU, whose speed is a guess of the price table."""
-
 
 EVICTIONS_PER_NODE_HOUR = 0.10
 """Evictions per hour of a node that can be taken away, assumed and not measured: the upper edge of the second of the
@@ -302,11 +301,12 @@ class Forecast:
 
     def _spread(self, node_count: int, speed: float) -> float:
         near = _nearest(self.measured, node_count)
+        each_doubling = SHARED_DOUBLING_SPREAD if self.sizes.cores else DOUBLING_SPREAD
         guesses = (
             max(self.learned.spread, self.run_spread),
             near.step_spread,
             self.sizes.load_spread(node_count, self.other_cores),
-            DOUBLING_SPREAD * abs(math.log2(node_count / near.node_count)),
+            each_doubling * abs(math.log2(node_count / near.node_count)),
             SPEED_SPREAD if speed != 1 else 0.0,
         )
         return math.sqrt(sum(guess**2 for guess in guesses))

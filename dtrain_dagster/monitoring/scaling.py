@@ -2,14 +2,14 @@
 
 The model of a step of W ranks:
 
-    step = local work x slowdown + noise x sqrt(2 ln W) + exposed communication (`trainer.performance.step`)
+    step = (local work + start of sums) x slowdown + noise x sqrt(2 ln W) + exposed (`trainer.performance.step`)
     exposed = last bucket + commit + what the other buckets take beyond the backward pass
     all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
 
 with a, the seconds that one message takes however small, and B, bytes per second. The local work (all of a step but
 communication and waiting), its noise and the buckets are measured; a and B are fitted to measured all-reduces, or
-stated for a link that is not here. The slowdown, and by how much communication holds a step up longer than its sums
-take, come from the smaller of the measured worlds. Nothing is said of worlds beyond the measured ones unless the model
+stated for a link that is not here. The slowdown, and what ranks spend on starting sums beyond their time on the link,
+come from the smaller of the measured worlds. Nothing is said of worlds beyond the measured ones unless the model
 meets one that it has not seen: see `Study.withheld`. Pure functions.
 """
 
@@ -44,8 +44,6 @@ class ScalingLink:
     source: str
     inner: ScalingLink | None = None
     group: int = 1
-    holding_factor: float = 1.0
-    """By how much longer communication holds a step up than its sums take: their start, and copies."""
 
 
 def _stated(latency_seconds: float, bytes_per_second: float) -> Link:
@@ -121,6 +119,8 @@ class ScalingModel:
     """If all ranks share one machine: how many of them it can run at full speed. None: each has its own cores."""
     slowdown: float = 1.0
     """The factor of the local work of ranks with cores of their own, in a world of several."""
+    summing_seconds: float = 0.0
+    """What a rank spends on sums itself, however long they take on the link: their start, and copies."""
 
     def crowding(self, world: int) -> float:
         """Return the factor of the local work in a world of this many ranks."""
@@ -150,16 +150,24 @@ def model_of(single: ScalingPoint, seen: Sequence[ScalingPoint], cores: float | 
 def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: int, noise_factor: float = 1.0) -> float:
     """Return the seconds of a step of ``micro_batches`` micro-batches, divided among ``world`` ranks."""
     each = math.ceil(micro_batches / world)
-    compute = model.micro_batch_seconds * each * model.crowding(world)
+    computing = model.micro_batch_seconds * each * model.crowding(world)
     noise = noise_factor * model.noise_seconds * math.sqrt(each) * math.sqrt(2 * math.log(world))
+    return computing + noise + predict_communication(model, world, link)
+
+
+def predict_communication(model: ScalingModel, world: int, link: ScalingLink) -> float:
+    """Return the seconds for which communication holds a step of ``world`` ranks up."""
+    if world < 2:
+        return 0.0
+    crowding = model.crowding(world)
     step = StepParts(
-        computing_seconds=compute + noise,
-        hiding_seconds=compute / each * model.backward_share,  # only the last micro-batch's backward pass has buckets
+        computing_seconds=0.0,
+        # Only the last micro-batch's backward pass has buckets.
+        hiding_seconds=model.micro_batch_seconds * crowding * model.backward_share,
         buckets=model.buckets,
     )
     exposed = step.predict_exposed(lambda size: all_reduce_seconds(size, world, link))
-    exposed += all_reduce_seconds(COMMIT_BYTES, world, link)
-    return step.computing_seconds + link.holding_factor * exposed
+    return exposed + all_reduce_seconds(COMMIT_BYTES, world, link) + model.summing_seconds * crowding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,17 +200,13 @@ def modelled(
     return Curve(link=link, mode=mode, rows=tuple(rows))
 
 
-def find_holding_factor(model: ScalingModel, link: ScalingLink, seen: Sequence[ScalingPoint]) -> float:
-    """Return how many times as long as the model says communication has held up the steps of these points; at least
-    1."""
-    free = replace(model, noise_seconds=0.0)
-    factors = []
+def with_summing(model: ScalingModel, link: ScalingLink, seen: Sequence[ScalingPoint]) -> ScalingModel:
+    """Return the model with what ranks spent on sums in these points beyond what the link explains."""
+    beyond = []
     for point in seen:
-        each = math.ceil(point.micro_batches / point.world_size)
-        alone = free.micro_batch_seconds * each * free.crowding(point.world_size)
-        said = predict(free, point.world_size, link, point.micro_batches) - alone
-        factors += [point.network_seconds / said] if said > 0 else []
-    return max(1.0, statistics.median(factors)) if factors else 1.0
+        rest = point.network_seconds - predict_communication(model, point.world_size, link)
+        beyond.append(rest / model.crowding(point.world_size))
+    return replace(model, summing_seconds=max(0.0, statistics.median(beyond)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,8 +238,7 @@ def check_prediction(
     seen = [point for point in points if 1 < point.world_size < worlds[-1]]
     observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
     link = fit_scaling_link(observed, "the link here")
-    model = model_of(single, seen, cores)
-    link = replace(link, holding_factor=find_holding_factor(model, link, seen))
+    model = with_summing(model_of(single, seen, cores), link, seen)
     checks = tuple(
         Check(
             fitted_on=tuple(worlds[:-1]),
@@ -298,7 +301,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
         several = [point for point in points if point.world_size > 1]
         # What ranks that share a machine cost each other says nothing of ranks with cores of their own.
         model = model_of(single, several, cores)
-        alone = replace(model, cores=None)
+        alone = replace(with_summing(model, fitted, several) if fitted else model, cores=None)
         missed = max(abs(item.error) for item in checks)
         curves = tuple(
             modelled(alone, link, mode, single.micro_batches, missed=missed)

@@ -103,6 +103,14 @@ def test_node_counts_that_were_not_measured():
     assert probe_counts(1, has_limits=True) == (1,), "there are no more nodes than planned"
 
 
+def test_nodes_that_share_a_machine_are_extrapolated_with_a_wider_interval():
+    apart, shared = (forecast(TWO, sizes=replace(SIZES, cores=cores)) for cores in (None, 16))
+    assert apart.seconds_at(2) == shared.seconds_at(2)
+    for count in (1, 4):
+        wide, narrow = (item.seconds_at(count) for item in (shared, apart))
+        assert wide.high / wide.expected > 1.2 * narrow.high / narrow.expected
+
+
 def test_early_stopping_only_widens_the_interval_downwards():
     patient = replace(SIZES, early_stopping_patience=1)
     assert patient.least_work(1).steps == 40

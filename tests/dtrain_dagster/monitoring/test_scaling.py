@@ -43,17 +43,17 @@ TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 
 
 def run_of(
-    world: int, mode: str, seed: int = 0, crowded: float = 1.0, other: float = 0.0, holding: float = 1.0
+    world: int, mode: str, seed: int = 0, crowded: float = 1.0, other: float = 0.0, start: float = 0.0
 ) -> list[dict[str, Any]]:
     """Events of a short run whose compute is 40 ms a micro-batch and whose link is `SLOW`. ``other``: local work around
-    the compute, as a share of it; ``holding``: how many times as long as its sums communication takes."""
+    the compute, as a share of it; ``start``: seconds of communication besides what its sums take."""
     chance = random.Random(f"{seed} {world} {mode}")
     micro_batches = 2 * world if mode == "weak" else 6
     events: list[dict[str, Any]] = []
     for interval in range(12):
         compute = 0.040 * math.ceil(micro_batches / world) * crowded * chance.gauss(1, 0.004)
         network_times = [all_reduce_seconds(size, world, SLOW) for size in (*BUCKETS, 48)]
-        exposed = holding * (network_times[1] + max(0.0, network_times[0] - 0.020) + network_times[2])
+        exposed = network_times[1] + max(0.0, network_times[0] - 0.020) + network_times[2] + start * (world > 1)
         segments = {
             "input": 0.0, "forward": 0.4 * compute, "backward": 0.5 * compute, "optimizer": 0.1 * compute,
             "communication": exposed, "waiting": 0.0, "checkpoint": 0.0,
@@ -151,12 +151,15 @@ def test_cores_that_slow_each_other_down_are_known_from_the_worlds_that_were_see
     assert abs(study(own, cores=None).checks[0].error) < 0.03, "on machines of their own the slowdown stays as it is"
 
 
-def test_work_around_the_computation_and_time_around_the_sums_are_in_the_model() -> None:
-    points = [point_of(world, "weak", other=0.5, holding=1.5) for world in (1, 2, 3)]
+def test_work_around_the_computation_and_the_start_of_sums_are_in_the_model() -> None:
+    points = [point_of(world, "weak", other=0.5, start=0.03) for world in (1, 2, 3)]
     assert points[0].local_seconds == pytest.approx(0.120, rel=0.01)
     result = study(points, cores=None)
     assert abs(result.checks[0].error) < 0.03
-    assert result.links[0].holding_factor == pytest.approx(1.5, rel=0.1)
+    without = study([point_of(world, "weak", other=0.5) for world in (1, 2, 3)], cores=None)
+    slow, fast = (item.curves[len(LINKS)] for item in (result, without))
+    assert (slow.mode, slow.link) == (fast.mode, fast.link) == ("weak", LINKS[-1])
+    assert slow.rows[1][2] < 0.9 * fast.rows[1][2], "a fast link does not shorten it"
 
 
 def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses() -> None:
