@@ -1,4 +1,4 @@
-"""Real ranks that share cores: the report says so, and calls no node slow. A rank that really computes more is found."""
+"""Real ranks that share cores: the report says so and calls no node slow, but who really computes more is found."""
 
 from __future__ import annotations
 
