@@ -6,7 +6,6 @@ import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import CAUSE_TAG
-from dtrain_dagster.clusters.job_notices import was_told_of_end
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.support.notify import notify_and_log
@@ -49,6 +48,8 @@ def _was_told(job_id: str | None, project: ProjectResource) -> bool:
         return False
     rundir = RunDir(f"{project.jobs_uri}/{job_id}")
     try:
+        from dtrain_dagster.clusters.job_notices import was_told_of_end  # not above: few runs fail
+
         return was_told_of_end(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
     except (DamagedError, OSError):
         return False

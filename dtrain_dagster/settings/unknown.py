@@ -22,7 +22,7 @@ OF_PROCESSES = (
         "LAUNCH_SECRET_FILE",
         "LAUNCH_SECRET_URI",
     ),
-    *("PEER_GRACE_SECONDS", "PRESENCE", "STOP_GRACE_SECONDS"),
+    *("PEER_GRACE_SECONDS", "PRESENCE", "RELEASES_NODES", "STOP_GRACE_SECONDS"),
 )
 """Names after the prefix that processes of jobs read, and no settings have."""
 _log = logging.getLogger(__name__)
