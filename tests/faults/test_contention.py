@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Real ranks that share cores: the report says so and calls no node slow; a rank that really computes more is found."""
-=======
 """Real ranks that share cores: the report says so and calls no node slow, but who really computes more is found."""
->>>>>>> w-diag
 
 from __future__ import annotations
 
