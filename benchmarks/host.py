@@ -34,6 +34,16 @@ _BEFORE = psutil.cpu_times()
 """Processor times of this machine when the benchmark began."""
 
 
+QUIET_LOAD_PER_CORE = 0.75
+"""Load per core, over the last minute, above which a machine that should be quiet has other work."""
+
+
+def is_busy(load: float, cores: int | None = None) -> bool:
+    """Return whether a machine of so many cores (default: this one) had too much other work at this load for seconds
+    that are reported."""
+    return load > QUIET_LOAD_PER_CORE * (cores or os.cpu_count() or 1)
+
+
 class Workplace:
     """A home of its own in ``folder``, with a local cluster. Without ``dataset`` it makes shards of the bundled
     prices."""

@@ -4,11 +4,11 @@ Run `python -m benchmarks.orchestration`. The bare trainer is the same number of
 job.json``, started directly with the job.json of the asset: same data, settings, threads and tracking. Both are whole
 processes, run alternately, with a short and a long training. CPU seconds are those of all processes that descend from
 the command: the benchmark adopts orphans, so it waits for supervisors and nodes, which outlive the process that started
-them, and gets their usage from the kernel. The difference is fitted by a line over the length of the training: its
-intercept is the fixed cost.
+them, and gets their usage from the kernel.
 
-    fixed_cpu_seconds, fixed_wall_seconds   intercept of the line; ``…_error``: its standard error
-    cpu_seconds_per_minute                  slope of the line: the cost of following a job
+    extra_cpu_seconds, extra_wall_seconds   mean over pairs of what training under Dagster took more than the bare
+                                            trainer beside it; ``…_low``, ``…_high``: 95 % interval; ``…_by_steps``: the
+                                            three for each length
     import_ratio                            CPU of loading the code location over that of ``import dagster``, each ended
                                             by ``os._exit``, without the cost of a process's end. Bytecode of both is
                                             cached, as where Python may write it: installed packages always have it
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import random
 import signal
@@ -39,6 +40,7 @@ from typing import Any
 
 import psutil
 import yaml
+from scipy import stats
 
 from benchmarks.host import in_parts, note, tell
 from dtrain_dagster.clusters.base import OWNER
@@ -196,16 +198,36 @@ def phases(began: float, usage: Usage, rundir: RunDir, env: Mapping[str, str]) -
     return found
 
 
-def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return (intercept, its standard error, slope) of the line through the differences of points (length, with,
-    without)."""
-    lengths, gaps = [length for length, *_ in pairs], [with_it - without for _, with_it, without in pairs]
-    mean, count = statistics.fmean(lengths), len(pairs)
-    spread = sum((length - mean) ** 2 for length in lengths)
-    slope = sum((length - mean) * gap for length, gap in zip(lengths, gaps, strict=True)) / spread
-    start = statistics.fmean(gaps) - slope * mean
-    rest = sum((gap - start - slope * length) ** 2 for length, gap in zip(lengths, gaps, strict=True)) / (count - 2)
-    return start, (rest * (1 / count + mean**2 / spread)) ** 0.5, slope
+def paired_difference(gaps: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of differences within pairs, and its 95 % interval (Student's t). One pair has no interval: its
+    ends are infinite."""
+    mean = statistics.fmean(gaps)
+    if len(gaps) < 2:
+        return mean, -math.inf, math.inf
+    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / len(gaps) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def extra_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a training under Dagster took more than the bare one of its pair, in seconds, with a 95 % interval:
+    over all pairs, and for each length alone. No line is fitted: where a short and a long run differ by seconds only,
+    its slope would be noise, and its intercept with it."""
+    found: dict[str, Any] = {}
+    for kind in ("cpu", "wall"):
+        of = {
+            steps: [row[kind] - row[f"bare_{kind}"] for row in rows if row["steps"] == steps]
+            for steps in sorted({row["steps"] for row in rows})
+        }
+        mean, low, high = paired_difference([gap for gaps in of.values() for gap in gaps])
+        found |= {
+            f"extra_{kind}_seconds": round(mean, 2),
+            f"extra_{kind}_low": round(low, 2),
+            f"extra_{kind}_high": round(high, 2),
+            f"extra_{kind}_by_steps": {
+                str(steps): [round(value, 2) for value in paired_difference(gaps)] for steps, gaps in of.items()
+            },
+        }
+    return found
 
 
 def runs(bench: BenchmarkHome, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
@@ -229,13 +251,8 @@ def runs(bench: BenchmarkHome, rounds: int, lengths: Sequence[int]) -> dict[str,
                 "cpu": round(under.cpu, 3), "bare_cpu": round(bare.cpu, 3),
             })  # fmt: skip
             note(f"{rows[-1]}")
-    found: dict[str, Any] = {}
-    for kind in ("cpu", "wall"):
-        start, error, slope = difference([(row["bare_wall"], row[kind], row[f"bare_{kind}"]) for row in rows])
-        found |= {f"fixed_{kind}_seconds": round(start, 2), f"fixed_{kind}_error": round(error, 2)}
-        found[f"{kind}_seconds_per_minute"] = round(60 * slope, 2)
     middle = {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]}
-    return {**found, "phases": middle, "rows": rows}
+    return {**extra_seconds(rows), "phases": middle, "rows": rows}
 
 
 def loads(rounds: int, log: Path) -> dict[str, float]:

@@ -172,8 +172,8 @@ def orchestration(result: Mapping[str, Any]) -> Figure:
                 axis.text(place, value, f"{value:.1f}", ha="center", va="bottom", fontsize=8, color=INK)
         axis.set_xticks(range(len(lengths)), [f"{steps:,} steps" for steps in lengths])
         axis.margins(y=0.2)
-        fixed, error = (result[f"fixed_{key}_{name}"] for name in ("seconds", "error"))
-        label(axis, f"{title}: {fixed:.1f} ± {error:.1f} s fixed", "", "seconds of a whole run")
+        extra, low, high = (result[f"extra_{key}_{name}"] for name in ("seconds", "low", "high"))
+        label(axis, f"{title}: {extra:+.1f} s ({low:.1f} to {high:.1f})", "", "seconds of a whole run")
         axis.title.set_fontsize(9)
     cpu.legend(frameon=False, fontsize=8, loc="upper left")
     phases = result["phases"]

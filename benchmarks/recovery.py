@@ -13,6 +13,8 @@ formed) and its time.
     *_survivors_lost                 kills after which no step came for `LIMIT_SECONDS`, or the job ended
     *_never_back_to_three            kills after which the survivors went on, and the job failed when it was to grow
     ours_times_faster_than_default   ratio of the medians
+    load_before, load_after          load of the machine; ``busy``: other work kept it busy before this began, so that
+                                     the seconds are not those of a quiet machine. Such a line is saved with --busy only
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 
 from worlds import build  # noqa: E402
 
+from benchmarks.host import is_busy  # noqa: E402
 from benchmarks.launchers import NODES, Launcher, Ours, Torchrun  # noqa: E402
 from trainer.rundir import SeenFiles  # noqa: E402
 
@@ -209,7 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--default-repeats", type=int, default=10, help="kills for its defaults: up to 3 minutes each")
     parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
     options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    if options.save and is_busy(load) and not options.busy:
+        parser.error(f"the load is {load:.1f}: wait until other work has ended, or mark the result with --busy")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         folder = Path(temporary)
@@ -219,7 +226,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "training": TRAINING,
         }
         os.environ["DTRAIN_CACHE"] = str(folder / "cache")
-        load = os.getloadavg()[0]
         found: dict[str, Figures] = {}
         makers: list[tuple[str, Callable[[Path], Launcher], int, int]] = [
             ("ours", lambda place: Ours(place, config), options.repeats, 1),
@@ -245,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "load_before": round(load, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        **({"busy": True} if is_busy(load) else {}),
     }
     line = json.dumps(result)
     print(line)

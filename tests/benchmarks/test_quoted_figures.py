@@ -1,0 +1,113 @@
+"""Figures that README.md and docs quote from benchmarks/results: a new result makes an old sentence fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Saved = dict[str, Any]
+
+
+def _interval(saved: Saved, key: str, form: str) -> str:
+    """«mean (low to high)» of a figure and its interval; ``form`` has the three as {0}, {1}, {2}."""
+    return form.format(saved[key], saved[f"{key}_low"], saved[f"{key}_high"])
+
+
+def _extra(saved: Saved, kind: str) -> tuple[float, float, float]:
+    return (saved[f"extra_{kind}_seconds"], saved[f"extra_{kind}_low"], saved[f"extra_{kind}_high"])
+
+
+def _shares(saved: Saved) -> list[float]:
+    return [cell["vs_bound"]["ours"]["ratio"] for cell in saved["cells"]]
+
+
+def _of_20(saved: Saved) -> str:
+    within = round(saved["trainings"] * saved["coverage_90_percent"] / 100)
+    return (
+        f"{saved['trainings']} trainings of different sizes, estimated first, then run: median error "
+        f"{saved['median_error_percent']} %, {within} within their 90 % interval"
+    )
+
+
+QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
+    ("README.md", "recovery", lambda r: (
+        f"Training stopped for {r['ours_p50_seconds']:.2f} s\n  (median of {_word(r['ours_repeats'])} kills, at most "
+        f"{r['ours_p95_seconds']:.2f} s; three nodes on one{' busy' if r.get('busy') else ''} machine of "
+        f"{_word(r['cores'])} cores)"
+    )),
+    ("docs/losing-nodes.md", "recovery", lambda r: (
+        f"{_word(r['ours_repeats'])} kills | {r['ours_p50_seconds']:.2f} s | {r['ours_p95_seconds']:.2f} s | "
+        f"{r['ours_steps_redone_max']} |"
+    )),
+    ("docs/losing-nodes.md", "recovery", lambda r: (
+        f"torchrun, tuned (`benchmarks/launchers.py`), {_word(r['torchrun_tuned_repeats'])} kills | "
+        f"{r['torchrun_tuned_p50_seconds']:.0f} s | {r['torchrun_tuned_p95_seconds']:.0f} s | up to "
+        f"{r['torchrun_tuned_steps_redone_max']} |"
+    )),
+    ("docs/losing-nodes.md", "recovery", lambda r: (
+        f"From the start of the replacement until three nodes train again: {r['ours_back_to_three_p50_seconds']:.1f} s"
+    )),
+    ("docs/losing-nodes.md", "chaos", lambda r: (
+        f"{r['tapes']} fault sequences (tapes)\nwith {sum(r['faults'].values())} faults, {r['violations']} violations"
+    )),
+    ("README.md", "throughput", lambda r: (
+        _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times as fast as plain DDP (geometric mean of ")
+        + _word(len(r["cells"]))
+        + _interval(r, "geomean_vs_plain_ddp_equal", " cells, 95 % interval {1:.2f} to {2:.2f})")
+    )),
+    ("README.md", "throughput", lambda r: (
+        "the least of {cells} was {ratio:.2f}, {proven} ({low:.2f} to {high:.2f})".format(
+            cells=_word(len(r["cells"])), **{key: r["min_vs_any_peer_where"][key] for key in ("ratio", "low", "high")},
+            proven="which is more than 1" if r["min_vs_any_peer_where"]["low"] > 1 else "not proven to be more than 1",
+        )
+    )),
+    ("README.md", "throughput", lambda r: f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"),
+    ("docs/performance.md", "throughput", lambda r: (
+        _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times ({1:.2f} to {2:.2f})")
+    )),
+    ("docs/performance.md", "throughput", lambda r: (
+        _interval(r, "geomean_vs_plain_ddp_malloc_equal", "{0:.2f} times ({1:.2f} to {2:.2f}); the least ")
+        + f"{r['min_vs_plain_ddp_malloc']:.2f}"
+    )),
+    ("README.md", "scaling", lambda r: (
+        f"{r['auto_vs_allreduce_100mbit_whole_run']:.1f} times as fast as all-reduce by the clock"
+    )),
+    ("README.md", "scaling", lambda r: (
+        "(two rounds: {:.2f} and {:.2f})".format(*r["auto_vs_allreduce_100mbit_whole_run_rounds"])
+    )),
+    ("README.md", "estimate", _of_20),
+    ("README.md", "sensors", lambda r: (
+        "takes under 0.03 s with 10, 1,000 and 10,000 past jobs"
+        if max(r[f"tick_seconds_{jobs}"] for jobs in (10, 1000, 10000)) < 0.03 else "a tick is slower than it says"
+    )),
+    ("README.md", "diagnosis", lambda r: (
+        f"{round(r['plants'] * r['right_percent'] / 100)} of {r['plants']} named, the {r['mild_plants']} mild ones"
+    )),
+    ("docs/performance.md", "orchestration", lambda r: (
+        "{:.2f} CPU-seconds (95 % interval {:.2f} to {:.2f})".format(*_extra(r, "cpu"))
+        + " and {:.2f} s ({:.2f} to {:.2f})".format(*_extra(r, "wall"))
+    )),
+    ("docs/performance.md", "load_memory", lambda r: (
+        f"slope {r['rss_slope_mb_per_hour']:.1f} ± {r['rss_slope_error']:.1f} MB/hour"
+    )),
+]  # fmt: skip
+"""The file, the result that it quotes, and the words that this result makes."""
+
+
+def _word(number: int) -> str:
+    """A small number as text has it."""
+    return {2: "two", 4: "four", 6: "six", 10: "ten"}.get(number, f"{number:,}")
+
+
+@pytest.mark.parametrize(
+    ("file", "result", "words"), QUOTES, ids=[f"{n}-{f}-{r}" for n, (f, r, _) in enumerate(QUOTES)]
+)
+def test_the_text_says_what_the_saved_result_says(file: str, result: str, words: Callable[[Saved], str]) -> None:
+    saved = json.loads((ROOT / "benchmarks" / "results" / f"{result}.json").read_text())
+    says = words(saved)
+    assert says in (ROOT / file).read_text(), f"{file} does not say what {result}.json does: {says!r}"

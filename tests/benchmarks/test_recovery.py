@@ -1,0 +1,42 @@
+"""A result of a busy machine is not saved as one of a quiet one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recovery
+from benchmarks.host import is_busy
+
+RESULTS = Path(recovery.RESULTS)
+
+
+@pytest.mark.parametrize(("load", "cores", "busy"), [(14.28, 2, True), (1.6, 2, True), (1.4, 2, False), (3, 8, False)])
+def test_a_machine_is_busy_by_its_load_per_core(load: float, cores: int, busy: bool) -> None:
+    assert is_busy(load, cores) is busy
+
+
+def test_a_busy_machine_saves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The load is set here; nothing else is."""
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 1000.0, 1000.0))
+    before = (RESULTS / "recovery.json").read_bytes()
+    with pytest.raises(SystemExit) as refused:
+        recovery.main(["--save", "--repeats", "0", "--default-repeats", "0"])
+    assert refused.value.code == 2
+    assert "the load is 1000.0" in capsys.readouterr().err
+    assert (RESULTS / "recovery.json").read_bytes() == before
+
+
+def test_a_line_of_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 1000.0, 1000.0))
+    assert recovery.main(["--repeats", "0", "--default-repeats", "0"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["busy"] is True
+    assert line["load_before"] == line["load_after"] == 1000.0
+
+
+def test_the_saved_line_is_marked_if_its_machine_was_busy() -> None:
+    saved = json.loads((RESULTS / "recovery.json").read_text())
+    assert saved.get("busy", False) is is_busy(saved["load_before"], saved["cores"])
