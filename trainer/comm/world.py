@@ -100,11 +100,17 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
             f"which has {gpus}: use backend 'auto' or 'gloo', or fewer processes per node"
         )
     if enough and backend in ("auto", "nccl"):
+        if gpus > facts.local_world_size and facts.local_rank == 0:
+            _log.warning(
+                "%d of the %d GPUs of this node have no rank and are idle", gpus - facts.local_world_size, gpus
+            )
         device = torch.device("cuda", facts.local_rank)
         torch.cuda.set_device(device)
         return device, "nccl"
     if gpus:
         _log.warning("%d GPUs for %d ranks of this node: training on the CPU", gpus, facts.local_world_size)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        _log.info("this node was given no GPU (CUDA_VISIBLE_DEVICES is empty): training on the CPU")
     elif os.path.exists("/proc/driver/nvidia/version"):
         _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU")
     return torch.device("cpu"), "gloo"
