@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 NAMES = {
-    "ours": "dtrain", "plain_ddp": "plain DDP", "plain_ddp_malloc": "plain DDP, malloc set", "lightning": "Lightning",
-    "accelerate": "Accelerate", "ray": "Ray Train",
+    "ours": "dtrain", "plain_ddp": "plain DDP", "plain_ddp_malloc": "plain DDP, malloc set",
+    "plain_ddp_tuned": "plain DDP, tuned", "lightning": "Lightning", "accelerate": "Accelerate", "ray": "Ray Train",
 }  # fmt: skip
 """Names of frameworks in results, and in pictures."""
 SHARDERS = {"ours": "dtrain", "pandas": "pandas + Parquet", "mosaic": "mosaicml-streaming"}

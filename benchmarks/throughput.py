@@ -14,6 +14,8 @@ saves checkpoints.
     plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler
     lightning    Lightning's Trainer, barebones
     accelerate, ray     the plain loop, prepared by them
+    plain_ddp_tuned     plain DDP with malloc set as in ours and the fastest settings of the space that the search for
+                 ``tuned`` has: bf16, micro-batches, half-precision sums, and workers and options as the others
     plain_ddp_malloc    plain DDP, at the same settings, with malloc set as in ours. All others have the defaults of
                  glibc, as most people run them, which cost large batches page faults: the gain of ours over this one
                  does not come from malloc
@@ -35,9 +37,11 @@ one is faster. Frameworks that are not installed are in ``skipped``, those that 
                                   nothing exchanged (computed from its single steps): the limit of synchronous training
                                   where two cores are not equally fast at each moment
     min_vs_any_peer               ours against the fastest of the others at the same settings: the lowest, without
-                                  plain_ddp_malloc; min_vs_plain_ddp_malloc: against that one
-    geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it;
-                                  geomean_vs_plain_ddp_malloc and …_malloc_equal: against plain_ddp_malloc
+                                  plain_ddp_malloc and plain_ddp_tuned; min_vs_plain_ddp_malloc: against the first
+    geomean_tuned_vs_tuned        tuned against plain_ddp_tuned: both chose from the same settings
+    geomean_vs_plain_ddp          tuned against plain DDP at the settings of the others; geomean_vs_plain_ddp_equal:
+                                  ours against it; geomean_vs_plain_ddp_malloc and …_malloc_equal: against
+                                  plain_ddp_malloc
     tuned_loss_difference_percent  by model: how much worse validation is after the same number of samples with the
                                   tuned settings than with those of the others (ours): the same start, order of samples
                                   and seeds. A negative log likelihood has no natural zero, so this is no share of the
@@ -72,7 +76,18 @@ import numpy as np
 
 from benchmarks.frameworks.framework_process import FrameworkProcessError
 from benchmarks.frameworks.protocol import Case
-from benchmarks.frameworks.rounds import FRAMEWORKS, LOCKSTEP, MALLOC, OURS, SEARCH_SHARE, Cell, Rounds, say
+from benchmarks.frameworks.rounds import (
+    FRAMEWORKS,
+    LOCKSTEP,
+    MALLOC,
+    OTHER_DDP,
+    OURS,
+    SEARCH_SHARE,
+    TUNED_PEER,
+    Cell,
+    Rounds,
+    say,
+)
 from benchmarks.host import stop_on_signals, tell
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
@@ -82,6 +97,8 @@ from dtrain_dagster.data.validation import validate_prices
 MODELS = ("tcn", "lstm", "transformer")
 LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
 """Keys of loss differences, and the framework that tuned is compared with."""
+TUNED_AGAINST_TUNED = {"tuned_vs_tuned": "ratio", "tuned_vs_tuned_low": "low", "tuned_vs_tuned_high": "high"}
+"""Keys of the ratio of both tuned trainings, and of its interval."""
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
 LEAST_JUDGED = 50
 """Fewest steps of a training whose loss is compared."""
@@ -172,7 +189,7 @@ def loss_difference(losses: Mapping[str, Sequence[float]], other: str) -> dict[s
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """Return the figures over all cells; a cell without measurements is left out."""
     result: dict[str, Any] = {}
-    others = tuple(peer for peer in FRAMEWORKS if peer != MALLOC)
+    others = tuple(peer for peer in FRAMEWORKS if peer not in OTHER_DDP)
     rivals_of = {
         "min_vs_bound": ("bound",), "min_vs_bound_lockstep": (LOCKSTEP,), "min_vs_any_peer": others,
         f"min_vs_{MALLOC}": (MALLOC,),
@@ -192,6 +209,9 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
             if rounds:
                 figures = in_short(interval(rounds))
                 result |= {key: figures["ratio"], f"{key}_low": figures["low"], f"{key}_high": figures["high"]}
+    if rounds := [values for cell in cells if (values := cell.ratios("tuned", TUNED_PEER))]:
+        figures = in_short(interval(rounds))
+        result |= {f"geomean_{name}": figures[key] for name, key in TUNED_AGAINST_TUNED.items()}
     for key, other in LOSS_DIFFERENCES.items():
         found: dict[str, list[float]] = {}
         for cell in cells:
@@ -223,6 +243,7 @@ def measure(
     share = max(0.0, end - now) / left
     say(f"  {cell.chosen} after {now - began:.0f} s; {share:.0f} s for what is left of this cell")
     until = now + share
+    rounds.tune_peer(cell, options.pairs, now + SEARCH_SHARE * share / 2)
     cell.tuned = (
         usable(given, cell.case)
         if given is not None

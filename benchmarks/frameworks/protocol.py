@@ -35,6 +35,10 @@ class Case:
     """Worker processes of a DataLoader."""
     ddp: dict[str, bool] = field(default_factory=dict)
     """Options of DistributedDataParallel."""
+    micro_batches: int = 1
+    """Parts of a rank's batch that plain DDP computes one after the other, without summing in between."""
+    hook: str = ""
+    """``fp16``: plain DDP sums gradients in half precision, by torch's own hook."""
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of ours that differ from the case."""
     judged_after: int | None = None

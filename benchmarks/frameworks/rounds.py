@@ -18,15 +18,19 @@ from trainer.tuning.verdict import is_surely_faster
 
 FRAMEWORKS = {
     "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
-    "plain_ddp_malloc": "torch",
+    "plain_ddp_malloc": "torch", "plain_ddp_tuned": "torch",
 }  # fmt: skip
 """Names of the others, and the package of each."""
 MALLOC = "plain_ddp_malloc"
 """The framework that is compared with plain DDP, and therefore has its options."""
+TUNED_PEER = "plain_ddp_tuned"
+"""Plain DDP with malloc set as in ours, at the fastest settings that a search over the space of ours has found."""
 LOCKSTEP = "bound_lockstep"
 """The bound's intervals if its ranks had waited for each other after each step: computed, not another framework."""
 OURS = ("ours", "tuned")
 """Names under which the trainer of this project trains."""
+OTHER_DDP = (MALLOC, TUNED_PEER)
+"""Variants of plain DDP, which begin with its options."""
 NEEDED = ("bound", "ours")
 """Frameworks without which there are no ratios."""
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -35,6 +39,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """Fields of a case that each of the others may choose, one after the other. The first value stands unless another
 gains."""
+PEER_SEARCH: dict[str, tuple[Any, ...]] = {"precision": ("bf16",), "micro_batches": (2, 4), "hook": ("fp16",)}
+"""Settings that `TUNED_PEER` may choose besides `CHOICES`: those of `SEARCH`, as plain DDP has them."""
 REPORT, LEAST_STEPS = 10, 3
 """Steps of one report of ours (longer intervals are multiples of it), and steps of the shortest interval."""
 LEAST_ROUNDS = 2
@@ -161,7 +167,7 @@ class Rounds:
     def choose(self, cell: Cell, pairs: int, until: float) -> None:
         """Find the fastest values of `CHOICES` for each of the others, with the first model of each batch."""
         known = self._choices.setdefault(cell.case.batch, {})
-        for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (MALLOC, *known)]:
+        for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (*OTHER_DDP, *known)]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
                 for value in values[bool(best) :]:  # the first value is already measured, with the options before
@@ -176,8 +182,42 @@ class Rounds:
             if best:
                 known[name] = chosen
         cell.chosen |= known
-        if MALLOC in self.frameworks:
-            cell.chosen[MALLOC] = cell.chosen.get("plain_ddp", {})
+        for name in OTHER_DDP:
+            if name in self.frameworks:
+                cell.chosen[name] = cell.chosen.get("plain_ddp", {})
+        self.rest()
+
+    def tune_peer(self, cell: Cell, pairs: int, until: float) -> None:
+        """Let plain DDP choose among the settings that ours may choose: one after the other, each with the best of
+        those before it. What it has found counts only if it is still faster than its start in pairs of their own."""
+        if TUNED_PEER not in self.frameworks:
+            return
+        start = {**cell.chosen[TUNED_PEER]}
+        best, best_gain = start, self.gain(TUNED_PEER, replace(cell.case, **start), "bound", cell, pairs, 0.0)
+        for setting, values in PEER_SEARCH.items():
+            base = dict(best)
+            for value in values:
+                if setting == "micro_batches" and cell.case.batch % value:
+                    continue
+                if time.monotonic() > until:
+                    cell.missing.append(f"trial of {setting} {value} for {TUNED_PEER}")
+                    continue
+                candidate = {**base, setting: value}
+                if candidate.get("micro_batches", 1) > 1:  # a static graph has every pass summed
+                    candidate["ddp"] = {name: on for name, on in base.get("ddp", {}).items() if name != "static_graph"}
+                gain = self.gain(
+                    TUNED_PEER, replace(cell.case, **candidate), "bound", cell, pairs, HOPELESS * best_gain
+                )
+                say(f"  {TUNED_PEER} {candidate}: {gain:.3f} of the bound")
+                if gain > GAIN * best_gain:
+                    best, best_gain = candidate, gain
+        if best != start:
+            again = [
+                self.gain(TUNED_PEER, replace(cell.case, **chosen), "bound", cell, CONFIRMING_PAIRS, 0.0)
+                for chosen in (start, best)
+            ]
+            best = best if again[1] > again[0] else start
+        cell.chosen[TUNED_PEER] = best
         self.rest()
 
     def search(self, cell: Cell, pairs: int, until: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -58,6 +59,8 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
     sampler = DistributedSampler(workload.data, shuffle=True, seed=case.seed, drop_last=True)
     loader = workload.loader(sampler)
     model = DistributedDataParallel(workload.module, **case.ddp)
+    if case.hook == "fp16":
+        model.register_comm_hook(None, fp16_compress_hook)
     optimizer = workload.optimizer()
     step = 0
     for epoch in itertools.count():
@@ -69,7 +72,7 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
             if case.judged_after:
                 for group in optimizer.param_groups:
                     group["lr"] = workload.rate(step)
-            total += workload.step(model, optimizer, windows, target)
+            total += workload.step(model, optimizer, windows, target, case.micro_batches)
             step += 1
     raise AssertionError("counting has no end")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.frameworks.protocol import Case
@@ -79,17 +80,28 @@ class Workload:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor) -> float:
-        """Do one optimizer step, and return the loss."""
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor, parts: int = 1
+    ) -> float:
+        """Do one optimizer step, and return the loss. ``parts``: how many the batch is computed in; the model, which
+        has to be DDP's then, sums gradients with the last of them."""
         windows, target = (tensor.to(self.device, non_blocking=True) for tensor in (windows, target))
         optimizer.zero_grad()
-        with self.autocast():
-            outputs = model(windows)
-        loss = self.criterion(outputs.float(), target).mean()
-        loss.backward()
+        total = torch.zeros((), device=self.device)
+        for number, (inputs, wanted) in enumerate(zip(windows.chunk(parts), target.chunk(parts), strict=True)):
+            without: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if number < parts - 1:
+                assert isinstance(model, DistributedDataParallel)
+                without = model.no_sync()
+            with without:
+                with self.autocast():
+                    outputs = model(inputs)
+                loss = self.criterion(outputs.float(), wanted).sum() / len(target)
+                loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), self.case.clip_norm)
         optimizer.step()
-        return loss.item()
+        return total.item()
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a training that is judged."""

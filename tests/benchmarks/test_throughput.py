@@ -32,7 +32,7 @@ def test_summary_takes_the_worst_rival_and_means_over_cells():
     ]
     cells[0].losses = {"ours": [-2.0], "tuned": [-1.98], "plain_ddp": [-1.98]}
     cells[1].losses = {"ours": [-2.0], "tuned": [-2.03], "plain_ddp": [-2.0]}
-    cells.append(cell(plain_ddp_malloc=[0.1] * 5, ours=[1.0] * 5))
+    cells.append(cell(plain_ddp_malloc=[0.1] * 5, plain_ddp_tuned=[0.4] * 5, ours=[1.0] * 5, tuned=[0.5] * 5))
     cells[2].losses = {"ours": [-2.0, -2.0], "tuned": [-2.02, -2.03]}
     found = summary(cells)
     assert found["min_vs_bound"] == 0.9
@@ -42,6 +42,8 @@ def test_summary_takes_the_worst_rival_and_means_over_cells():
     assert found["geomean_vs_plain_ddp"] == 2.0
     assert found["geomean_vs_plain_ddp_equal"] == pytest.approx(math.sqrt(2), abs=1e-4)
     assert found["min_vs_plain_ddp_malloc"] == 0.1
+    assert found["min_vs_any_peer"] == 0.8, "a rival at settings of its own is no rival at equal settings"
+    assert found["geomean_tuned_vs_tuned"] == pytest.approx(0.8), "tuned is held against tuned"
     assert found["tuned_loss_difference_percent"] == {"tcn": pytest.approx(1.98), "lstm": pytest.approx(-3.045)}
     assert found["tuned_loss_difference_vs_plain_percent"] == {"tcn": 0.0, "lstm": pytest.approx(-3.045)}
 
