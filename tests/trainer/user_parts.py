@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.model.stock import tcn
-from trainer.runtime.malloc import give_back_freed_memory
 from trainer.spec import DataSpec
 
 
@@ -94,18 +93,15 @@ class NanAfterAWhile(nn.Module):
 
 
 class Hungry(nn.Module):
-    """Keeps 8 MiB of activations for each sample, twice, in no block that could be computed again. In its second step,
-    the process gives back what it has freed and gets a limit on its memory: little more than it has."""
+    """Keeps 8 MiB of activations for each sample, several times over, in no block that could be computed again.
+    Before its first pass, the process gets a limit on its memory: little more than it has."""
 
     def __init__(self, spec: DataSpec, outputs: int, room_mb: int = 0) -> None:
         super().__init__()
-        self.inner, self.room_mb, self.passes = linear(spec, outputs), room_mb, 0
+        self.inner, self.room_mb = linear(spec, outputs), room_mb
 
     def forward(self, windows: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-        if self.passes == 3 and self.room_mb:  # the first pass of the second step: there are two in each
-            give_back_freed_memory()
+        if self.training and self.room_mb:
             held = psutil.Process().memory_info().vms
             resource.setrlimit(resource.RLIMIT_AS, (held + (self.room_mb << 20), resource.RLIM_INFINITY))
             self.room_mb = 0
