@@ -86,7 +86,9 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         if max(r[f"tick_seconds_{jobs}"] for jobs in (10, 1000, 10000)) < 0.03 else "a tick is slower than it says"
     )),
     ("README.md", "diagnosis", lambda r: (
-        f"{round(r['plants'] * r['right_percent'] / 100)} of {r['plants']} named, the {r['mild_plants']} mild ones"
+        f"Of {r['plants']} plants {round(r['plants'] * r['right_percent'] / 100)} were named, "
+        f"of the {r['mild_plants']} below 15 % of a step {round(r['mild_plants'] * r['mild_right_percent'] / 100)}, and {r['false_alarms']} of "
+        f"{r['healthy']} healthy trainings were blamed"
     )),
     ("docs/performance.md", "orchestration", lambda r: (
         "{:.2f} CPU-seconds (95 % interval {:.2f} to {:.2f})".format(*_extra(r, "cpu"))
