@@ -87,7 +87,8 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("README.md", "diagnosis", lambda r: (
         f"Of {r['plants']} plants {round(r['plants'] * r['right_percent'] / 100)} were named, "
-        f"of the {r['mild_plants']} below 15 % of a step {round(r['mild_plants'] * r['mild_right_percent'] / 100)}, and {r['false_alarms']} of "
+        f"of the {r['mild_plants']} below 15 % of a step "
+        f"{round(r['mild_plants'] * r['mild_right_percent'] / 100)}, and {r['false_alarms']} of "
         f"{r['healthy']} healthy trainings were blamed"
     )),
     ("docs/performance.md", "orchestration", lambda r: (
