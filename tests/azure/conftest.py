@@ -51,11 +51,14 @@ def container(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 @pytest.fixture(scope="module")
 def emulator(azurite_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    """A workspace for the tests of one file. Whatever they PUT is held against Azure's schemas in the end."""
+    """A workspace for the tests of one file. In the end, whatever they PUT is held against our own schema,
+    and against Azure's where these are at hand."""
     with Emulator(tmp_path_factory.mktemp("emulator")) as started:
         yield started
+        requests = started.control("requests")
+        assert violations(requests, None) == []
         if (schemas := schemas_folder()) is not None:
-            assert violations(started.control("requests"), schemas) == []
+            assert violations(requests, schemas) == []
 
 
 @pytest.fixture(scope="module")
