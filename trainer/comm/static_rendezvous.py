@@ -48,7 +48,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     secret = read_launch_secret(environment)
     warn_if_open(secret, facts.rank, 1 if facts.local_world_size == facts.world_size else None, has_tls=False)
     _stay_on_loopback(facts.master_addr)
-    bind_rank(facts.local_rank, facts.local_world_size, device, config)
+    cores = bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent holds the store
     if facts.rank == 0 and not under_torchrun:
@@ -76,7 +76,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     world = World(
         facts, device, backend,
         group=InterruptibleGroup(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
-        solo_timeout=config.solo_timeout_seconds,
+        solo_timeout=config.solo_timeout_seconds, cores=cores,
     )  # fmt: skip
     try:
         world.all_gather_object(facts.rank)

@@ -16,7 +16,7 @@ import torch
 from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.runtime.affinity import AVAILABLE, bind, share_of
+from trainer.runtime.affinity import CoreTurns, take_cores
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -38,6 +38,8 @@ class World:
     topology: str = "mesh"
     """``star``: parameter-server mode, see `trainer.comm.torch_transport.ParameterServerTransport`."""
     solo_timeout: float = 1800.0
+    cores: CoreTurns | None = None
+    """The turns in which the ranks of this host exchange their cores; None: they do not."""
 
     @property
     def rank(self) -> int:
@@ -116,8 +118,9 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "gloo"
 
 
-def bind_rank(place: int, ranks: int, device: torch.device, config: DistributedTrainingConfig) -> None:
+def bind_rank(place: int, ranks: int, device: torch.device, config: DistributedTrainingConfig) -> CoreTurns | None:
     """Bind this thread, and what it starts, to the cores of the rank at this ``place`` among the ``ranks`` of its host,
-    where ``training.bind_cores`` asks for it and the rank computes on the CPU."""
+    where ``training.bind_cores`` asks for it and the rank computes on the CPU. Return their turns, if there are any."""
     if config.bind_cores and device.type == "cpu":
-        bind(share_of(place, ranks, torch.get_num_threads(), AVAILABLE))
+        return take_cores(place, ranks, torch.get_num_threads())
+    return None

@@ -232,7 +232,7 @@ def form_world(
     size, first = len(generation.members), generation.members[0]
     host = generation.members[rank].host
     here = [other for other, seat in enumerate(generation.members) if seat.host == host]
-    bind_rank(here.index(rank), len(here), device, config)
+    cores = bind_rank(here.index(rank), len(here), device, config)
     backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
     group = None
     topology = "star" if config.tls is not None else generation.topology
@@ -263,4 +263,4 @@ def form_world(
             )  # fmt: skip
 
         group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
-    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)
+    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores)

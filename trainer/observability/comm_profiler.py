@@ -120,6 +120,12 @@ class CommunicationProfiler:
             marks = self.timer.take()
             self._steps.append((marks, self._collectives_of(marks), samples))
 
+    def take_turn(self, step: int) -> None:
+        """Move this rank to the cores of its turn after ``step``, as all ranks of its host do, once they have told each
+        other how long a step takes."""
+        if self.world.cores is not None and self._step_seconds:
+            self.world.cores.take_turn(step, self._step_seconds)
+
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return whether ranks exchange their measurements now. After the same steps all ranks answer the same."""
         return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)

@@ -8,15 +8,20 @@ nothing that can be measured (1.00, quartiles 0.94 and 1.06, `benchmarks.cpu_par
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 AVAILABLE: Sequence[int] = (
     sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 )
 """Cores that this process may use, before any of its threads is bound to some of them."""
+TURN_SECONDS = 0.05
+"""Least seconds that a rank computes on its cores before the ranks of a host exchange them. A move takes 0.1 ms."""
 _TASKS = Path("/proc/self/task")
+_MEMORY_NODES = Path("/sys/devices/system/node")
 _bound: set[int] | None = None
 """The cores that `bind` has bound threads of this process to; None if it has not."""
 
@@ -29,10 +34,46 @@ def share_of(place: int, ranks: int, threads: int, cores: Sequence[int]) -> Sequ
     return cores[place * threads : (place + 1) * threads]
 
 
+@dataclass(frozen=True, slots=True)
+class CoreTurns:
+    """The cores of the ranks of one host, which exchange them in turns, at the same steps.
+
+    One virtual core is often slower than its neighbour for minutes, by up to a seventh, since it shares a real one with
+    another machine. A rank that stays on it looks like a slow node, and is none. Cores that change hands leave slow
+    only what is slow by itself.
+    """
+
+    shares: tuple[tuple[int, ...], ...]
+    """The cores of each place on this host."""
+    place: int
+    """That of this process at first."""
+
+    def take_turn(self, step: int, step_seconds: float) -> None:
+        """Bind this process to the cores of its turn. ``step`` and ``step_seconds`` must be the same on all ranks."""
+        bind(self.cores_at(step, step_seconds))
+
+    def cores_at(self, step: int, step_seconds: float) -> tuple[int, ...]:
+        """Return the cores of this process after so many steps, each of so many seconds."""
+        turn = step // max(1, math.ceil(TURN_SECONDS / step_seconds))
+        return self.shares[(self.place + turn) % len(self.shares)]
+
+
+def take_cores(place: int, ranks: int, threads: int) -> CoreTurns | None:
+    """Bind this process to the cores of the rank at ``place`` of ``ranks`` on this host, see `share_of`. Return the
+    turns in which they exchange them; None where all use all cores, or where memory is nearer to some cores."""
+    shares = tuple(tuple(share_of(other, ranks, threads, AVAILABLE)) for other in range(ranks))
+    bind(shares[place])
+    if len(set(shares)) < ranks or ranks == 1 or len([*_MEMORY_NODES.glob("node[0-9]*")]) > 1:
+        return None
+    return CoreTurns(shares, place)
+
+
 def bind(cores: Sequence[int]) -> None:
     """Bind this thread, the threads that it will start, and those that an earlier call has bound, to these cores, where
     the system allows it. Nothing happens where no thread is bound and these are all cores."""
     global _bound
+    if _bound == set(cores):
+        return
     if not hasattr(os, "sched_setaffinity") or (_bound is None and set(cores) == set(AVAILABLE)):
         return
     threads = [0]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from worlds import Forked, Job
 
-from trainer.runtime.affinity import AVAILABLE, bind, roam, share_of
+from trainer.runtime import affinity
+from trainer.runtime.affinity import AVAILABLE, CoreTurns, bind, roam, share_of, take_cores
 
 CORES = [2, 3, 5, 7]
 
@@ -52,8 +53,38 @@ def test_two_ranks_that_share_a_host(new_job: Callable[..., Job], bound: bool) -
     finally:
         job.kill()
     shares = [set(share_of(rank, 2, each, AVAILABLE)) for rank in range(2)]
-    assert [cores for cores, _ in found] == (shares if bound else [set(AVAILABLE)] * 2)
+    allowed = shares if bound else [set(AVAILABLE)]  # which of them: they exchange them in turns
+    assert all(cores in allowed for cores, _ in found)
     assert [policies for _, policies in found] == [{os.SCHED_BATCH}] * 2
+
+
+def test_ranks_of_a_host_exchange_their_cores_at_the_same_steps() -> None:
+    shares = ((0,), (1,), (2,))
+    for step_seconds, steps_of_a_turn in ((0.2, 1), (0.05, 1), (0.02, 3), (0.001, 50)):
+        for step in range(3 * 50 + 2):
+            given = [CoreTurns(shares, place).cores_at(step, step_seconds) for place in range(3)]
+            assert sorted(given) == sorted(shares), "each core has one rank"
+        own = [CoreTurns(shares, 1).cores_at(step, step_seconds) for step in range(3 * steps_of_a_turn)]
+        assert [own.count(share) for share in shares] == [steps_of_a_turn] * 3
+
+
+@pytest.mark.skipif(len(AVAILABLE) < 2, reason="two cores are needed")
+@pytest.mark.usefixtures("let_go")
+def test_a_rank_moves_with_its_turn_unless_memory_is_nearer_to_some_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = len(AVAILABLE)
+    turns = take_cores(0, ranks, 1)
+    assert os.sched_getaffinity(0) == {AVAILABLE[0]}
+    if turns is not None:  # this host has one memory node
+        turns.take_turn(1, 1.0)
+        assert os.sched_getaffinity(0) == {AVAILABLE[1]}
+    for number in range(2):
+        (tmp_path / f"node{number}").mkdir()
+    monkeypatch.setattr(affinity, "_MEMORY_NODES", tmp_path)
+    assert take_cores(0, ranks, 1) is None
+    assert os.sched_getaffinity(0) == {AVAILABLE[0]}, "bound all the same"
+    assert [take_cores(0, 1, 1), take_cores(0, ranks + 1, 1)] == [None, None]
 
 
 @pytest.fixture
