@@ -123,11 +123,16 @@ def test_the_worst_of_them_to_what_else_is_read(stage: Stage, file: str, name: s
 
 @pytest.mark.slow
 def test_strangers_and_links_out_of_the_folder_are_left_alone(stage: Stage):
-    attacks = dict(stage.attacks(random.Random(5)))
+    attacks = {
+        what: attack for what, attack in stage.attacks(random.Random(5)) if "link out" in what or "strangers" in what
+    }
+    assert {word for word in ("link out", "strangers") if any(word in what for what in attacks)} == {
+        "link out",
+        "strangers",
+    }
     for what, attack in attacks.items():
-        if "link out" in what or "strangers" in what:
-            attack()
-            assert read_guarded(stage) == [], what
+        attack()
+        assert read_guarded(stage) == [], what
 
 
 @pytest.mark.long
