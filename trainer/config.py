@@ -133,8 +133,8 @@ class DistributedTrainingConfig:
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     bind_cores: bool = True
-    """Bind each rank to its own cores where the ranks of a host take all of them and compute on them
-    (`trainer.runtime.affinity`)."""
+    """Bind each rank to its own cores where the ranks of a host take all of them and compute on them; in turns, they
+    exchange them (`trainer.runtime.affinity`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer."""
     max_node_seconds: float | None = Field(default=None, gt=0)

@@ -99,7 +99,7 @@ def forecast(
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
         tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
-        item = replace(item, warm_up_seconds=item.warm_up_seconds + tracking)
+        item = replace(item, startup_seconds=item.startup_seconds + tracking)  # where a run that is tracked has it
         measured.append(item)
         jobs.append(short.job_id)
         words.append(f"{done.max_steps} steps on {count} node(s)")
