@@ -404,6 +404,21 @@ def test_images_hold_what_the_project_pins(name: str) -> None:
             assert range_ == pins.get(package, range_ if package.startswith("azure-") else None), package
 
 
+@pytest.mark.parametrize("image", ["Dockerfile", "serving.Dockerfile"])
+def test_images_install_nothing_without_a_hash(image: str) -> None:
+    """Neither torch nor what it brings, by whatever arguments they are built."""
+    commands = re.sub(r"\\\n", " ", (AZURE / image).read_text())
+    installs = re.findall(r"pip3? install [^&\n]*", commands)
+    assert len(installs) == 1
+    assert {"--require-hashes", "--no-deps"} <= set(installs[0].split())
+    [lock] = re.findall(r"^COPY deploy/azure/(\S+\.lock) /tmp/requirements\.lock$", commands, re.M)
+    assert "--requirement /tmp/requirements.lock" in installs[0]
+    locked = re.split(r"^(?=[A-Za-z0-9])", (AZURE / lock).read_text(), flags=re.M)[1:]
+    assert len(locked) > 50
+    assert [block for block in locked if not re.match(r"\S+==\S+ \\\n +--hash=sha256:[0-9a-f]{64}", block)] == []
+    assert [block for block in locked if block.startswith("torch==")]
+
+
 def test_the_nodes_image_holds_what_trainer_imports() -> None:
     named = {
         "pynvml": "nvidia-ml-py",
