@@ -204,7 +204,11 @@ def test_only_what_the_workspace_is_made_with_answers_azures_own_services(templa
     assert given == {"dataStorage": False, "settingsVault": False, **of_workspace}
     params = modules["workspace"]["config"]["params"]
     used = (AZURE / "main.bicep").read_text()
-    for name, symbol in {"storageId": "workspaceStorage", "vaultId": "workspaceVault", "insightsId": "insights"}.items():
+    for name, symbol in {
+        "storageId": "workspaceStorage",
+        "vaultId": "workspaceVault",
+        "insightsId": "insights",
+    }.items():
         assert name in params
         assert f"{name}: {symbol}.outputs.id" in used
 
@@ -226,7 +230,7 @@ def test_storage_is_copied_as_the_region_can(templates: dict[str, dict[str, Any]
 
     parameters = templates["main.bicep"]["parameters"]
     assert set(parameters["regionsWithoutZones"]["default"]) == WITHOUT_ZONES & set(packaged_prices())
-    assert WITHOUT_ZONES <= set(packaged_prices()), "a region that has no prices need not be named"
+    assert set(packaged_prices()) >= WITHOUT_ZONES, "a region that has no prices need not be named"
     choice = parameters["storageSku"]["default"]["operator"]
     assert choice["type"] == "conditional"
     assert choice["operands"]["condition"]["function"]["parameters"]["container"] == "regionsWithoutZones"

@@ -1,4 +1,4 @@
-"""A refusal by a network rule is not taken for a missing role; the words are those that Azure was seen to answer with."""
+"""A refusal by a network rule is not taken for a missing role; the words are those that Azure was seen to use."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ REMEDY = (
 )
 """What to do about a refusal by a network rule."""
 _CODES = {
-    "authorizationfailure",  # storage: its firewall; a missing role is AuthorizationPermissionMismatch (azure-cli 11345)
+    "authorizationfailure",  # storage (azure-cli 11345); a missing role is AuthorizationPermissionMismatch
     "forbiddenbyconnection",  # key vault, public access disabled
     "forbiddenbyfirewall",  # key vault, the address is not among its rules
     "publicnetworkaccessdisabled",
