@@ -240,6 +240,6 @@ def judge_no_nodes_identity() -> DoctorLine:
         check="identity",
         verdict="warning",
         seen="nodes get an identity of their compute, which has no role anywhere",
-        remedy="set DTRAIN_AZURE_IDENTITY and DTRAIN_AZURE_IDENTITY_CLIENT_ID (outputs nodesIdentityId and nodesClientId "
-        "of deploy/azure); else give the compute's identity its roles once it is made",
+        remedy="set DTRAIN_AZURE_IDENTITY and DTRAIN_AZURE_IDENTITY_CLIENT_ID (outputs nodesIdentityId and "
+        "nodesClientId of deploy/azure); else give the compute's identity its roles once it is made",
     )
