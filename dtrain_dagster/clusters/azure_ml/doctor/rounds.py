@@ -6,6 +6,7 @@ import datetime
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,13 @@ class Rounds:
             same = storage.read(name) == content
             step = "delete"
             storage.delete(name)
+        except OSError as error:  # also of a container that is not there, which is an error of the settings, too
+            if step == "read":
+                with suppress(OSError):
+                    storage.delete(name)
+            return [surroundings.judge_storage_error(error, step, self.options)]
         except ConfigError as error:
             return [DoctorLine(check="storage", verdict="missing", seen=str(error), remedy="correct the setting")]
-        except OSError as error:
-            return [surroundings.judge_storage_error(error, step, self.options)]
         assert same, "storage gave back other bytes than it was given"
         seen = f"{self.options.root_uri}: a blob of {len(content)} bytes was written, read and deleted"
         return [DoctorLine(check="storage", verdict="ok", seen=seen)]
