@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -60,7 +60,7 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
         settings = read_settings(nodes=nodes)
         if settings.cluster != "azure_ml":
             raise SettingsError(f"DTRAIN_CLUSTER is {settings.cluster}, and nothing of Azure is used with it")
-        own = {
+        own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in read_azure_options(settings).items()
         }
