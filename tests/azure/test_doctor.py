@@ -193,7 +193,7 @@ def test_names_that_nothing_has(practice: Practice, name: str, value: str, code:
 def test_a_read_that_is_not_allowed_names_its_operation(practice: Practice) -> None:
     practice.refuse("compute.list", "AuthorizationFailed", DENIED.format(operation=f"{WS}computes/read"))
     line = practice.one("roles", "missing", f"{WS}computes/read is not allowed")
-    assert line["command"].startswith("az role assignment create --assignee 00000000-")
+    assert line["command"].startswith("az role assignment create --assignee-object-id 00000000-")
 
 
 def test_a_read_that_a_network_rule_refuses_is_not_called_a_missing_role(practice: Practice) -> None:
@@ -219,6 +219,12 @@ def test_a_container_that_is_not_there(practice: Practice) -> None:
     practice.setenv("DTRAIN_STORAGE", "az://absent")
     line = practice.one("storage", "missing", "has no such container")
     assert line["command"].endswith("--name absent")
+
+
+def test_an_account_that_nodes_cannot_find(practice: Practice) -> None:
+    practice.delenv("AZURE_STORAGE_ACCOUNT_URL")
+    practice.setenv("AZURE_STORAGE_CONNECTION_STRING", "anything")
+    practice.one("storage", "missing", "by AZURE_STORAGE_CONNECTION_STRING, nodes cannot")
 
 
 def test_quotas(practice: Practice) -> None:
@@ -263,6 +269,16 @@ def test_a_registry_that_does_not_let_us_look(practice: Practice) -> None:
     assert "AcrPull" in practice.one("images", "warning", "does not let us look (401)")["remedy"]
 
 
+def test_a_registry_that_is_not_azures_is_shown_no_token(practice: Practice) -> None:
+    """Though it asks for one, and names Azure's own as the place to get it."""
+    port = urlsplit(practice.cloud.environment["ARM_CLOUD_METADATA_URL"]).port
+    before = len(practice.cloud.control("requests", operation="registry.*"))
+    practice.setenv("DTRAIN_AZURE_IMAGE", f"localhost:{port}/dtrain-nodes:1")
+    practice.one("images", "missing", "the registry does not answer")
+    asked = practice.cloud.control("requests", operation="registry.*")[before:]
+    assert {one["operation"] for one in asked} == {"registry.manifest"}
+
+
 def test_a_closed_workspace_seen_from_outside(practice: Practice) -> None:
     practice.cloud.control("around", workspace={"publicNetworkAccess": "Disabled"})
     line = practice.one("network", "missing", ".workspace.127.0.0.1 has no address here")
@@ -283,7 +299,8 @@ def test_the_subnet(practice: Practice, around: dict[str, Any], setting: dict[st
     practice.cloud.control("around", **around)
     for name, value in setting.items():
         practice.setenv(name, value)
-    practice.one("network", "missing", seen)
+    line = practice.one("network", "missing", seen)
+    assert "DTRAIN_AZURE_WORKSPACE" not in line["remedy"]
 
 
 def test_the_nodes_identity(practice: Practice) -> None:

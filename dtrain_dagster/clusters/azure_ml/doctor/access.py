@@ -44,6 +44,7 @@ NEEDED = tuple(
     )
 )
 """Operations on the workspace that a training and its registered model need."""
+ASSIGN = "assign the role of deploy/azure that has this operation; it takes minutes until it counts"
 _DENIED = re.compile(r"perform action '([^']+)'")
 
 
@@ -179,27 +180,45 @@ def judge_refused_read(check: str, operation: str, error: ServiceError, scope: s
             check=check,
             verdict="missing",
             seen=f"{named[1] if named else operation} is not allowed ({error.code})",
-            remedy="assign the role of deploy/azure that has this operation; it takes minutes until it counts",
-            command=f'az role assignment create --assignee {principal or "<principal>"} --role "dtrain '
-            f'{"orchestrates" if "/workspaces/" in scope else "reads locations"} (<prefix>)" --scope {scope}',
+            remedy=ASSIGN,
+            command=assignment_command(principal, role_on(scope), scope),
         )
     if isinstance(error, NotFound):
         return DoctorLine(
             check=check,
             verdict="missing",
             seen=f"{operation}: {error.code}: {reason}",
-            remedy=_remedy_of_absence(error.code),
+            remedy=_remedy_of_absence(check, error.code),
             command=f"az {'account' if 'Subscription' in error.code else 'ml workspace'} list --output table",
         )
     return DoctorLine(check=check, verdict="missing", seen=f"{operation}: {error}", remedy="ask again in a moment")
 
 
-def _remedy_of_absence(code: str) -> str:
+def assignment_command(principal: str, role: str, scope: str) -> str:
+    """Return the command that gives an identity a role on a scope. ``principal``: its object id; "": not known."""
+    return (
+        f"az role assignment create --assignee-object-id {principal or '<principal>'} "
+        f'--assignee-principal-type ServicePrincipal --role "{role}" --scope {scope}'
+    )
+
+
+def role_on(scope: str) -> str:
+    """Return the role of deploy/azure that the orchestrator has on such a scope."""
+    kinds = {
+        "/workspaces/": "dtrain orchestrates (<prefix>)",
+        "/subnets/": "dtrain joins its subnet (<prefix>)",
+        "/userAssignedIdentities/": "Managed Identity Operator",
+    }
+    return next((role for part, role in kinds.items() if part in scope), "dtrain reads locations (<prefix>)")
+
+
+def _remedy_of_absence(check: str, code: str) -> str:
+    named = {"network": "DTRAIN_AZURE_SUBNET", "identity": "DTRAIN_AZURE_IDENTITY", "images": "DTRAIN_AZURE_IMAGE"}
     if "Subscription" in code:
         return "DTRAIN_AZURE_SUBSCRIPTION_ID is not one that this identity sees: correct it, or log in to its tenant"
     if "ResourceGroup" in code:
         return "correct DTRAIN_AZURE_RESOURCE_GROUP, or deploy deploy/azure/main.bicep into it"
-    return "correct DTRAIN_AZURE_WORKSPACE, or deploy deploy/azure/main.bicep"
+    return f"correct {named.get(check, 'DTRAIN_AZURE_WORKSPACE')}, or deploy deploy/azure/main.bicep"
 
 
 def missing_operations(needed: Iterable[str], permissions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -225,12 +244,8 @@ def judge_permissions(permissions: Sequence[Mapping[str, Any]], scope: str, prin
         return [
             DoctorLine(check="roles", verdict="ok", seen=f"all {len(NEEDED)} operations on the workspace are granted")
         ]
-    command = (
-        f'az role assignment create --assignee {principal or "<principal>"} --role "dtrain orchestrates (<prefix>)" '
-        f"--scope {scope}"
-    )
-    remedy = "assign the role of deploy/azure that has this operation; it takes minutes until it counts"
+    command = assignment_command(principal, role_on(scope), scope)
     return [
-        DoctorLine(check="roles", verdict="missing", seen=f"{name} is not granted", remedy=remedy, command=command)
+        DoctorLine(check="roles", verdict="missing", seen=f"{name} is not granted", remedy=ASSIGN, command=command)
         for name in missing
     ]

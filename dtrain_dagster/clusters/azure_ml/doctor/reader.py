@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from dtrain_dagster.clusters.azure_ml.client import Service
+from dtrain_dagster.clusters.azure_ml.client import Service, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.doctor.surroundings import ImageName
 from trainer.secrets.redaction import redact
 
@@ -36,6 +36,7 @@ class AzureReader:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self._patience_seconds = service.options.look_patience_seconds
 
     @cached_property
     def _cloud(self) -> dict[str, Any]:
@@ -74,11 +75,15 @@ class AzureReader:
 
     def document(self, what: str, path: str, version: str, **query: str) -> dict[str, Any]:
         """Return a document of the Resource Manager by its path. Raise `ServiceError`. ``what``: words for messages."""
-        from azure.core.exceptions import ClientAuthenticationError, HttpResponseError
         from azure.core.rest import HttpRequest
 
+        request = HttpRequest("GET", f"{self.arm_url}{path}", params={"api-version": version, **query})
+        return self._answer(what, request)
+
+    def _answer(self, what: str, request: Any) -> dict[str, Any]:
+        from azure.core.exceptions import ClientAuthenticationError, HttpResponseError
+
         def ask() -> dict[str, Any]:
-            request = HttpRequest("GET", f"{self.arm_url}{path}", params={"api-version": version, **query})
             answer = self._pipeline.send_request(request, connection_timeout=10, read_timeout=ANSWER_SECONDS)
             if answer.status_code == 401:
                 raise ClientAuthenticationError(response=answer)
@@ -87,12 +92,25 @@ class AzureReader:
             found: dict[str, Any] = answer.json()
             return found
 
-        return self.service.call(what, ask, self.service.options.look_patience_seconds)
+        try:
+            return self.service.call(what, ask, self._patience_seconds)
+        except ServiceUnreachable:
+            self._patience_seconds = 1.0  # one long wait for a service that does not answer is enough
+            raise
 
     def permissions(self, scope: str) -> list[dict[str, Any]]:
         """Return what this identity may do at a scope. Raise `ServiceError`."""
-        path = f"{scope}/providers/Microsoft.Authorization/permissions"
-        return list(self.document(f"list the permissions on {scope}", path, "2022-04-01").get("value") or [])
+        from azure.core.rest import HttpRequest
+
+        what, path = f"list the permissions on {scope}", f"{scope}/providers/Microsoft.Authorization/permissions"
+        found: list[dict[str, Any]] = []
+        page = self.document(what, path, "2022-04-01")
+        while True:
+            found += page.get("value") or []
+            following = str(page.get("nextLink") or "")
+            if not following.startswith(f"{self.arm_url}/"):  # no further page, or one that leads elsewhere
+                return found
+            page = self._answer(what, HttpRequest("GET", following))
 
     def addresses(self, host: str) -> list[str]:
         """Return the addresses of a host, as this machine sees them; none where it has none."""

@@ -140,11 +140,14 @@ class Rounds:
 
     def check_storage(self) -> list[DoctorLine]:
         """Return whether the container of trainings can be written and read; what was written is deleted."""
+        account, uri = os.environ.get("AZURE_STORAGE_ACCOUNT_URL", ""), self.options.root_uri
+        if not account:
+            return [surroundings.judge_no_account(bool(os.environ.get("AZURE_STORAGE_CONNECTION_STRING")))]
         name, content, step = f"probe-{uuid.uuid4().hex}", uuid.uuid4().bytes, "open"
         try:
-            storage = open_storage(f"{self.options.root_uri}/doctor")
+            storage = open_storage(f"{uri}/doctor")
             step = "write"
-            storage.write(name, content)
+            version = storage.create(name, content)
             step = "read"
             same = storage.read(name) == content
             step = "delete"
@@ -153,11 +156,12 @@ class Rounds:
             if step == "read":
                 with suppress(OSError):
                     storage.delete(name)
-            return [surroundings.judge_storage_error(error, step, self.options)]
+            return [surroundings.judge_storage_error(error, step, uri, account, self.principal)]
         except ConfigError as error:
             return [DoctorLine(check="storage", verdict="missing", seen=str(error), remedy="correct the setting")]
         assert same, "storage gave back other bytes than it was given"
-        seen = f"{self.options.root_uri}: a blob of {len(content)} bytes was written, read and deleted"
+        kept = "old versions are kept" if version else "the account keeps no old versions"
+        seen = f"{uri}: a blob of {len(content)} bytes was written, read and deleted; {kept}"
         return [DoctorLine(check="storage", verdict="ok", seen=seen)]
 
     def check_sizes(self) -> list[DoctorLine]:
@@ -205,7 +209,7 @@ class Rounds:
             return [DoctorLine(check="images", verdict="ok", seen=f"{text} is in the workspace")]
         if image is None:
             return [surroundings.judge_unreadable_image(text)]
-        return [surroundings.judge_image(image, *self.reader.image_answer(image))]
+        return [surroundings.judge_image(image, *self.reader.image_answer(image), self.principal)]
 
     def check_network(self) -> list[DoctorLine]:
         """Return whether names lead where they should from here, and whether nodes fit into their subnet."""
@@ -231,7 +235,7 @@ class Rounds:
             permissions = self.reader.permissions(scope)
         except ServiceError:
             permissions = None
-        return surroundings.judge_subnet(found, permissions, self.node_count, scope)
+        return surroundings.judge_subnet(found, permissions, self.node_count, scope, self.principal)
 
 
 def judge_unknown_permissions(error: ServiceError) -> DoctorLine:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtrain_dagster.clusters.azure_ml.doctor.access import missing_operations
+from dtrain_dagster.clusters.azure_ml.doctor.access import assignment_command, missing_operations, role_on
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
@@ -46,9 +46,9 @@ def parse_environment(text: str) -> tuple[str, str | None] | None:
     return (match["name"], match["version"]) if match else None
 
 
-def judge_image(image: ImageName, status: int, said: str) -> DoctorLine:
+def judge_image(image: ImageName, status: int, said: str, principal: str) -> DoctorLine:
     """Return what a registry's answer to a question for an image means. ``status``: of HTTP, 0 where there was none;
-    ``said``: its words, or why there is no answer."""
+    ``said``: its words, or why there is no answer; ``principal``: who asked."""
     registry = image.host.partition(".")[0]
     seen = f"{image.host}/{image.repository}:{image.reference}".replace(":sha256:", "@sha256:")
     shown = f"az acr repository show-tags --name {registry} --repository {image.repository} --output table"
@@ -75,7 +75,9 @@ def judge_image(image: ImageName, status: int, said: str) -> DoctorLine:
             verdict="warning",
             seen=f"{seen}: the registry does not let us look ({status})",
             remedy="the nodes' identity needs AcrPull on it; give it to this one too, and the tag can be looked for",
-            command="az role assignment create --assignee <principal> --role AcrPull --scope <id of the registry>",
+            command=assignment_command(
+                principal, "AcrPull", f"$(az acr show --name {registry} --query id --output tsv)"
+            ),
         )
     return DoctorLine(
         check="images",
@@ -96,15 +98,16 @@ def judge_unreadable_image(text: str) -> DoctorLine:
     )
 
 
-def judge_storage_error(error: OSError, step: str, options: AzureMLOptions) -> DoctorLine:
-    """Return why the container cannot be read or written; the error says what to do. ``step``: what was tried."""
-    container = options.storage_uri.removeprefix("az://").partition("/")[0]
-    said = str(error)
+def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, principal: str) -> DoctorLine:
+    """Return why the container cannot be read or written; the error says what to do. ``step``: what was tried;
+    ``principal``: who did."""
+    container, said = uri.removeprefix("az://").partition("/")[0], str(error)
+    account = (urlsplit(account_url).hostname or "<account>").partition(".")[0]
+    scope = f"$(az storage account show --name {account} --query id --output tsv)/blobServices/default/containers/"
     command = (
-        f"az storage container create --auth-mode login --account-name <account> --name {container}"
+        f"az storage container create --auth-mode login --account-name {account} --name {container}"
         if "no such container" in said
-        else 'az role assignment create --assignee <principal> --role "Storage Blob Data Contributor" --scope '
-        f"<id of the account>/blobServices/default/containers/{container}"
+        else assignment_command(principal, "Storage Blob Data Contributor", f"{scope}{container}")
     )
     by_network = NETWORK_REMEDY in said
     return DoctorLine(
@@ -113,6 +116,18 @@ def judge_storage_error(error: OSError, step: str, options: AzureMLOptions) -> D
         seen=f"{step}: {said}",
         remedy="see the line itself" if by_network else "as it says",
         command="" if by_network else command,
+    )
+
+
+def judge_no_account(connection_string: bool) -> DoctorLine:
+    """Return that no account is named by its address, which is the one thing about storage that nodes are told."""
+    opened = "; this machine opens it by AZURE_STORAGE_CONNECTION_STRING, nodes cannot" if connection_string else ""
+    return DoctorLine(
+        check="storage",
+        verdict="missing",
+        seen=f"AZURE_STORAGE_ACCOUNT_URL is not set{opened}",
+        remedy="set it: nodes are told it, and open the account by their identity",
+        command="export AZURE_STORAGE_ACCOUNT_URL=https://<account>.blob.core.windows.net",
     )
 
 
@@ -187,10 +202,14 @@ def subnet_id_of(options: AzureMLOptions) -> str | None:
 
 
 def judge_subnet(
-    subnet: Mapping[str, Any], permissions: Sequence[Mapping[str, Any]] | None, node_count: int, scope: str
+    subnet: Mapping[str, Any],
+    permissions: Sequence[Mapping[str, Any]] | None,
+    node_count: int,
+    scope: str,
+    principal: str,
 ) -> list[DoctorLine]:
     """Return whether nodes fit into their subnet, and may be put there. ``permissions``: those of the caller on it;
-    None where they cannot be read."""
+    None where they cannot be read; ``principal``: the caller."""
     own: Mapping[str, Any] = subnet.get("properties") or {}
     prefixes = [str(text) for text in (own.get("addressPrefixes") or [own.get("addressPrefix")]) if text]
     room = sum(ipaddress.ip_network(prefix).num_addresses - RESERVED_ADDRESSES for prefix in prefixes)
@@ -212,8 +231,7 @@ def judge_subnet(
                 verdict="missing",
                 seen=f"{JOIN} is not granted on it",
                 remedy="a compute in a subnet is made by someone who may join it: assign the role of deploy/azure",
-                command='az role assignment create --assignee <principal> --role "dtrain joins its subnet (<prefix>)" '
-                f"--scope {scope}",
+                command=assignment_command(principal, role_on(scope), scope),
             )
         )
     return lines

@@ -15,6 +15,7 @@ from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine, doctor_tex
 from dtrain_dagster.clusters.azure_ml.doctor.surroundings import ImageName
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice
+from trainer.runtime.network_refusal import REMEDY
 
 OPTIONS = AzureMLOptions(
     subscription_id="00000000-0000-4000-8000-000000000001", resource_group="group", workspace="ws",
@@ -61,6 +62,22 @@ def test_an_operation_that_azure_names_is_the_one_that_is_told() -> None:
     error = ServiceRefused("all of it", words, "AuthorizationFailed", 403, None)
     line = access.judge_refused_read("roles", "A/other/read", error, "/s/workspaces/ws", "me")
     assert line.seen.startswith("A/b/read is not allowed")
+    assert '--role "dtrain orchestrates (<prefix>)" --scope /s/workspaces/ws' in line.command
+
+
+@pytest.mark.parametrize(
+    ("said", "command"),
+    [
+        ("there is no such container: create it", "az storage container create --auth-mode login --account-name team"),
+        ("give it a role", "az role assignment create --assignee-object-id me "),
+        (REMEDY, ""),
+    ],
+)
+def test_what_is_wrong_with_storage_has_its_own_command(said: str, command: str) -> None:
+    account = "https://team.blob.core.windows.net"
+    line = surroundings.judge_storage_error(OSError(said), "write", "az://dtrain/x", account, "me")
+    assert line.command.startswith(command)
+    assert bool(line.command) is bool(command)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,7 @@ def test_names_of_images(text: str, expected: ImageName | None) -> None:
 
 def test_a_registry_behind_a_firewall_is_explained_as_network() -> None:
     said = '{"errors":[{"code":"DENIED","message":"client with IP \'203.0.113.7\' is not allowed access."}]}'
-    line = surroundings.judge_image(ImageName("team.azurecr.io", "a", "1"), 403, said)
+    line = surroundings.judge_image(ImageName("team.azurecr.io", "a", "1"), 403, said, "me")
     assert line.verdict == "missing"
     assert "not a role" in line.remedy
 
