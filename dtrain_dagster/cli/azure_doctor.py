@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def azure() -> None:
-    """Look at the subscription on Azure."""
+    """Look at the subscription of Azure."""
 
 
 @azure.command()
@@ -26,7 +26,7 @@ def azure() -> None:
 @click.option("--json", "as_json", is_flag=True, help="As JSON, for a program.")
 @refuses
 def doctor(nodes: int | None, as_json: bool) -> None:
-    """Look whether a training can start; buys nothing.
+    """Tell what a training still lacks; buy nothing.
 
     It walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images and network,
     as the settings name them (DTRAIN_CLUSTER=azure_ml, see docs/azure.md). Each line says ok, warning or missing, what

@@ -19,7 +19,8 @@ _CODES = {
 }
 _WORDS = re.compile(
     r"(?i)public network access (is|has been) (disabled|denied)|publicnetworkaccess(disabled| is set to)|"
-    r"forbiddenby(connection|firewall)|not authorized from this network|private (link|endpoint)|"  # azure-docs 90426
+    r"forbiddenby(connection|firewall)|not authorized from this network|"
+    r"private[ -]?(link|endpoint)|"  # MicrosoftDocs/azure-docs issue 90426
     r"client address is not authorized|client with ip .* is not allowed|network security perimeter|aka\.ms/acr/firewall"
 )
 _MISSING_ROLE = re.compile(r"(?i)does not have authorization to perform action")

@@ -196,10 +196,7 @@ def judge_refused_read(check: str, operation: str, error: ServiceError, scope: s
 
 def assignment_command(principal: str, role: str, scope: str) -> str:
     """Return the command that gives an identity a role on a scope. ``principal``: its object id; "": not known."""
-    return (
-        f"az role assignment create --assignee-object-id {principal or '<principal>'} "
-        f'--assignee-principal-type ServicePrincipal --role "{role}" --scope {scope}'
-    )
+    return f'az role assignment create --assignee {principal or "<principal>"} --role "{role}" --scope {scope}'
 
 
 def role_on(scope: str) -> str:

@@ -63,7 +63,7 @@ def judge_choice(
     return DoctorLine(
         check="sizes",
         verdict="warning",
-        seen=f"{choice}: {refusal.message} ({refusal.code})" + (f"; {cores}" if by_quota and cores else ""),
+        seen=f"{choice}: {cores if by_quota and cores else refusal.message} ({refusal.code})",
         remedy=f"ask for more cores ({QUOTA_PAGE}), or for fewer nodes"
         if by_quota
         else "the next choice is tried instead; take it out of the chain if that is to stay so",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.client import ServiceError
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError
 from dtrain_dagster.clusters.azure_ml.doctor import access, buying, surroundings
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.doctor.reader import STORAGE_SCOPE, AzureReader
@@ -54,6 +54,8 @@ class Rounds:
     """The workspace's document, once it was read."""
     principal: str = ""
     """The id of who asks, once it is known."""
+    is_absent: bool = False
+    """Whether there is no such workspace, so that nothing in it need be asked for."""
 
     def all_lines(self) -> list[DoctorLine]:
         """Return every line, in the order of the walk. Without a token for the Resource Manager it ends after the first
@@ -104,7 +106,7 @@ class Rounds:
         try:
             self.workspace = self.reader.document("look at the workspace", scope, WORKSPACE_VERSION)
         except ServiceError as error:
-            operation = f"{access.ML}workspaces/read"
+            self.is_absent, operation = isinstance(error, NotFound), f"{access.ML}workspaces/read"
             return [access.judge_refused_read("workspace", operation, error, scope, self.principal)]
         return access.judge_workspace(self.workspace, self.region, self.options)
 
@@ -112,6 +114,8 @@ class Rounds:
         """Return which lists of the workspace can be read, and which operations are granted, as far as that can be
         known without doing them."""
         scope, lines, good = self.options.workspace_id, [], []
+        if self.is_absent:
+            return []
         for name, needed in READS.items():
             operation = f"{access.ML}workspaces/{needed}"
             try:

@@ -69,7 +69,7 @@ def test_an_operation_that_azure_names_is_the_one_that_is_told() -> None:
     ("said", "command"),
     [
         ("there is no such container: create it", "az storage container create --auth-mode login --account-name team"),
-        ("give it a role", "az role assignment create --assignee-object-id me "),
+        ("give it a role", "az role assignment create --assignee me "),
         (REMEDY, ""),
     ],
 )
