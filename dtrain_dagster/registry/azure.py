@@ -26,8 +26,7 @@ from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryE
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import EVALUATION, RunDir
-from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-from trainer.runtime.network_refusal import is_network_refusal
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address

@@ -278,12 +278,14 @@ def test_roles_name_each_operation_and_none_is_too_much(templates: dict[str, dic
 
 @parsed
 def test_the_roles_grant_what_the_doctor_asks_for(templates: dict[str, dict[str, Any]]) -> None:
-    from dtrain_dagster.clusters.azure_ml.doctor.access import NEEDED, missing_operations
+    from dtrain_dagster.clusters.azure_ml.doctor.access import NEEDED_OPERATIONS, missing_operations
 
     bodies = {symbol: body for symbol, kind, body in resources(templates) if kind.endswith("/roleDefinitions")}
     on_workspace = bodies["orchestrates"]["properties"]["permissions"]
-    assert missing_operations([*NEEDED, "Microsoft.Authorization/permissions/read"], on_workspace) == []
-    assert missing_operations(NEEDED, bodies["reportsMetrics"]["properties"]["permissions"]), "nodes may do less"
+    assert missing_operations([*NEEDED_OPERATIONS, "Microsoft.Authorization/permissions/read"], on_workspace) == []
+    assert missing_operations(NEEDED_OPERATIONS, bodies["reportsMetrics"]["properties"]["permissions"]), (
+        "nodes may do less"
+    )
     on_subscription = bodies["readsLocations"]["properties"]["permissions"]
     assert missing_operations(["Microsoft.Resources/subscriptions/providers/read"], on_subscription) == []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.jobs import shared_memory
+from dtrain_dagster.clusters.azure_ml.jobs import shared_memory_of
 from dtrain_dagster.costs.prices import hardware_of, skus
 from tests.azure.stage import V100, end
 
@@ -14,10 +14,10 @@ TWO_GPUS = "Standard_NC48ads_A100_v4"
 
 
 def test_several_ranks_get_more_than_the_services_default_and_no_node_is_filled() -> None:
-    assert shared_memory(1) == "2g"
+    assert shared_memory_of(1) == "2g"
     for sku in skus():
         node = hardware_of(sku)
-        gigabytes = int(shared_memory(node.gpus).removesuffix("g"))
+        gigabytes = int(shared_memory_of(node.gpus).removesuffix("g"))
         assert gigabytes == (2 if node.gpus == 1 else 8 * node.gpus)
         assert gigabytes <= node.memory_gib / 10, sku
 

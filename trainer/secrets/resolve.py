@@ -35,8 +35,7 @@ def _from_vault(reference: str, vault: str, name: str, version: str | None) -> s
         ) from None
     from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError, ResourceNotFoundError
 
-    from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-    from trainer.runtime.network_refusal import is_network_refusal
+    from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
     from trainer.secrets.azure_token import credential
 
     suffix = os.environ.get(VAULT_SUFFIX_VARIABLE, "vault.azure.net")

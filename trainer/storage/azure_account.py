@@ -25,8 +25,7 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobServiceClient
 
 from trainer.errors import ConfigError
-from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-from trainer.runtime.network_refusal import is_network_refusal
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy, retry_after_seconds
 from trainer.storage.base import StorageAccessError, StorageError
 

@@ -18,8 +18,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
-from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-from trainer.runtime.network_refusal import is_network_refusal
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 
 if TYPE_CHECKING:

@@ -145,7 +145,7 @@ class Jobs:
             environment_variables=self._variables(record),
             compute=record["compute"],
             instance_count=record["node_count"],
-            shm_size=shared_memory(record["processes_per_node"]),
+            shm_size=shared_memory_of(record["processes_per_node"]),
             distribution={"type": "pytorch", "process_count_per_instance": record["processes_per_node"]},
             tags=tags(record),
             **identity,
@@ -270,7 +270,7 @@ def _download(blob: Any) -> bytes:
     return blob.download_blob().readall()
 
 
-def shared_memory(ranks: int) -> str:
+def shared_memory_of(ranks: int) -> str:
     """Return the most shared memory of a node's container, as Docker writes it, for its number of ranks.
 
     The service's own default is 2 GiB, of which NCCL between several GPUs of a node runs out. It is a limit and not a

@@ -13,8 +13,7 @@ from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError, Serv
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.costs.prices import region_of
-from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-from trainer.runtime.network_refusal import is_network_refusal
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 
 PROVIDERS = {
     "Microsoft.MachineLearningServices": True,
@@ -30,9 +29,9 @@ PROVIDERS = {
     "Microsoft.Cdn": False,  # online endpoints
 }
 """Resource providers → whether trainings need them."""
-ML = "Microsoft.MachineLearningServices/"
-NEEDED = tuple(
-    f"{ML}workspaces/{name}"
+ML_NAMESPACE = "Microsoft.MachineLearningServices/"
+NEEDED_OPERATIONS = tuple(
+    f"{ML_NAMESPACE}workspaces/{name}"
     for name in (
         *("read", "computes/read", "computes/write", "computes/delete", "computes/listNodes/action"),
         *("jobs/read", "jobs/write", "jobs/cancel/action", "codes/versions/read", "codes/versions/write"),
@@ -181,7 +180,7 @@ def judge_refused_read(check: str, operation: str, error: ServiceError, scope: s
             verdict="missing",
             seen=f"{named[1] if named else operation} is not allowed ({error.code})",
             remedy=ASSIGN,
-            command=assignment_command(principal, role_on(scope), scope),
+            command=assignment_command(principal, role_of_scope(scope), scope),
         )
     if isinstance(error, NotFound):
         return DoctorLine(
@@ -199,7 +198,7 @@ def assignment_command(principal: str, role: str, scope: str) -> str:
     return f'az role assignment create --assignee {principal or "<principal>"} --role "{role}" --scope {scope}'
 
 
-def role_on(scope: str) -> str:
+def role_of_scope(scope: str) -> str:
     """Return the role of deploy/azure that the orchestrator has on such a scope."""
     kinds = {
         "/workspaces/": "dtrain orchestrates (<prefix>)",
@@ -230,18 +229,25 @@ def missing_operations(needed: Iterable[str], permissions: Sequence[Mapping[str,
 
 
 def _matches(pattern: str, operation: str) -> bool:
-    """Return whether a pattern of a role holds an operation; ``*`` stands for anything, slashes included."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), operation, re.IGNORECASE) is not None
+    """Return whether a pattern of a role holds an operation. ``*`` stands for anything, slashes included; between two
+    slashes for nothing, too: Azure's own role «AzureML Data Scientist» takes ``workspaces/write`` out of what
+    ``workspaces/*/write`` grants."""
+    words = re.escape(pattern).replace(r"/\*/", "/(?:.*/)?").replace(r"\*", ".*")
+    return re.fullmatch(words, operation, re.IGNORECASE) is not None
 
 
 def judge_permissions(permissions: Sequence[Mapping[str, Any]], scope: str, principal: str) -> list[DoctorLine]:
     """Return a line for each operation on the workspace that is not granted, or one that all are."""
-    missing = missing_operations(NEEDED, permissions)
+    missing = missing_operations(NEEDED_OPERATIONS, permissions)
     if not missing:
         return [
-            DoctorLine(check="roles", verdict="ok", seen=f"all {len(NEEDED)} operations on the workspace are granted")
+            DoctorLine(
+                check="roles",
+                verdict="ok",
+                seen=f"all {len(NEEDED_OPERATIONS)} operations on the workspace are granted",
+            )
         ]
-    command = assignment_command(principal, role_on(scope), scope)
+    command = assignment_command(principal, role_of_scope(scope), scope)
     return [
         DoctorLine(check="roles", verdict="missing", seen=f"{name} is not granted", remedy=ASSIGN, command=command)
         for name in missing

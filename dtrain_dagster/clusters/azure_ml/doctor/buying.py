@@ -37,7 +37,7 @@ def judge_choice(
     usage = f"az ml compute list-usage --location {market.region} {where} --output table"
     sizes = f"az ml compute list-sizes --location {market.region} {where} --output table"
     types = market.compute_types.get(choice.sku.casefold())
-    retired = retired_on(choice.sku)
+    retired = retirement_of(choice.sku)
     if retired and retired <= today:
         return DoctorLine(
             check="sizes",
@@ -71,7 +71,7 @@ def judge_choice(
     )
 
 
-def retired_on(sku: str) -> datetime.date | None:
+def retirement_of(sku: str) -> datetime.date | None:
     """Return the day on which a size retires, None where none is known."""
     try:
         day = hardware_of(sku).retired_on

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Verdict = Literal["ok", "warning", "missing"]
+DoctorVerdict = Literal["ok", "warning", "missing"]
 """Whether it is as it should be; may be in the way, or is only known later; or a training cannot start without it."""
 BUYS = "Nothing was bought: it reads, and writes one small blob, which it deletes."
 
@@ -17,7 +17,7 @@ class DoctorLine:
 
     check: str
     """Which part of the walk it belongs to: ``identity``, ``providers``…"""
-    verdict: Verdict
+    verdict: DoctorVerdict
     seen: str
     remedy: str = ""
     """What to do; empty where nothing is to be done."""

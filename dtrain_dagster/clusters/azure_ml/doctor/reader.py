@@ -21,7 +21,7 @@ STORAGE_SCOPE = "https://storage.azure.com/.default"
 ANSWER_SECONDS = 20.0
 REGISTRY_SUFFIXES = ("azurecr.io", "azurecr.us", "azurecr.cn")
 """Ends of host names that are Azure's own registries: only they are shown a token."""
-MANIFESTS = ", ".join(
+MANIFEST_TYPES = ", ".join(
     (
         "application/vnd.docker.distribution.manifest.v2+json",
         "application/vnd.docker.distribution.manifest.list.v2+json",
@@ -132,7 +132,7 @@ class AzureReader:
             return 0, redact(f"{type(error).__name__}: {error}")[:300]
 
     def _head(self, address: str, token: str | None) -> requests.Response:
-        headers = {"Accept": MANIFESTS} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Accept": MANIFEST_TYPES} | ({"Authorization": f"Bearer {token}"} if token else {})
         # GET, not HEAD: a refusal's words tell a firewall from a missing role. A manifest is a few kilobytes.
         return requests.get(address, headers=headers, timeout=ANSWER_SECONDS, allow_redirects=False)
 

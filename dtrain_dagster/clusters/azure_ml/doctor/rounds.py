@@ -29,7 +29,7 @@ WORKSPACE_VERSION, RESOURCES_VERSION, NETWORK_VERSION, IDENTITY_VERSION = (
     "2024-05-01",
     "2023-01-31",
 )
-READS = {
+READ_LISTS = {
     "computes": "computes/read",
     "jobs": "jobs/read",
     "datastores": "datastores/read",
@@ -106,7 +106,7 @@ class Rounds:
         try:
             self.workspace = self.reader.document("look at the workspace", scope, WORKSPACE_VERSION)
         except ServiceError as error:
-            self.is_absent, operation = isinstance(error, NotFound), f"{access.ML}workspaces/read"
+            self.is_absent, operation = isinstance(error, NotFound), f"{access.ML_NAMESPACE}workspaces/read"
             return [access.judge_refused_read("workspace", operation, error, scope, self.principal)]
         return access.judge_workspace(self.workspace, self.region, self.options)
 
@@ -116,8 +116,8 @@ class Rounds:
         scope, lines, good = self.options.workspace_id, [], []
         if self.is_absent:
             return []
-        for name, needed in READS.items():
-            operation = f"{access.ML}workspaces/{needed}"
+        for name, needed in READ_LISTS.items():
+            operation = f"{access.ML_NAMESPACE}workspaces/{needed}"
             try:
                 self.reader.document(f"list {name}", f"{scope}/{name}", "2024-04-01")
                 good.append(name)
@@ -171,12 +171,12 @@ class Rounds:
     def check_sizes(self) -> list[DoctorLine]:
         """Return which sizes of the chain can be asked for, and whether any can."""
         region = region_of(str(self.workspace.get("location") or self.region))
-        root = f"/subscriptions/{self.options.subscription_id}/providers/{access.ML}locations/{region}"
+        root = f"/subscriptions/{self.options.subscription_id}/providers/{access.ML_NAMESPACE}locations/{region}"
         provisioner = Provisioner(self.reader.service, AuditLog(self.home))
-        operation = f"{access.ML}locations/vmsizes/read"
+        operation = f"{access.ML_NAMESPACE}locations/vmsizes/read"
         try:
             listed = self.reader.document("list the sizes", f"{root}/vmSizes", WORKSPACE_VERSION)
-            sizes, operation = provisioner.sizes(), f"{access.ML}locations/usages/read"
+            sizes, operation = provisioner.sizes(), f"{access.ML_NAMESPACE}locations/usages/read"
             quotas = provisioner.quotas()
         except ServiceError as error:
             scope = f"/subscriptions/{self.options.subscription_id}"
@@ -208,7 +208,7 @@ class Rounds:
             try:
                 self.reader.document("look at the environment", path, "2024-04-01")
             except ServiceError as error:
-                operation = f"{access.ML}workspaces/environments/versions/read"
+                operation = f"{access.ML_NAMESPACE}workspaces/environments/versions/read"
                 return [access.judge_refused_read("images", operation, error, scope, self.principal)]
             return [DoctorLine(check="images", verdict="ok", seen=f"{text} is in the workspace")]
         if image is None:

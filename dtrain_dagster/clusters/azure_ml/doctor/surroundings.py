@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtrain_dagster.clusters.azure_ml.doctor.access import assignment_command, missing_operations, role_on
+from dtrain_dagster.clusters.azure_ml.doctor.access import assignment_command, missing_operations, role_of_scope
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from trainer.runtime.network_refusal import REMEDY as NETWORK_REMEDY
-from trainer.runtime.network_refusal import is_network_refusal
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 
 JOIN = "Microsoft.Network/virtualNetworks/subnets/join/action"
 RESERVED_ADDRESSES = 5
@@ -231,7 +230,7 @@ def judge_subnet(
                 verdict="missing",
                 seen=f"{JOIN} is not granted on it",
                 remedy="a compute in a subnet is made by someone who may join it: assign the role of deploy/azure",
-                command=assignment_command(principal, role_on(scope), scope),
+                command=assignment_command(principal, role_of_scope(scope), scope),
             )
         )
     return lines

@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine, doctor_tex
 from dtrain_dagster.clusters.azure_ml.doctor.surroundings import ImageName
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice
-from trainer.runtime.network_refusal import REMEDY
+from trainer.runtime.network_refusal import NETWORK_REMEDY
 
 OPTIONS = AzureMLOptions(
     subscription_id="00000000-0000-4000-8000-000000000001", resource_group="group", workspace="ws",
@@ -52,6 +52,14 @@ def test_wildcards_of_roles(granted: list[str], excluded: list[str], missing: li
     assert access.missing_operations(needed, [{"actions": granted, "notActions": excluded}]) == missing
 
 
+@pytest.mark.parametrize(
+    ("pattern", "granted"),
+    [("A/ws/*/read", True), ("A/*/read", True), ("A/ws/*", True), ("A/ws/*/write", False), ("A/w*s/r", False)],
+)
+def test_a_wildcard_between_slashes_may_stand_for_nothing(pattern: str, granted: bool) -> None:
+    assert (access.missing_operations(["A/ws/read"], [{"actions": [pattern]}]) == []) is granted
+
+
 def test_what_one_role_excludes_another_may_grant() -> None:
     roles: list[dict[str, Any]] = [{"actions": ["*"], "notActions": ["*/write"]}, {"actions": ["A/b/write"]}]
     assert access.missing_operations(["A/b/write", "A/c/write"], roles) == ["A/c/write"]
@@ -70,7 +78,7 @@ def test_an_operation_that_azure_names_is_the_one_that_is_told() -> None:
     [
         ("there is no such container: create it", "az storage container create --auth-mode login --account-name team"),
         ("give it a role", "az role assignment create --assignee me "),
-        (REMEDY, ""),
+        (NETWORK_REMEDY, ""),
     ],
 )
 def test_what_is_wrong_with_storage_has_its_own_command(said: str, command: str) -> None:
