@@ -2,9 +2,9 @@
 nodes' identity, a registry of images. The control verb ``around`` changes it, and what the workspace and the list of
 sizes say: its fields are those of `Around`.
 
-Shapes: providers as in the recordings of azure-cli (`az provider show`), permissions as in Azure's REST reference
-(authorization, permissions/listForResource), the registry's tokens as in Azure/acr docs/AAD-OAuth.md. The rest is
-assumed."""
+Shapes: providers and permissions as in Azure's REST reference (resources, providers/get; authorization,
+permissions/listForResource); the registry's tokens as azure-sdk-for-python asks for them (azure-containerregistry,
+_exchange_client.py). The rest is assumed."""
 
 from __future__ import annotations
 
