@@ -75,6 +75,12 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
         remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
         command = "az deployment group show --name <name> --resource-group <group> --query properties.outputs"
         return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy=remedy, command=command)]
+    try:
+        import azure.ai.ml
+        import azure.identity  # noqa: F401
+    except ImportError as error:
+        command = "pip install 'dtrain[azure]'"
+        return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy="install it", command=command)]
     rounds = Rounds(
         AzureReader(Service(options)),
         options,

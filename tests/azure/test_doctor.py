@@ -318,6 +318,11 @@ def test_the_nodes_identity(practice: Practice) -> None:
     practice.one("identity", "warning", "an identity of their compute")
 
 
+def test_packages_that_are_not_installed(practice: Practice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "azure.ai.ml", None)
+    assert practice.one("settings", "missing", "azure.ai.ml")["command"] == "pip install 'dtrain[azure]'"
+
+
 def test_settings_that_name_nothing(practice: Practice) -> None:
     practice.delenv("DTRAIN_AZURE_WORKSPACE")
     assert "DTRAIN_AZURE_WORKSPACE" in practice.one("settings", "missing", "DTRAIN_AZURE_WORKSPACE")["seen"]

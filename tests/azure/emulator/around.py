@@ -78,9 +78,12 @@ def around_routes(cloud: Cloud, around: Around, identity: Identity, arm: APIRout
     for place in (WS, SUBNET):
 
         @router.get(place + PERMISSIONS, name="permissions.list")
-        async def permissions() -> dict[str, Any]:
-            granted = {"actions": around.actions, "notActions": around.not_actions}
-            return {"value": [{**granted, "dataActions": [], "notDataActions": []}]}
+        async def permissions(request: Request) -> dict[str, Any]:
+            """In two pages: what anybody may who reads, then the rest."""
+            if "page" not in request.query_params:
+                following = f"{cloud.addresses.base}{request.url.path}?{request.url.query}&page=2"
+                return {"value": [_permission(["*/read"], [])], "nextLink": following}
+            return {"value": [_permission(around.actions, around.not_actions)]}
 
     @router.get(SUBNET, name="subnet.get")
     async def subnet(name: str) -> dict[str, Any]:
@@ -133,6 +136,10 @@ def around_control(around: Around) -> APIRouter:
         return {"result": dataclasses.asdict(around)}
 
     return router
+
+
+def _permission(actions: list[str], not_actions: list[str]) -> dict[str, list[str]]:
+    return {"actions": actions, "notActions": not_actions, "dataActions": [], "notDataActions": []}
 
 
 def _denied(code: str) -> dict[str, Any]:
