@@ -130,50 +130,6 @@ def test_they_are_there() -> None:
     }
 
 
-def faults_of_syntax(source: bytes) -> list[str]:
-    """Where the grammar of tree-sitter finds no Bicep: line and text. It shares nothing with pycep."""
-    import tree_sitter_bicep
-    from tree_sitter import Language, Node, Parser
-
-    found: list[str] = []
-
-    def walk(node: Node) -> None:
-        if node.is_error or node.is_missing:
-            found.append(f"line {node.start_point[0] + 1}: {(node.text or b'').decode()[:60] or node.type}")
-        for child in node.children:
-            walk(child)
-
-    walk(Parser(Language(tree_sitter_bicep.language())).parse(source).root_node)
-    return found
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_second_parser_reads_them_too(file: Path) -> None:
-    assert faults_of_syntax(file.read_bytes()) == []
-
-
-@pytest.mark.parametrize(
-    ("there", "planted"),
-    [
-        ("'Cost'", "'Cost"),
-        ("category: 'Cost'", "category 'Cost'"),
-        ("resource budget ", "resource "),
-        ("param name string\n", "param name string =\n"),
-        ("contactEmails: emails\n      }\n", "contactEmails: emails\n"),
-    ],
-    ids=["string", "colon", "symbol", "default", "brace"],
-)
-def test_a_fault_of_syntax_is_found_by_both_parsers(there: str, planted: str, tmp_path: Path) -> None:
-    from pycep import BicepParser
-
-    source = (AZURE / "modules/budget.bicep").read_text()
-    assert there in source
-    broken = source.replace(there, planted, 1)
-    assert faults_of_syntax(broken.encode())
-    with pytest.raises(Exception, match=r"(?i)unexpected|no terminal|expected"):
-        BicepParser().parse(text=broken)
-
-
 @parsed
 def test_both_parsers_see_the_same_resources(templates: dict[str, dict[str, Any]]) -> None:
     """So that nothing is hidden from the tests below by a parser that skips what it does not understand."""
