@@ -204,7 +204,7 @@ def test_a_read_that_a_network_rule_refuses_is_not_called_a_missing_role(practic
     practice.refuse("compute.list", "UserError", BY_NETWORK)
     line = practice.one("roles", "missing", "refused by a network rule (UserError)")
     assert "not a role" in line["remedy"]
-    assert "role assignment" not in line["command"]
+    assert line["command"].endswith("--query properties.publicNetworkAccess")
 
 
 def test_an_operation_that_is_not_granted(practice: Practice) -> None:

@@ -172,6 +172,7 @@ def judge_refused_read(check: str, operation: str, error: ServiceError, scope: s
             verdict="missing",
             seen=f"{operation}: refused by a network rule ({error.code}): {reason}",
             remedy=NETWORK_REMEDY,
+            command=f"az resource show --ids {scope} --query properties.publicNetworkAccess",
         )
     if error.status == 403 or "Authorization" in error.code:
         named = _DENIED.search(reason)

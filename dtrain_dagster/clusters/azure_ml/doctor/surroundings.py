@@ -59,6 +59,7 @@ def judge_image(image: ImageName, status: int, said: str, principal: str) -> Doc
             verdict="missing",
             seen=f"{seen}: refused by a network rule ({status})",
             remedy=NETWORK_REMEDY,
+            command=f"nslookup {image.host.partition(':')[0]}",
         )
     if status == 404:
         return DoctorLine(
@@ -101,7 +102,8 @@ def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, p
     """Return why the container cannot be read or written; the error says what to do. ``step``: what was tried;
     ``principal``: who did."""
     container, said = uri.removeprefix("az://").partition("/")[0], str(error)
-    account = (urlsplit(account_url).hostname or "<account>").partition(".")[0]
+    host = urlsplit(account_url).hostname or "<account>"
+    account = host.partition(".")[0]
     scope = f"$(az storage account show --name {account} --query id --output tsv)/blobServices/default/containers/"
     command = (
         f"az storage container create --auth-mode login --account-name {account} --name {container}"
@@ -114,7 +116,7 @@ def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, p
         verdict="missing",
         seen=f"{step}: {said}",
         remedy="see the line itself" if by_network else "as it says",
-        command="" if by_network else command,
+        command=f"nslookup {host}" if by_network else command,
     )
 
 
