@@ -27,6 +27,26 @@ param addresses object = {
 @maxValue(365)
 param retentionDays int = 14
 
+@description('Regions, among those with GPUs and known prices, that have no availability zones, and so no ZRS.')
+param regionsWithoutZones array = [
+  'northcentralus'
+  'westus'
+]
+
+@description('How storage is copied: in three zones of the region, or, where it has none, three times in one place.')
+@allowed([
+  'Standard_LRS'
+  'Standard_ZRS'
+])
+param storageSku string = contains(regionsWithoutZones, toLower(replace(location, ' ', ''))) ? 'Standard_LRS' : 'Standard_ZRS'
+
+@description('Gigabytes of telemetry that Application Insights takes in on one day at most.')
+@minValue(1)
+param telemetryGigabytesPerDay int = 1
+
+@description('Whether to make the role on the subscription too. False: somebody who may does it, with modules/location_role.bicep.')
+param withLocationRole bool = true
+
 @description('Highest cost of the resource group in a month, in the currency of the subscription.')
 @minValue(1)
 param monthlyBudget int
@@ -61,6 +81,8 @@ module dataStorage 'modules/storage.bicep' = {
   params: {
     name: '${prefix}data${uniqueString(resourceGroup().id)}'
     location: location
+    sku: storageSku
+    ofWorkspace: false
     containerName: containerName
     retentionDays: retentionDays
     versioning: true
@@ -73,6 +95,8 @@ module workspaceStorage 'modules/storage.bicep' = {
   params: {
     name: '${prefix}ws${uniqueString(resourceGroup().id)}'
     location: location
+    sku: storageSku
+    ofWorkspace: true
     containerName: ''
     retentionDays: retentionDays
     versioning: false
@@ -85,6 +109,7 @@ module settingsVault 'modules/vault.bicep' = {
   params: {
     name: '${prefix}-s-${uniqueString(resourceGroup().id)}'
     location: location
+    ofWorkspace: false
   }
 }
 
@@ -94,6 +119,7 @@ module workspaceVault 'modules/vault.bicep' = {
   params: {
     name: '${prefix}-w-${uniqueString(resourceGroup().id)}'
     location: location
+    ofWorkspace: true
   }
 }
 
@@ -105,6 +131,16 @@ module images 'modules/images.bicep' = {
   }
 }
 
+// Azure ML refuses to make a workspace without it.
+module insights 'modules/insights.bicep' = {
+  name: 'insights'
+  params: {
+    name: '${prefix}-insights'
+    location: location
+    dailyGigabytes: telemetryGigabytesPerDay
+  }
+}
+
 module workspace 'modules/workspace.bicep' = {
   name: 'workspace'
   params: {
@@ -113,6 +149,7 @@ module workspace 'modules/workspace.bicep' = {
     storageId: workspaceStorage.outputs.id
     vaultId: workspaceVault.outputs.id
     registryId: images.outputs.id
+    insightsId: insights.outputs.id
   }
 }
 
@@ -152,7 +189,7 @@ module roles 'modules/roles.bicep' = {
   }
 }
 
-module locationRole 'modules/location_role.bicep' = {
+module locationRole 'modules/location_role.bicep' = if (withLocationRole) {
   name: '${prefix}-location-role'
   scope: subscription()
   params: {
@@ -176,6 +213,7 @@ output DTRAIN_AZURE_RESOURCE_GROUP string = resourceGroup().name
 output DTRAIN_AZURE_WORKSPACE string = workspace.outputs.name
 output DTRAIN_STORAGE string = 'az://${containerName}'
 output AZURE_STORAGE_ACCOUNT_URL string = dataStorage.outputs.blobUrl
+output orchestratorPrincipalId string = identities.outputs.orchestratorPrincipalId
 output orchestratorClientId string = identities.outputs.orchestratorClientId
 output nodesIdentityId string = identities.outputs.nodesId
 output nodesClientId string = identities.outputs.nodesClientId

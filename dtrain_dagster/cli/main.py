@@ -9,6 +9,7 @@ import time
 
 import click
 
+from dtrain_dagster.cli.azure_doctor import azure
 from dtrain_dagster.cli.common import (
     EXIT_INTERRUPTED,
     Refusal,
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost),
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure),
     *(ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:

@@ -26,6 +26,7 @@ from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryE
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import EVALUATION, RunDir
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address
@@ -270,6 +271,8 @@ def _explained(what: str) -> Iterator[None]:
         status = getattr(error, "status_code", None)
         words = redact(str(getattr(error, "message", None) or error)).strip().splitlines()[0][:1000]
         remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
+        if is_network_refusal("", words):
+            remedy = f"; {NETWORK_REMEDY}"
         note = request_note(request_id_of(error))
         raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}{note}") from error
 

@@ -72,7 +72,8 @@ class Vault:
     port: int = 0
     claims_to_be: str = ""
     """The resource that its challenge names; empty: its own."""
-    forbids: bool = False
+    forbids: str = ""
+    """The words of its refusal; empty: it refuses nobody."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     """(path, Authorization) of every request."""
     token_resources: list[str] = field(default_factory=list)
@@ -87,7 +88,7 @@ def answer(vault: Vault, path: str, authorization: str | None) -> tuple[int, dic
         return 401, {"WWW-Authenticate": challenge}, {"error": {"code": "Unauthorized", "message": "AKV10000"}}
     assert authorization == "Bearer token-of-the-vault"
     if vault.forbids:
-        return 403, {}, {"error": {"code": "Forbidden", "message": "Caller is not authorized"}}
+        return 403, {}, {"error": {"code": "Forbidden", "message": vault.forbids}}
     name = urlsplit(path).path.strip("/").split("/")[1]
     if name not in vault.secrets:
         return 404, {}, {"error": {"code": "SecretNotFound", "message": f"A secret with {name} was not found"}}
@@ -160,7 +161,8 @@ def test_a_secret_comes_from_the_vault_by_identity(vault: Vault, caplog: pytest.
     ("reference", "change", "says"),
     [
         ("keyvault://trainer/other", {}, "vault trainer has no such secret"),
-        ("keyvault://trainer/smtp", {"forbids": True}, r"refused \(403\).*Key Vault Secrets User"),
+        ("keyvault://trainer/smtp", {"forbids": "Not authorized"}, r"refused \(403\).*Key Vault Secrets User"),
+        ("keyvault://trainer/smtp", {"forbids": "Public network access is disabled"}, "is the network, not a role"),
         ("keyvault://trainer/smtp", {"claims_to_be": "https://vault.evil.example"}, "does not match"),
         ("keyvault://trainer/empty", {"secrets": {"empty": ""}}, "is empty"),
     ],

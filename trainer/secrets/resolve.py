@@ -35,6 +35,7 @@ def _from_vault(reference: str, vault: str, name: str, version: str | None) -> s
         ) from None
     from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError, ResourceNotFoundError
 
+    from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
     from trainer.secrets.azure_token import credential
 
     suffix = os.environ.get(VAULT_SUFFIX_VARIABLE, "vault.azure.net")
@@ -46,11 +47,9 @@ def _from_vault(reference: str, vault: str, name: str, version: str | None) -> s
     except ClientAuthenticationError as error:
         raise SecretError(f"{reference}: no identity to ask vault {vault} with: {_words(error)}") from None
     except HttpResponseError as error:
-        remedy = (
-            "; give this identity the role Key Vault Secrets User on it, and let its firewall pass this machine"
-            if error.status_code in (401, 403)
-            else ""
-        )
+        remedy = "; give this identity the role Key Vault Secrets User on it" if error.status_code in (401, 403) else ""
+        if is_network_refusal("", str(error.message)):
+            remedy = f"; {NETWORK_REMEDY}"
         raise SecretError(
             f"{reference}: vault {vault} refused ({error.status_code}): {_words(error)}{remedy}"
         ) from None

@@ -25,6 +25,7 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobServiceClient
 
 from trainer.errors import ConfigError
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy, retry_after_seconds
 from trainer.storage.base import StorageAccessError, StorageError
 
@@ -68,8 +69,7 @@ def judge_access(error: BaseException) -> AccessVerdict:
     if not isinstance(error, HttpResponseError):
         passing = isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError))
         return AccessVerdict.AGAIN if passing else AccessVerdict.FAILED
-    code = getattr(error, "error_code", None)
-    name, status = str(getattr(code, "value", code)), error.status_code
+    name, status = _code(error), error.status_code
     if status is None or status in (408, 429) or status >= 500:  # no status: the connection broke within the answer
         return AccessVerdict.AGAIN
     if status in (401, 403):
@@ -158,18 +158,24 @@ def account() -> str:
 def _translated(what: str, error: BaseException, verdict: AccessVerdict) -> OSError:
     said = _first_line(error)
     if verdict is AccessVerdict.DENIED:
-        remedy = (
-            f"check the key in {CONNECTION_STRING}, and the account's network rules"
-            if os.environ.get(CONNECTION_STRING)
-            else "give this machine's identity the role «Storage Blob Data Contributor» on the container, and let the "
-            "account's network rules admit it"
-        )
+        if is_network_refusal(_code(error), said):
+            remedy = NETWORK_REMEDY
+        elif os.environ.get(CONNECTION_STRING):
+            remedy = f"check the key in {CONNECTION_STRING}"
+        else:
+            remedy = "give this machine's identity the role «Storage Blob Data Contributor» on the container"
         return StorageAccessError(f"{what}: the storage account ({account()}) does not let us in ({said}): {remedy}")
     if verdict is AccessVerdict.NO_CONTAINER:
         return StorageAccessError(
             f"{what}: the storage account ({account()}) has no such container: create it, or correct the address"
         )
     return BlobError(f"{what} failed: {said}", verdict)
+
+
+def _code(error: BaseException) -> str:
+    """Return the account's word for an error; "" where it has none."""
+    code = getattr(error, "error_code", None)
+    return str(getattr(code, "value", code) or "")
 
 
 def _asked_to_wait(error: BaseException) -> float:
@@ -180,7 +186,6 @@ def _asked_to_wait(error: BaseException) -> float:
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error, without the signature of an address."""
     text = str(error).strip() or type(error).__name__
-    code = getattr(error, "error_code", None)
-    line = text.splitlines()[0]
-    line = f"{line} ({getattr(code, 'value', code)})" if code else line
+    line, code = text.splitlines()[0], _code(error)
+    line = f"{line} ({code})" if code else line
     return _SIGNATURE.sub(r"\1=…", line)

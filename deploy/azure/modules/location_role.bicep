@@ -1,4 +1,5 @@
-// A role that reads quotas, sizes and the state of long operations: these belong to a region of the subscription.
+// A role that reads quotas, sizes and the state of long operations, which belong to a region of the subscription, and
+// which resource providers are registered in it. Who deploys it needs to define and assign roles on the subscription.
 targetScope = 'subscription'
 
 param prefix string
@@ -8,7 +9,7 @@ resource readsLocations 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   name: guid(subscription().id, prefix, 'dtrain reads locations')
   properties: {
     roleName: 'dtrain reads locations (${prefix})'
-    description: 'Sizes, quotas and operations of Azure ML in a region'
+    description: 'Sizes, quotas and operations of Azure ML in a region, and which resource providers are registered'
     type: 'CustomRole'
     assignableScopes: [
       subscription().id
@@ -22,6 +23,7 @@ resource readsLocations 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
           'Microsoft.MachineLearningServices/locations/quotas/read'
           'Microsoft.MachineLearningServices/locations/usages/read'
           'Microsoft.MachineLearningServices/locations/vmsizes/read'
+          'Microsoft.Resources/subscriptions/providers/read'
         ]
         notActions: []
         dataActions: []

@@ -22,12 +22,14 @@ var builtIn = {
   identityOperator: 'f1a07417-d97a-45cb-824c-7a7467783830' // Managed Identity Operator
 }
 
-// Nodes may change run directories and their logs, but no datasets, code or models. One identity serves all jobs, so a
-// condition cannot distinguish the run directories of different jobs.
+// Nodes may change run directories and their logs, but no datasets, code or models. Their role has no operation on
+// containers («Storage Blob Data Contributor» may delete them, whatever a condition says, because conditions bind only
+// operations on blobs). One identity serves all jobs, so a condition cannot distinguish the run directories of different
+// jobs.
 var blobs = 'Microsoft.Storage/storageAccounts/blobServices/containers/blobs'
 var changesNothing = '!(ActionMatches{\'${blobs}/write\'}) AND !(ActionMatches{\'${blobs}/add/action\'}) AND !(ActionMatches{\'${blobs}/delete\'}) AND !(ActionMatches{\'${blobs}/move/action\'})'
 var changesRunDirectories = '((${changesNothing}) OR (@Resource[${blobs}:path] StringLike \'jobs/*\'))'
-var changesLogs = '((${changesNothing}) OR (@Resource[${blobs}:path] StringLike \'ExperimentRun/*\'))'
+var changesLogs = '((${changesNothing}) OR (@Resource[Microsoft.Storage/storageAccounts/blobServices/containers:name] StringEquals \'azureml\' AND @Resource[${blobs}:path] StringLike \'ExperimentRun/*\'))'
 
 resource dataStorage 'Microsoft.Storage/storageAccounts@2023-05-01' existing = {
   name: dataStorageName
@@ -80,7 +82,7 @@ resource orchestrates 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   name: guid(resourceGroup().id, prefix, 'dtrain orchestrates')
   properties: {
     roleName: 'dtrain orchestrates (${prefix})'
-    description: 'Computes, jobs, models and endpoints of a workspace; not the workspace itself, and none of its secrets'
+    description: 'Computes, jobs, models and endpoints of a workspace, and reading all of it; it cannot change the workspace itself'
     type: 'CustomRole'
     assignableScopes: [
       resourceGroup().id
@@ -88,48 +90,36 @@ resource orchestrates 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
     permissions: [
       {
         actions: [
+          // What Microsoft documents as the least for submitting jobs (how-to-assign-roles, «Submitting any type of run (V2)»).
+          'Microsoft.MachineLearningServices/workspaces/*/read'
+          'Microsoft.MachineLearningServices/workspaces/environments/write'
+          'Microsoft.MachineLearningServices/workspaces/jobs/*'
+          'Microsoft.MachineLearningServices/workspaces/metadata/artifacts/write'
+          'Microsoft.MachineLearningServices/workspaces/metadata/codes/*/write'
+          'Microsoft.MachineLearningServices/workspaces/environments/build/action'
+          'Microsoft.MachineLearningServices/workspaces/environments/readSecrets/action'
+          // What dtrain's client asks for besides that: computes, code, runs, models, endpoints.
           'Microsoft.MachineLearningServices/workspaces/read'
-          'Microsoft.MachineLearningServices/workspaces/codes/read'
           'Microsoft.MachineLearningServices/workspaces/codes/write'
-          'Microsoft.MachineLearningServices/workspaces/codes/versions/read'
           'Microsoft.MachineLearningServices/workspaces/codes/versions/write'
-          'Microsoft.MachineLearningServices/workspaces/computes/read'
           'Microsoft.MachineLearningServices/workspaces/computes/write'
           'Microsoft.MachineLearningServices/workspaces/computes/delete'
           'Microsoft.MachineLearningServices/workspaces/computes/listNodes/action'
-          'Microsoft.MachineLearningServices/workspaces/datastores/read'
           'Microsoft.MachineLearningServices/workspaces/datastores/listsecrets/action'
-          'Microsoft.MachineLearningServices/workspaces/environments/read'
-          'Microsoft.MachineLearningServices/workspaces/environments/write'
-          'Microsoft.MachineLearningServices/workspaces/environments/versions/read'
           'Microsoft.MachineLearningServices/workspaces/environments/versions/write'
-          'Microsoft.MachineLearningServices/workspaces/experiments/read'
           'Microsoft.MachineLearningServices/workspaces/experiments/write'
-          'Microsoft.MachineLearningServices/workspaces/experiments/runs/read'
           'Microsoft.MachineLearningServices/workspaces/experiments/runs/submit/action'
           'Microsoft.MachineLearningServices/workspaces/experiments/runs/write'
-          'Microsoft.MachineLearningServices/workspaces/jobs/read'
-          'Microsoft.MachineLearningServices/workspaces/jobs/write'
-          'Microsoft.MachineLearningServices/workspaces/jobs/cancel/action'
-          'Microsoft.MachineLearningServices/workspaces/jobs/operationresults/read'
-          'Microsoft.MachineLearningServices/workspaces/metadata/artifacts/read'
-          'Microsoft.MachineLearningServices/workspaces/metadata/artifacts/write'
-          'Microsoft.MachineLearningServices/workspaces/models/read'
           'Microsoft.MachineLearningServices/workspaces/models/write'
-          'Microsoft.MachineLearningServices/workspaces/models/versions/read'
           'Microsoft.MachineLearningServices/workspaces/models/versions/write'
-          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/read'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/delete'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/score/action'
-          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/read'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/delete'
           'Microsoft.MachineLearningServices/workspaces/onlineendpoints/deployments/getlogs/action'
-          'Microsoft.MachineLearningServices/workspaces/onlineendpoints/deployments/operationresults/read'
-          'Microsoft.MachineLearningServices/workspaces/onlineendpoints/deployments/operationsstatus/read'
-          'Microsoft.MachineLearningServices/workspaces/onlineendpoints/operationresults/read'
-          'Microsoft.MachineLearningServices/workspaces/onlineendpoints/operationsstatus/read'
+          // For `dtrain azure doctor`: what this very identity may do here.
+          'Microsoft.Authorization/permissions/read'
         ]
         notActions: []
         dataActions: []
@@ -166,6 +156,33 @@ resource reportsMetrics 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   }
 }
 
+resource writesBlobs 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
+  name: guid(resourceGroup().id, prefix, 'dtrain writes blobs')
+  properties: {
+    roleName: 'dtrain writes blobs (${prefix})'
+    description: 'Reads and writes blobs, as far as the condition of the assignment lets it; makes and deletes no container'
+    type: 'CustomRole'
+    assignableScopes: [
+      resourceGroup().id
+    ]
+    permissions: [
+      {
+        actions: [
+          'Microsoft.Storage/storageAccounts/blobServices/containers/read'
+        ]
+        notActions: []
+        dataActions: [
+          'Microsoft.Storage/storageAccounts/blobServices/containers/blobs/read'
+          'Microsoft.Storage/storageAccounts/blobServices/containers/blobs/write'
+          'Microsoft.Storage/storageAccounts/blobServices/containers/blobs/add/action'
+          'Microsoft.Storage/storageAccounts/blobServices/containers/blobs/delete'
+        ]
+        notDataActions: []
+      }
+    ]
+  }
+}
+
 resource joinsSubnet 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   name: guid(resourceGroup().id, prefix, 'dtrain joins its subnet')
   properties: {
@@ -180,6 +197,7 @@ resource joinsSubnet 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
         actions: [
           'Microsoft.Network/virtualNetworks/subnets/read'
           'Microsoft.Network/virtualNetworks/subnets/join/action'
+          'Microsoft.Authorization/permissions/read'
         ]
         notActions: []
         dataActions: []
@@ -259,6 +277,16 @@ resource orchestratorOnVault 'Microsoft.Authorization/roleAssignments@2022-04-01
   }
 }
 
+resource orchestratorOnImages 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(registry.id, orchestratorPrincipalId, builtIn.imagePull)
+  scope: registry
+  properties: {
+    principalId: orchestratorPrincipalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', builtIn.imagePull)
+  }
+}
+
 resource nodesOnWorkspace 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   name: guid(workspace.id, nodesPrincipalId, 'reports metrics')
   scope: workspace
@@ -270,24 +298,24 @@ resource nodesOnWorkspace 'Microsoft.Authorization/roleAssignments@2022-04-01' =
 }
 
 resource nodesOnContainer 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
-  name: guid(container.id, nodesPrincipalId, builtIn.blobContributor)
+  name: guid(container.id, nodesPrincipalId, 'writes blobs')
   scope: container
   properties: {
     principalId: nodesPrincipalId
     principalType: 'ServicePrincipal'
-    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', builtIn.blobContributor)
+    roleDefinitionId: writesBlobs.id
     condition: changesRunDirectories
     conditionVersion: '2.0'
   }
 }
 
 resource nodesOnWorkspaceStorage 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
-  name: guid(workspaceStorage.id, nodesPrincipalId, builtIn.blobContributor)
+  name: guid(workspaceStorage.id, nodesPrincipalId, 'writes blobs')
   scope: workspaceStorage
   properties: {
     principalId: nodesPrincipalId
     principalType: 'ServicePrincipal'
-    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', builtIn.blobContributor)
+    roleDefinitionId: writesBlobs.id
     condition: changesLogs
     conditionVersion: '2.0'
   }

@@ -1,7 +1,18 @@
-// A storage account without keys: access by identities only, over TLS 1.2 only, from private endpoints only.
+// A storage account without keys: access by identities only, over TLS 1.2 only. The internet is refused; who comes in are
+// private endpoints, and, where the workspace needs that, Azure's own services with a role (`bypass`).
 @maxLength(24)
 param name string
 param location string
+
+@description('Copies in three zones of the region (ZRS), or in one place (LRS) where the region has no zones.')
+@allowed([
+  'Standard_LRS'
+  'Standard_ZRS'
+])
+param sku string
+
+@description('Whether it is the workspace that uses it. The service then has to reach it from outside the network while it makes the workspace, which fails where public access is switched off as a whole.')
+param ofWorkspace bool
 
 @description('Name of a container to create; empty: none.')
 param containerName string
@@ -15,7 +26,7 @@ resource account 'Microsoft.Storage/storageAccounts@2023-05-01' = {
   location: location
   kind: 'StorageV2'
   sku: {
-    name: 'Standard_ZRS'
+    name: sku
   }
   properties: {
     accessTier: 'Hot'
@@ -24,7 +35,7 @@ resource account 'Microsoft.Storage/storageAccounts@2023-05-01' = {
     allowSharedKeyAccess: false
     defaultToOAuthAuthentication: true
     minimumTlsVersion: 'TLS1_2'
-    publicNetworkAccess: 'Disabled'
+    publicNetworkAccess: ofWorkspace ? 'Enabled' : 'Disabled'
     supportsHttpsTrafficOnly: true
     encryption: {
       keySource: 'Microsoft.Storage'

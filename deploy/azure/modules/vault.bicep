@@ -1,7 +1,10 @@
-// A key vault: roles instead of access policies, no access from the internet, deleted secrets can be restored.
+// A key vault: roles instead of access policies, the internet is refused, deleted secrets can be restored.
 @maxLength(24)
 param name string
 param location string
+
+@description('Whether it is the workspace that uses it: see storage.bicep.')
+param ofWorkspace bool
 
 resource vault 'Microsoft.KeyVault/vaults@2023-07-01' = {
   name: name
@@ -16,7 +19,7 @@ resource vault 'Microsoft.KeyVault/vaults@2023-07-01' = {
     enableSoftDelete: true
     enablePurgeProtection: true
     softDeleteRetentionInDays: 90
-    publicNetworkAccess: 'Disabled'
+    publicNetworkAccess: ofWorkspace ? 'Enabled' : 'Disabled'
     networkAcls: {
       bypass: 'AzureServices'
       defaultAction: 'Deny'

@@ -4,6 +4,7 @@ param location string
 param storageId string
 param vaultId string
 param registryId string
+param insightsId string
 
 resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-10-01-preview' = {
   name: name
@@ -23,6 +24,7 @@ resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-10-01-prev
     storageAccount: storageId
     keyVault: vaultId
     containerRegistry: registryId
+    applicationInsights: insightsId
     publicNetworkAccess: 'Disabled'
     allowPublicAccessWhenBehindVnet: false
     // The workspace stores no account key: its storage is read and written with the caller's own identity.

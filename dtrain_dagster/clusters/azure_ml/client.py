@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
+from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def passes(error: BaseException) -> bool:
         if isinstance(item, lost):
             return True
         if isinstance(item, HttpResponseError) and item.status_code is not None:
-            return item.status_code in PASSING_STATUSES
+            # A private workspace also answers 502 to a caller from outside, for as long as it is asked.
+            return item.status_code in PASSING_STATUSES and not is_network_refusal(code_of(error), words(error))
     return False
 
 
@@ -182,7 +184,9 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
     message = f"{what}: {reason}"
     from azure.core.exceptions import ClientAuthenticationError
 
-    if any(isinstance(item, ClientAuthenticationError) for item in _chain(error)) and status in (None, 401):
+    if is_network_refusal(code, reason):  # first: it comes with the status of each of the others
+        message += f". {NETWORK_REMEDY[0].upper()}{NETWORK_REMEDY[1:]}"
+    elif any(isinstance(item, ClientAuthenticationError) for item in _chain(error)) and status in (None, 401):
         message = (
             f"{what}: no identity that Azure accepts. Give this machine a managed identity, or run `az login`; "
             f"DefaultAzureCredential says: {reason}"

@@ -33,6 +33,7 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
 )  # fmt: skip
 OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
+SHARED_GIB_PER_RANK = 8
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
 
@@ -144,6 +145,7 @@ class Jobs:
             environment_variables=self._variables(record),
             compute=record["compute"],
             instance_count=record["node_count"],
+            shm_size=shared_memory_of(record["processes_per_node"]),
             distribution={"type": "pytorch", "process_count_per_instance": record["processes_per_node"]},
             tags=tags(record),
             **identity,
@@ -266,6 +268,15 @@ class Jobs:
 
 def _download(blob: Any) -> bytes:
     return blob.download_blob().readall()
+
+
+def shared_memory_of(ranks: int) -> str:
+    """Return the most shared memory of a node's container, as Docker writes it, for its number of ranks.
+
+    The service's own default is 2 GiB, of which NCCL between several GPUs of a node runs out. It is a limit and not a
+    reservation: 8 GiB for each rank is below a tenth of the memory of every size with several GPUs.
+    """
+    return "2g" if ranks <= 1 else f"{SHARED_GIB_PER_RANK * ranks}g"
 
 
 def factories(rundir: RunDir) -> list[str]:

@@ -17,6 +17,7 @@ from tests.azure.azurite import Azurite
 from tests.azure.emulator import environment
 from tests.azure.emulator.app import QuietServer, Surface, new_app, new_server, tick_forever
 from tests.azure.emulator.arm import arm_routes
+from tests.azure.emulator.around import Around, around_control, around_routes
 from tests.azure.emulator.assets import asset_routes
 from tests.azure.emulator.certificates import ACCOUNT, make_certificates
 from tests.azure.emulator.computes import compute_routes
@@ -77,9 +78,10 @@ def main() -> int:
             serving.tick()
             tick_computes(cloud, runner.waiting())
 
-        surface = new_app()
+        surface, around, resources = new_app(), Around(), arm_routes(cloud)
         for routes in (
-            arm_routes(cloud),
+            around_routes(cloud, around, identity, resources),
+            resources,
             compute_routes(cloud),
             asset_routes(cloud, store),
             job_routes(cloud),
@@ -89,7 +91,7 @@ def main() -> int:
         ):
             surface.include_router(routes)
         inside = new_app()
-        for routes in (identity_routes(identity), control_routes(cloud, tick)):
+        for routes in (identity_routes(identity), around_control(around), control_routes(cloud, tick)):
             inside.include_router(routes)
         arm, arm_socket = new_server(Surface(surface, cloud, identity), certificates, arguments.port)
         control, control_socket = new_server(inside, None, arguments.control_port)

@@ -25,6 +25,7 @@ from tests.azure.emulator.identity import Identity
 from tests.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, WORKSPACE, Cloud, Request
 
 WITHOUT_TOKEN = ("metadata.get", "discovery.get", "endpoint.score")
+WITHOUT_TOKEN += ("registry.manifest", "registry.exchange", "registry.token")  # they have tokens of their own
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 

@@ -44,7 +44,11 @@ def arm_routes(cloud: Cloud) -> APIRouter:
                     "identityProvider": "AAD",
                 },
                 "graph": base,
-                "suffixes": {"storage": cloud.addresses.storage_suffix, "keyVaultDns": "vault.localhost"},
+                "suffixes": {
+                    "storage": cloud.addresses.storage_suffix,
+                    "keyVaultDns": "vault.localhost",
+                    "acrLoginServer": "azurecr.localhost",
+                },
             }
         ]
 

@@ -1,0 +1,331 @@
+"""`dtrain azure doctor` in front of the emulated subscription: what is well, and each thing that can be planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from click.testing import CliRunner
+
+from dtrain_dagster.cli.main import main
+from tests.azure.emulator import Emulator
+from tests.azure.emulator.around import CLIENT_ID, IDENTITY_ID, REGISTRY, SUBNET_ID
+from trainer.storage.open import open_storage
+
+V100, A100, A10 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NV36ads_A10_v5"
+WS = "Microsoft.MachineLearningServices/workspaces/"
+DENIED = (
+    "The client 'a' with object id 'b' does not have authorization to perform action '{operation}' over scope '/c' or "
+    "the scope is invalid. If access was recently granted, please refresh your credentials."
+)
+BY_NETWORK = (
+    "User is not authorized to access provided resources due to none of the workspaces/registries are accessible from "
+    "outside of the designated private link.."
+)
+
+
+@dataclass
+class Practice:
+    """The doctor, with everything as it should be until a test changes it."""
+
+    cloud: Emulator
+    setenv: Callable[[str, str], None]
+    delenv: Callable[[str], None]
+
+    def lines(self, *arguments: str, code: int = 0) -> list[dict[str, str]]:
+        done = CliRunner().invoke(main, ["azure", "doctor", "--json", *arguments])
+        assert done.exit_code == code, done.output
+        document = json.loads(done.stdout)
+        assert set(document) == {"buys", "counts", "lines"}
+        assert (document["counts"]["missing"] > 0) is (code == 1)
+        found: list[dict[str, str]] = document["lines"]
+        return found
+
+    def wrong(self, check: str, code: int = 1) -> list[dict[str, str]]:
+        """The lines of a check that are not ok. Each says what to do."""
+        found = [line for line in self.lines(code=code) if line["check"] == check and line["verdict"] != "ok"]
+        assert all(line["remedy"] for line in found)
+        return found
+
+    def one(self, check: str, verdict: str, seen: str, code: int | None = None) -> dict[str, str]:
+        """The one line of a check that is not ok; what was seen holds ``seen``."""
+        [line] = self.wrong(check, int(verdict == "missing") if code is None else code)
+        assert line["verdict"] == verdict, line
+        assert seen in line["seen"], line
+        return line
+
+    def refuse(self, operation: str, code: str, message: str) -> None:
+        fault = {"fault": "error", "status": 403, "count": None}
+        self.cloud.control("fault", **fault, operation=operation, code=code, message=message)
+
+
+@pytest.fixture
+def practice(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Practice]:
+    for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+        monkeypatch.delenv(name)
+    emulator.use(monkeypatch)
+    port = urlsplit(emulator.environment["ARM_CLOUD_METADATA_URL"]).port
+    for name, value in {
+        "DTRAIN_HOME": str(tmp_path / "home"),
+        "DTRAIN_CLUSTER": "azure_ml",
+        "DTRAIN_GPU_TYPE": A100,
+        "DTRAIN_NODES": "3",
+        "DTRAIN_AZURE_CHAIN": A10,
+        "DTRAIN_AZURE_IMAGE": f"{REGISTRY}:{port}/dtrain-nodes:1",
+        "DTRAIN_AZURE_SUBNET": SUBNET_ID,
+        "DTRAIN_AZURE_IDENTITY": IDENTITY_ID,
+        "DTRAIN_AZURE_IDENTITY_CLIENT_ID": CLIENT_ID,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    yield Practice(emulator, monkeypatch.setenv, monkeypatch.delenv)
+    emulator.control("clear")
+    emulator.control("around")
+
+
+@pytest.mark.slow
+def test_a_subscription_that_is_well_and_nothing_is_bought(practice: Practice) -> None:
+    """In a process of its own, as a person and as CI start it."""
+    before = len(practice.cloud.control("requests"))
+    command = [str(Path(sys.executable).parent / "dtrain"), "azure", "doctor"]
+    env = {**os.environ, **practice.cloud.environment}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "0 missing, 0 warnings. Nothing was bought" in shown.stdout
+    asked = practice.cloud.control("requests")[before:]
+    done = subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, timeout=250)
+    document = json.loads(done.stdout)
+    assert done.returncode == 0
+    lines = document["lines"]
+    assert {line["verdict"] for line in lines} == {"ok"}
+    seen = {line["check"]: line["seen"] for line in lines}
+    assert list(dict.fromkeys(line["check"] for line in lines)) == [
+        *("identity", "providers", "workspace", "roles", "storage", "sizes", "prices", "images", "network")
+    ]
+    assert "2 of 2 choices can be asked for, Standard_NC24ads_A100_v4 first" in seen["sizes"]
+    [a100] = [line["seen"] for line in lines if line["seen"].startswith(f"{A100}: 3 node(s)")]
+    assert "3 node(s) need 72 cores; StandardNCADSA100v4Family has 1000 free of 1000" in a100
+    assert "ManagedIdentityCredential: application 00000000-" in lines[0]["seen"]
+    changing = {one["operation"] for one in asked if one["method"] != "GET"}
+    assert changing == {"registry.exchange", "registry.token"}
+    assert practice.cloud.control("bought")["node_minutes"] == 0
+    assert open_storage(f"{practice.cloud.environment['DTRAIN_STORAGE']}/doctor").list() == []
+
+
+def test_no_identity(practice: Practice) -> None:
+    practice.setenv("IDENTITY_HEADER", "wrong")
+    lines = practice.lines(code=1)
+    assert {(line["check"], line["verdict"], line["command"]) for line in lines} == {
+        ("identity", "missing", "az login")
+    }
+    assert "no token for the Resource Manager" in lines[0]["seen"]
+
+
+def test_another_identity_than_the_one_that_was_asked_for(practice: Practice) -> None:
+    practice.setenv("AZURE_CLIENT_ID", "11111111-1111-4111-8111-111111111111")
+    assert "AZURE_CLIENT_ID" in practice.one("identity", "warning", "AZURE_CLIENT_ID names 1111")["remedy"]
+
+
+def test_providers(practice: Practice) -> None:
+    states = dict.fromkeys(("Microsoft.Insights", "Microsoft.Cdn"), "NotRegistered")
+    states["Microsoft.Network"] = "Registering"
+    practice.cloud.control("around", providers=states)
+    found = {line["seen"].split()[0]: line for line in practice.wrong("providers")}
+    assert {name: line["verdict"] for name, line in found.items()} == {
+        "Microsoft.Insights": "missing", "Microsoft.Network": "warning", "Microsoft.Cdn": "warning",
+    }  # fmt: skip
+    assert "az provider register --namespace Microsoft.Insights" in found["Microsoft.Insights"]["command"]
+
+
+def test_providers_that_cannot_be_read(practice: Practice) -> None:
+    operation = "Microsoft.Resources/subscriptions/providers/read"
+    practice.refuse("provider.get", "AuthorizationFailed", DENIED.format(operation=operation))
+    line = practice.one("providers", "missing", f"{operation} is not allowed")
+    assert "dtrain reads locations" in line["command"]
+
+
+@pytest.mark.parametrize(
+    ("change", "seen", "command"),
+    [
+        ({"applicationInsights": None}, "no Application Insights", "--application-insights /subscriptions/"),
+        ({"provisioningState": "Failed"}, "its state is Failed", "az ml workspace show"),
+    ],
+    ids=["insights", "state"],
+)
+def test_a_workspace_that_lacks_something(practice: Practice, change: dict[str, Any], seen: str, command: str) -> None:
+    practice.cloud.control("around", workspace=change)
+    assert command in practice.one("workspace", "missing", seen)["command"]
+
+
+def test_a_workspace_elsewhere(practice: Practice) -> None:
+    practice.setenv("DTRAIN_REGION", "westus2")
+    line = practice.one("workspace", "missing", "it is in eastus, and DTRAIN_REGION is westus2")
+    assert line["command"] == "export DTRAIN_REGION=eastus"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "remedy"),
+    [
+        (
+            "SUBSCRIPTION_ID",
+            "00000000-0000-4000-8000-0000000000ff",
+            "SubscriptionNotFound",
+            "_SUBSCRIPTION_ID",
+        ),
+        ("RESOURCE_GROUP", "other", "ResourceGroupNotFound", "DTRAIN_AZURE_RESOURCE_GROUP"),
+        ("WORKSPACE", "other", "ResourceNotFound", "DTRAIN_AZURE_WORKSPACE"),
+    ],
+)
+def test_names_that_nothing_has(practice: Practice, name: str, value: str, code: str, remedy: str) -> None:
+    practice.setenv(f"DTRAIN_AZURE_{name}", value)
+    lines = practice.lines(code=1)
+    [line] = [line for line in lines if line["check"] == "workspace"]
+    assert line["verdict"] == "missing"
+    assert code in line["seen"]
+    assert remedy in line["remedy"]
+    assert "roles" not in {line["check"] for line in lines}, "what is in it need not be asked for"
+
+
+def test_a_read_that_is_not_allowed_names_its_operation(practice: Practice) -> None:
+    practice.refuse("compute.list", "AuthorizationFailed", DENIED.format(operation=f"{WS}computes/read"))
+    line = practice.one("roles", "missing", f"{WS}computes/read is not allowed")
+    assert line["command"].startswith("az role assignment create --assignee 00000000-")
+
+
+def test_a_read_that_a_network_rule_refuses_is_not_called_a_missing_role(practice: Practice) -> None:
+    practice.refuse("compute.list", "UserError", BY_NETWORK)
+    line = practice.one("roles", "missing", "refused by a network rule (UserError)")
+    assert "not a role" in line["remedy"]
+    assert line["command"].endswith("--query properties.publicNetworkAccess")
+
+
+def test_an_operation_that_is_not_granted(practice: Practice) -> None:
+    practice.cloud.control("around", actions=[f"{WS}*"], not_actions=[f"{WS}computes/write"])
+    found = [line["seen"] for line in practice.wrong("roles")]
+    assert found == [f"{WS}computes/write is not granted"]
+
+
+def test_permissions_that_cannot_be_listed_are_no_fault(practice: Practice) -> None:
+    operation = "Microsoft.Authorization/permissions/read"
+    practice.refuse("permissions.list", "AuthorizationFailed", DENIED.format(operation=operation))
+    assert operation in practice.one("roles", "warning", "cannot be listed")["remedy"]
+
+
+def test_a_container_that_is_not_there(practice: Practice) -> None:
+    practice.setenv("DTRAIN_STORAGE", "az://absent")
+    line = practice.one("storage", "missing", "has no such container")
+    assert line["command"].endswith("--name absent")
+
+
+def test_an_account_that_nodes_cannot_find(practice: Practice) -> None:
+    practice.delenv("AZURE_STORAGE_ACCOUNT_URL")
+    practice.setenv("AZURE_STORAGE_CONNECTION_STRING", "anything")
+    practice.one("storage", "missing", "by AZURE_STORAGE_CONNECTION_STRING, nodes cannot")
+
+
+def test_quotas(practice: Practice) -> None:
+    practice.cloud.control("quota", family="StandardNCADSA100v4Family", cores=48)
+    line = practice.one(
+        "sizes", "warning", "need 72 cores; StandardNCADSA100v4Family has 48 free of 48 (QuotaTooSmall)"
+    )
+    assert "ml.azure.com/quota" in line["remedy"]
+    assert "az ml compute list-usage --location eastus" in line["command"]
+    practice.cloud.control("quota", family="StandardNVADSA10v5Family", cores=0)
+    assert [line["verdict"] for line in practice.wrong("sizes")] == ["warning", "warning", "missing"]
+    few = practice.lines("--nodes", "2")  # of which the first size suffices for
+    assert [line["verdict"] for line in few if line["check"] == "sizes"] == ["ok", "warning", "ok"]
+
+
+def test_a_size_for_single_machines_only(practice: Practice) -> None:
+    practice.cloud.control("around", sizes={A10: {"supportedComputeTypes": ["ComputeInstance"]}})
+    practice.one("sizes", "warning", f"{A10}: eastus offers it for ComputeInstance, not for AmlCompute")
+
+
+def test_a_retired_size_and_one_without_a_price(practice: Practice) -> None:
+    practice.setenv("DTRAIN_AZURE_CHAIN", f"{V100},Standard_NC999_v9")
+    assert [line["seen"].split(":")[0] for line in practice.wrong("sizes")] == [V100, "Standard_NC999_v9"]
+    practice.one("prices", "missing", "Standard_NC999_v9: no price is known")
+
+
+@pytest.mark.parametrize(
+    ("image", "verdict", "seen"),
+    [
+        ("{registry}/dtrain-nodes:2", "missing", "the registry has no such image"),
+        ("absent.azurecr.localhost:1/dtrain-nodes:1", "missing", "the registry does not answer"),
+        ("dtrain-nodes:1", "missing", "names no registry and no environment"),
+        ("azureml:absent:3", "missing", "environments/versions/read"),
+    ],
+)
+def test_images(practice: Practice, image: str, verdict: str, seen: str) -> None:
+    registry = os.environ["DTRAIN_AZURE_IMAGE"].partition("/")[0]
+    practice.setenv("DTRAIN_AZURE_IMAGE", image.format(registry=registry))
+    practice.one("images", verdict, seen)
+
+
+def test_a_registry_that_does_not_let_us_look(practice: Practice) -> None:
+    practice.cloud.control("around", pulls=False)
+    assert "AcrPull" in practice.one("images", "warning", "does not let us look (401)")["remedy"]
+
+
+def test_a_registry_that_is_not_azures_is_shown_no_token(practice: Practice) -> None:
+    """Though it asks for one, and names Azure's own as the place to get it."""
+    port = urlsplit(practice.cloud.environment["ARM_CLOUD_METADATA_URL"]).port
+    before = len(practice.cloud.control("requests", operation="registry.*"))
+    practice.setenv("DTRAIN_AZURE_IMAGE", f"localhost:{port}/dtrain-nodes:1")
+    practice.one("images", "missing", "the registry does not answer")
+    asked = practice.cloud.control("requests", operation="registry.*")[before:]
+    assert {one["operation"] for one in asked} == {"registry.manifest"}
+
+
+def test_a_closed_workspace_seen_from_outside(practice: Practice) -> None:
+    practice.cloud.control("around", workspace={"publicNetworkAccess": "Disabled"})
+    line = practice.one("network", "missing", ".workspace.127.0.0.1 has no address here")
+    assert line["command"].startswith("nslookup ")
+
+
+@pytest.mark.parametrize(
+    ("around", "setting", "seen"),
+    [
+        ({"prefix": "10.40.0.0/29"}, {"DTRAIN_NODES": "4"}, "has room for 3 nodes, not for 4"),
+        ({"not_actions": ["Microsoft.Network/*/join/action"]}, {}, "subnets/join/action is not granted"),
+        ({}, {"DTRAIN_AZURE_SUBNET": SUBNET_ID + "2"}, "NotFound"),
+        ({}, {"DTRAIN_AZURE_SUBNET": ""}, "no subnet is named"),
+    ],
+    ids=["small", "join", "absent", "none"],
+)
+def test_the_subnet(practice: Practice, around: dict[str, Any], setting: dict[str, str], seen: str) -> None:
+    practice.cloud.control("around", **around)
+    for name, value in setting.items():
+        practice.setenv(name, value)
+    line = practice.one("network", "missing", seen)
+    assert "DTRAIN_AZURE_WORKSPACE" not in line["remedy"]
+
+
+def test_the_nodes_identity(practice: Practice) -> None:
+    practice.setenv("DTRAIN_AZURE_IDENTITY_CLIENT_ID", "22222222-2222-4222-8222-222222222222")
+    line = practice.one("identity", "missing", f"client id {CLIENT_ID}, and DTRAIN_AZURE_IDENTITY_CLIENT_ID is 2222")
+    assert line["command"] == f"export DTRAIN_AZURE_IDENTITY_CLIENT_ID={CLIENT_ID}"
+    practice.delenv("DTRAIN_AZURE_IDENTITY")
+    practice.delenv("DTRAIN_AZURE_IDENTITY_CLIENT_ID")
+    practice.one("identity", "warning", "an identity of their compute")
+
+
+def test_packages_that_are_not_installed(practice: Practice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "azure.ai.ml", None)
+    assert practice.one("settings", "missing", "azure.ai.ml")["command"] == "pip install 'dtrain[azure]'"
+
+
+def test_settings_that_name_nothing(practice: Practice) -> None:
+    practice.delenv("DTRAIN_AZURE_WORKSPACE")
+    assert "DTRAIN_AZURE_WORKSPACE" in practice.one("settings", "missing", "DTRAIN_AZURE_WORKSPACE")["seen"]
+    practice.delenv("DTRAIN_STORAGE")
+    practice.setenv("DTRAIN_CLUSTER", "local")
+    practice.one("settings", "missing", "DTRAIN_CLUSTER is local")

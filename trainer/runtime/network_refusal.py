@@ -1,0 +1,34 @@
+"""Which refusals of Azure come from a network rule. They have the status of a missing role (403, sometimes 401 or 502),
+and people who are told of a role then look for one that they already have."""
+
+from __future__ import annotations
+
+import re
+
+NETWORK_REMEDY = (
+    "this is the network, not a role: this machine is not admitted from where it is. Go on from inside the virtual "
+    "network (the subnet «orchestrator» of deploy/azure), or through a VPN or Bastion, and let its DNS answer with the "
+    "private address (`nslookup <host>`)"
+)
+"""What to do about a refusal by a network rule."""
+_CODES = {
+    "authorizationfailure",  # storage (azure-cli 11345); a missing role is AuthorizationPermissionMismatch
+    "forbiddenbyconnection",  # key vault, public access disabled
+    "forbiddenbyfirewall",  # key vault, the address is not among its rules
+    "publicnetworkaccessdisabled",
+}
+_WORDS = re.compile(
+    r"(?i)public network access (is|has been) (disabled|denied)|publicnetworkaccess(disabled| is set to)|"
+    r"forbiddenby(connection|firewall)|not authorized from this network|"
+    r"private[ -]?(link|endpoint)|"  # MicrosoftDocs/azure-docs issue 90426
+    r"client address is not authorized|client with ip .* is not allowed|network security perimeter|aka\.ms/acr/firewall"
+)
+_MISSING_ROLE = re.compile(r"(?i)does not have authorization to perform action")
+
+
+def is_network_refusal(code: str, message: str) -> bool:
+    """Return whether a refusal with this code and these words comes from a network rule, and not from a missing role.
+    Pure."""
+    if _MISSING_ROLE.search(message):  # it names an operation, which may itself be one on private endpoints
+        return False
+    return code.casefold() in _CODES or bool(_WORDS.search(message))
