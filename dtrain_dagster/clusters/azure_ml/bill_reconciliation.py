@@ -21,8 +21,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG
+from dtrain_dagster.costs.meters import tier_of_meter
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
-from dtrain_dagster.costs.retail import tier_of_meter
 from dtrain_dagster.costs.tracker import CostTracker
 
 COLUMNS = {
