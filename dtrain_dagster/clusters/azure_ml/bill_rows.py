@@ -140,15 +140,17 @@ def drop_repeats(rows: Iterable[BilledUsage]) -> tuple[list[BilledUsage], Repeat
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """Return the fields of tags or additional information, keys in small letters: a JSON object, with or without its
-    braces (the classic schema of Enterprise Agreements leaves them away). {} for anything else."""
+    """Return the fields of tags or additional information: a JSON object, with or without its braces (the classic
+    schema of Enterprise Agreements leaves them away). Keys are in small letters, and without the «x_» of FOCUS 1.2. {}
+    for anything else."""
     for candidate in (text, f"{{{text}}}"):
         try:
             found = json.loads(candidate)
         except ValueError:
             continue
         if isinstance(found, dict):
-            return {str(key).casefold(): str(value) for key, value in found.items() if value is not None}
+            known = {str(key).casefold().removeprefix("x_"): value for key, value in found.items()}
+            return {key: str(value) for key, value in known.items() if value is not None}
     return {}
 
 
