@@ -85,6 +85,15 @@ def test_a_compute_is_known_by_its_pool_and_its_meters_are_told_apart(schema):
     assert all(any(item.what in line for line in found.summary) for item in found.uncompared)
 
 
+def test_a_surcharge_is_not_taken_for_the_node_time_that_it_is_on():
+    row = fact(cost=0.04, meter="vCPU Surcharge", category="Azure Machine Learning")
+    found = reconcile(tracker((0, 1, "dedicated")), read_usage(bill("mca", [row]), "b"), MARKS)
+    assert [(line.billed_usd, line.ours_usd, line.why.split(":")[0]) for line in found.rows] == [
+        (Decimal("0.0400"), None, "a surcharge on node-time"),
+        (Decimal("0.0000"), Decimal("3.0600"), "not in the export"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "whose"),
     [
