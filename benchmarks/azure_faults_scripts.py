@@ -1,0 +1,168 @@
+"""The kinds of faults that `benchmarks.azure_faults` draws from, and the script that a seed gives. Pure.
+
+A kind is one entry of `KINDS`: its name in the counts, the switch of the emulator that it turns (a kind of
+`tests/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. An entry whose
+switch the emulator does not offer is drawn never, and the benchmark's line names it under ``not_offered``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NODES, SKU, FAMILY = 2, "Standard_NC6s_v3", "standardNCSv3Family"
+OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
+MOST = 4
+"""Faults of one script at most."""
+
+Fields = dict[str, Any]
+Draw = Callable[[random.Random], Fields]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """A kind of fault."""
+
+    name: str
+    switch: str
+    """Kind of fault of the emulator; "" where another verb is asked."""
+    draw: Draw
+    """Returns the fields of the switch, or of the verb."""
+    verb: str = "fault"
+    """Verb of the emulator's control port."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFault:
+    """One fault of a script: what is asked of the control port."""
+
+    name: str
+    verb: str
+    fields: Fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """The faults of one run. Seconds are those of the real clock, from the job's submission on."""
+
+    faults: tuple[PlannedFault, ...]
+    dies_after: float | None = None
+    """Seconds until the orchestrator is replaced by another one, which knows the run directory only; None: never."""
+    cancels_after: float | None = None
+    """Seconds until a person cancels the job; None: never."""
+    cancels_ended: bool = False
+    """Whether a person cancels the job once more when it has ended."""
+
+
+def _count(dice: random.Random, most: int) -> Fields:
+    return {"operation": dice.choice(OPERATIONS), "count": dice.randint(1, most)}
+
+
+def _moment(dice: random.Random) -> Fields:
+    return {"moment": dice.choice(("before", "after"))}
+
+
+def _node_loss(dice: random.Random) -> Fields:
+    return {
+        "node": dice.randrange(NODES),
+        "after_seconds": dice.uniform(0, 8),
+        "policy": dice.choice(("fail", "survive", "restart")),
+    }
+
+
+def _size(dice: random.Random, *more: str) -> Fields:
+    return {"vm_size": dice.choice((SKU, *more))}
+
+
+KINDS: tuple[FaultKind, ...] = (
+    # The service, and the way to it.
+    FaultKind("throttle", "throttle", lambda dice: _count(dice, 4) | {"retry_after_seconds": dice.randint(0, 2)}),
+    FaultKind(
+        "error", "error", lambda dice: _count(dice, 3) | _moment(dice) | {"status": dice.choice((500, 502, 503))}
+    ),
+    FaultKind("drop", "drop", lambda dice: _count(dice, 3) | _moment(dice)),
+    FaultKind("slow", "slow", lambda dice: _count(dice, 2) | {"seconds": dice.uniform(0.5, 3)}),
+    # 404 for what exists: the resource manager of Azure is known to give some.
+    FaultKind(
+        "lost from sight", "error",
+        lambda dice: {
+            "operation": "job.get", "status": 404, "code": dice.choice(("UserError", "ResourceNotFound")),
+            "message": "Not found", "count": dice.randint(1, 3),
+        },
+    ),
+    FaultKind(
+        "compute lost from sight", "error",
+        lambda dice: {
+            "operation": "compute.get", "status": 404, "code": "ResourceNotFound", "message": "Not found",
+            "count": dice.randint(1, 2),
+        },
+    ),
+    # Nodes that are not to be had.
+    FaultKind(
+        "refuse", "refuse",
+        lambda dice: _size(dice, "Standard_N[CV]*", "*")
+        | {"how": dice.choice(("sync", "async")), "count": dice.choice((1, 2, None))},
+    ),
+    FaultKind(
+        "capacity", "capacity",
+        lambda dice: _size(dice, "*") | {"nodes": dice.randint(0, 1), "count": dice.choice((2, 5, None))},
+    ),
+    FaultKind("scarce for a while", "capacity", lambda dice: {"nodes": 1, "until": dice.uniform(3, 12)}),
+    FaultKind(
+        "quota of less than one node", "", lambda dice: {"family": FAMILY, "cores": dice.choice((0, 4))}, verb="quota"
+    ),
+    FaultKind("quota of one node", "", lambda dice: {"family": FAMILY, "cores": 6}, verb="quota"),
+    FaultKind("stuck", "stuck", lambda dice: {"operation": dice.choice(("compute.create", "compute.delete"))}),
+    FaultKind("failed update", "fail", lambda dice: {"operation": "compute.update"}),
+    # Jobs and their nodes.
+    FaultKind(
+        "status", "status",
+        lambda dice: {
+            "status": dice.choice(("NotResponding", "Paused")), "after_seconds": dice.uniform(0, 3),
+            "seconds": dice.choice((2, 60)),
+        },
+    ),
+    FaultKind("queue", "queue", lambda dice: {"seconds": dice.choice((3, None)), "job": "*-l1"}),
+    FaultKind("preempt", "preempt", _node_loss),
+    FaultKind("lose", "lose", _node_loss),
+    FaultKind(
+        "preempted for good", "preempt",
+        lambda dice: _node_loss(dice) | {"policy": "survive", "back_after_seconds": None},
+    ),
+)  # fmt: skip
+
+
+def find_offered(
+    kinds: Sequence[FaultKind], switches: Mapping[str, Mapping[str, Any]], verbs: Collection[str]
+) -> tuple[FaultKind, ...]:
+    """Return the kinds whose switch the emulator offers with all fields that they draw. ``switches``: fields by kind of
+    fault, as `tests.azure.emulator.faults.FIELDS`."""
+    return tuple(kind for kind in kinds if _is_offered(kind, switches, verbs))
+
+
+def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
+    """Return the script of a seed: the same seed and kinds give the same script."""
+    dice = random.Random(seed)
+    chosen = dice.choices(kinds, k=dice.randint(1, MOST))
+    return Script(
+        faults=tuple(_planned(kind, dice) for kind in chosen),
+        dies_after=dice.uniform(0, 12) if dice.random() < 0.3 else None,
+        cancels_after=dice.uniform(0, 12) if dice.random() < 0.15 else None,
+        cancels_ended=dice.random() < 0.2,
+    )
+
+
+def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
+    fields = kind.draw(dice)
+    return PlannedFault(
+        name=kind.name, verb=kind.verb, fields={"fault": kind.switch, **fields} if kind.switch else fields
+    )
+
+
+def _is_offered(kind: FaultKind, switches: Mapping[str, Mapping[str, Any]], verbs: Collection[str]) -> bool:
+    if not kind.switch:
+        return kind.verb in verbs
+    fields = kind.draw(random.Random(0)).keys() - {"count"}
+    return kind.switch in switches and fields <= switches[kind.switch].keys()
