@@ -36,6 +36,7 @@ NOT_YET = "not in the export: usage appears a day or two later; or the nodes are
 COMPLETE_AFTER_DAYS = 2
 """Days after the end of a day until its usage is taken for complete. Azure documents 8 to 24 hours, and up to 72 for
 some services."""
+NO_INFO = "no AdditionalInfo, which names it: export cost details; a query of Cost Management does not have it"
 UNFINISHED = "this day is not complete yet"
 
 
@@ -124,7 +125,8 @@ def _sorted_out(
         if whose == "other_compute":
             others[f"compute {compute_of_pool(row.pool)} of the same workspace"].append(row)
         elif whose == "workspace":
-            others[f"the same workspace, without a compute: {row.meter or 'no meter'}"].append(row)
+            why = f" ({NO_INFO})" if not row.info and row.meter.casefold() in NODE_METERS else ""
+            others[f"the same workspace, without a compute: {row.meter or 'no meter'}{why}"].append(row)
         elif whose == "elsewhere":
             others["something else"].append(row)
         elif row.day not in days:

@@ -42,7 +42,8 @@ sample-anonymous-ea-export-dataset.csv; those of FOCUS as in learn.microsoft.com
 """
 NEEDED = ("date", "cost", "currency", "meter")
 HOW = (
-    "Export «Cost and usage details», or group the query by ResourceId, MeterCategory and Meter with daily granularity"
+    "Export «Cost and usage details». A query, grouped by ResourceId, MeterCategory and Meter with daily granularity, "
+    "cannot tell the computes of a workspace apart"
 )
 POOL_KEYS = ("poolname", "computetargetname")
 """Keys of the additional information that name the compute of Azure ML, in small letters: users' reports of exports

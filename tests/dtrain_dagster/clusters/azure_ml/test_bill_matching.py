@@ -137,6 +137,17 @@ def test_without_a_workspace_the_computes_of_all_are_taken_and_it_is_said():
     assert "2 workspaces have a compute of this name" in "\n".join(found.summary)
 
 
+def test_a_query_that_names_the_workspace_only_is_not_compared_and_the_remedy_is_said():
+    columns = ["PreTaxCost", "UsageDate", "MeterCategory", "Meter", "ResourceId", "Currency"]
+    rows = [[3.06, 20261025, "Virtual Machines", "NC6s v3", WORKSPACE.lower(), "USD"]]
+    answer = {"properties": {"nextLink": None, "columns": [{"name": name} for name in columns], "rows": rows}}
+    found = reconcile(tracker((0, 1, "dedicated")), read_usage(json.dumps(answer), "q"), MARKS)
+    assert found.billed_usd == 0
+    [item] = found.uncompared
+    assert item.billed_usd == Decimal("3.06")
+    assert "without a compute: Virtual Machines (no AdditionalInfo, which names it: export cost details" in item.what
+
+
 def test_names_of_pools_workspaces_and_fields():
     assert compute_of_pool(f"gpu-1_{GUID}") == "gpu-1"
     assert compute_of_pool("gpu-1") == "gpu-1"
