@@ -16,6 +16,12 @@ NODES, SKU, FAMILY = 2, "Standard_NC6s_v3", "standardNCSv3Family"
 OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
 MOST = 4
 """Faults of one script at most."""
+REFUSALS = (
+    ("ClusterCoreQuotaReached", "Operation results in exceeding quota limits of Core."),
+    ("JobNodeCountExceedsCoreQuota", "The nodes of the job exceed the quota of cores."),
+    ("BadRequest", "The specified subscription has a total vCPU quota of 0."),
+)
+"""Codes that users of Azure ML report. The words are ours, after theirs."""
 
 Fields = dict[str, Any]
 Draw = Callable[[random.Random], Fields]
@@ -104,6 +110,12 @@ KINDS: tuple[FaultKind, ...] = (
         "refuse", "refuse",
         lambda dice: _size(dice, "Standard_N[CV]*", "*")
         | {"how": dice.choice(("sync", "async")), "count": dice.choice((1, 2, None))},
+    ),
+    FaultKind(
+        "refused in words of Azure", "refuse",
+        lambda dice: _size(dice, "*")
+        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
+        | {"how": dice.choice(("sync", "async"))},
     ),
     FaultKind(
         "capacity", "capacity",

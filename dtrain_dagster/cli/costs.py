@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Compare with what Azure has billed: a cost details export (CSV, classic or FOCUS), the answer of a Cost "
+    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS), the answer of a Cost "
     "Management query or a list of usage details (JSON).",
 )
 @refuses
@@ -86,10 +86,10 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any, workspace_id: str) -> Any:
     from dtrain_dagster.clusters.azure_ml.bill_matching import marks_of
     from dtrain_dagster.clusters.azure_ml.bill_reconciliation import reconcile
-    from dtrain_dagster.clusters.azure_ml.bill_rows import read_usage
+    from dtrain_dagster.clusters.azure_ml.bill_rows import decode_export, read_usage
     from trainer.rundir import LAUNCH
 
-    rows = read_usage(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
+    rows = read_usage(decode_export(path.read_bytes(), str(path)), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 

@@ -1,4 +1,4 @@
-"""The rows of Azure's bill, from any of the shapes in which it is given out. Pure: text in, rows out.
+"""The rows of Azure's bill, from any of the shapes in which it is given out. Pure: bytes or text in, rows out.
 
 Four shapes are read: the CSV of a cost details export in the classic columns (Enterprise and customer agreements name
 and write them differently) and in those of FOCUS, the JSON answer of a Cost Management query, and the JSON list of
@@ -8,10 +8,12 @@ usage details. Days are UTC days in all. Whose a row is, `bill_matching` beside 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import math
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +88,19 @@ class Repeats:
     """Repetitions that are not counted, because their whole day is repeated."""
     doubtful: tuple[BilledUsage, ...] = ()
     """Repetitions that are counted: they may be two nodes with equal hours."""
+
+
+def decode_export(data: bytes, source: str) -> str:
+    """Return the text of an export, which Azure also writes compressed. Raise `UsageError` where it is damaged, or in
+    another format."""
+    if data.startswith(b"PAR1"):
+        raise UsageError(f"{source} is a Parquet file: choose CSV as the format of the export")
+    if data.startswith(b"\x1f\x8b"):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UsageError(f"{source} cannot be decompressed ({error}): download it again") from None
+    return data.decode("utf-8-sig", errors="replace")
 
 
 def read_usage(text: str, source: str) -> list[BilledUsage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -19,7 +20,13 @@ from dtrain_dagster.clusters.azure_ml.bill_matching import (
     workspace_of,
 )
 from dtrain_dagster.clusters.azure_ml.bill_reconciliation import is_complete, reconcile
-from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError, drop_repeats, fields_of, read_usage
+from dtrain_dagster.clusters.azure_ml.bill_rows import (
+    UsageError,
+    decode_export,
+    drop_repeats,
+    fields_of,
+    read_usage,
+)
 from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
@@ -193,6 +200,29 @@ def test_repeated_rows_are_shown_with_their_dollars():
     twice = reconcile(tracker((0, 2, "dedicated")), read_usage(bill("focus", once[:1] * 2), "b"), MARKS)
     assert twice.billed_usd == Decimal("6.12")
     assert "1 row(s) of $3.0600 repeat another one and are counted" in "\n".join(twice.summary)
+
+
+def test_compressed_exports_are_read_and_parquet_is_refused_by_name():
+    text = bill("mca", [fact()])
+    for data in (text.encode(), gzip.compress(text.encode())):
+        assert len(read_usage(decode_export(data, "b"), "b")) == 1
+    with pytest.raises(UsageError, match=r"b\.parquet is a Parquet file: choose CSV"):
+        decode_export(b"PAR1....PAR1", "b.parquet")
+    with pytest.raises(UsageError, match=r"cannot be decompressed.*download it again"):
+        decode_export(gzip.compress(text.encode())[:-9], "b.csv.gz")
+
+
+def test_focus_without_the_extensions_of_microsoft_is_read():
+    """FOCUS 1.2 has SkuMeter and SkuPriceDetails, with an «x_» before the keys that are the provider's own."""
+    details = json.dumps({"x_PoolName": f"dtrain-nc6_{GUID}", "x_ServiceType": SIZE})
+    header = (
+        "BilledCost,BillingCurrency,ChargePeriodStart,ConsumedQuantity,ConsumedUnit,ResourceId,ServiceName,SkuMeter"
+    )
+    line = f"3.06,USD,2026-10-25T00:00:00Z,1,Hours,{WORKSPACE.lower()},Virtual Machines,NC6s v3"
+    quoted = '"' + details.replace('"', '""') + '"'
+    [row] = read_usage(f"{header},SkuPriceDetails\n{line},{quoted}\n", "b")
+    assert (row.day, row.meter, row.name, row.hours) == (date(2026, 10, 25), "Virtual Machines", "NC6s v3", 1.0)
+    assert (belonging_of(row, MARKS), row.size) == ("compute", SIZE.lower())
 
 
 @pytest.mark.parametrize(
