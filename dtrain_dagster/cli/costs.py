@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS), the answer of a Cost "
-    "Management query or a list of usage details (JSON).",
+    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS), the answer of "
+    "a Cost Management query or a list of usage details (JSON).",
 )
 @refuses
 def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) -> None:
