@@ -53,7 +53,7 @@ from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobSta
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of  # noqa: E402
 from tests.azure.azurite import missing  # noqa: E402
 from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator  # noqa: E402
-from tests.azure.emulator.faults import FIELDS  # noqa: E402
+from tests.azure.emulator.faults import Faults  # noqa: E402
 from tests.dtrain_dagster.small_job import write_dataset  # noqa: E402
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig  # noqa: E402
 from trainer.rundir import LAUNCH, RESULT, RunDir  # noqa: E402
@@ -234,7 +234,7 @@ def emulated(folder: Path) -> Iterator[Emulator]:
 def play(options: argparse.Namespace) -> dict[str, Any]:
     """Play the runs one after the other, and return their counts."""
     began, campaign = time.monotonic(), Campaign()
-    kinds = find_offered(KINDS, FIELDS, VERBS)
+    kinds = find_offered(KINDS, takes_fault, VERBS)
     with tempfile.TemporaryDirectory(prefix="azure-faults-") as scratch, emulated(Path(scratch) / "cloud") as emulator:
         dataset = str(write_dataset(Path(scratch) / "dataset"))
         for seed in range(options.seed, options.seed + options.runs):
@@ -250,6 +250,15 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
             first = facts.message.splitlines()[0] if facts.message else ""
             print(f"seed {seed}: {facts.outcome} ({names}) {wrong or ''} {first}"[:600], file=sys.stderr, flush=True)
     return campaign.as_dict()
+
+
+def takes_fault(asked: Mapping[str, Any]) -> bool:
+    """Return whether the emulator has such a fault, with all of these fields and values."""
+    try:
+        Faults().add(dict(asked), now=0.0)
+    except ValueError:
+        return False
+    return True
 
 
 def place_stranger(run: Run) -> None:
@@ -288,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(why)
     began = time.monotonic()
     counts = play_side_by_side(options) if options.workers > 1 else play(options)
-    seconds, offered = time.monotonic() - began, find_offered(KINDS, FIELDS, VERBS)
+    seconds, offered = time.monotonic() - began, find_offered(KINDS, takes_fault, VERBS)
     line = json.dumps(
         {
             "benchmark": "azure_faults",

@@ -8,7 +8,7 @@ switch the emulator does not offer is drawn never, and the benchmark's line name
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ NODES, SKU, FAMILY = 2, "Standard_NC6s_v3", "standardNCSv3Family"
 OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
 MOST = 4
 """Faults of one script at most."""
+DRAWS = 20
+"""Draws of a kind by which it is found out whether the emulator offers it."""
 REFUSALS = (
     ("ClusterCoreQuotaReached", "Operation results in exceeding quota limits of Core."),
     ("JobNodeCountExceedsCoreQuota", "The nodes of the job exceed the quota of cores."),
@@ -118,6 +120,16 @@ KINDS: tuple[FaultKind, ...] = (
         | {"how": dice.choice(("sync", "async"))},
     ),
     FaultKind(
+        "refused in a nested way", "refuse",
+        lambda dice: _size(dice, "*")
+        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
+        | {
+            "how": dice.choice(("sync", "async")), "status": 400,
+            "nesting": dice.choice(("details", "text", "innererror", "info")),
+        },
+    ),
+    FaultKind("succeeded with errors", "refuse", lambda dice: _size(dice, "*") | {"how": "settled"}),
+    FaultKind(
         "capacity", "capacity",
         lambda dice: _size(dice, "*") | {"nodes": dice.randint(0, 1), "count": dice.choice((2, 5, None))},
     ),
@@ -147,11 +159,11 @@ KINDS: tuple[FaultKind, ...] = (
 
 
 def find_offered(
-    kinds: Sequence[FaultKind], switches: Mapping[str, Mapping[str, Any]], verbs: Collection[str]
+    kinds: Sequence[FaultKind], takes: Callable[[Fields], bool], verbs: Collection[str]
 ) -> tuple[FaultKind, ...]:
-    """Return the kinds whose switch the emulator offers with all fields that they draw. ``switches``: fields by kind of
-    fault, as `tests.azure.emulator.faults.FIELDS`."""
-    return tuple(kind for kind in kinds if _is_offered(kind, switches, verbs))
+    """Return the kinds whose switch the emulator offers with all that they draw. ``takes``: whether it takes a fault as
+    it is asked of the control port; ``verbs``: its other verbs."""
+    return tuple(kind for kind in kinds if _is_offered(kind, takes, verbs))
 
 
 def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
@@ -159,22 +171,20 @@ def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
     dice = random.Random(seed)
     chosen = dice.choices(kinds, k=dice.randint(1, MOST))
     return Script(
-        faults=tuple(_planned(kind, dice) for kind in chosen),
+        faults=tuple(PlannedFault(name=kind.name, verb=kind.verb, fields=ask_for(kind, dice)) for kind in chosen),
         dies_after=dice.uniform(0, 12) if dice.random() < 0.3 else None,
         cancels_after=dice.uniform(0, 12) if dice.random() < 0.15 else None,
         cancels_ended=dice.random() < 0.2,
     )
 
 
-def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
+def ask_for(kind: FaultKind, dice: random.Random) -> Fields:
+    """Return what is asked of the control port for one fault of that kind."""
     fields = kind.draw(dice)
-    return PlannedFault(
-        name=kind.name, verb=kind.verb, fields={"fault": kind.switch, **fields} if kind.switch else fields
-    )
+    return {"fault": kind.switch, **fields} if kind.switch else fields
 
 
-def _is_offered(kind: FaultKind, switches: Mapping[str, Mapping[str, Any]], verbs: Collection[str]) -> bool:
+def _is_offered(kind: FaultKind, takes: Callable[[Fields], bool], verbs: Collection[str]) -> bool:
     if not kind.switch:
         return kind.verb in verbs
-    fields = kind.draw(random.Random(0)).keys() - {"count"}
-    return kind.switch in switches and fields <= switches[kind.switch].keys()
+    return all(takes(ask_for(kind, random.Random(seed))) for seed in range(DRAWS))
