@@ -76,6 +76,7 @@ class Run:
     ) -> None:
         self.seed, self.emulator, self.folder = seed, emulator, folder
         self.script = make_script(seed, kinds)
+        self._planned = list(self.script.faults)
         self.job_id, self.lifted = f"faults-{seed}", False
         self.troubles: list[str] = []
         own = {name.removeprefix("DTRAIN_AZURE_").lower(): value for name, value in emulator.environment.items()}
@@ -110,8 +111,7 @@ class Run:
         spec = JobSpec(
             job_id=self.job_id, run_dir=self.rundir.uri, command=command, node_count=NODES, elastic=True, env=env
         )
-        for fault in self.script.faults:
-            self.emulator.control(fault.verb, **fault.fields)
+        self._begin_faults(None)
         try:
             manager.provision_cluster(NODES, SKU)
             manager.submit_job(spec)
@@ -122,6 +122,7 @@ class Run:
         dies, cancels = self.script.dies_after, self.script.cancels_after
         started = time.monotonic()
         while True:
+            self._begin_faults(time.monotonic() - started)
             status = manager.job_status(self.job_id)
             if status.state.is_final:
                 return _outcome(status), status.message
@@ -140,6 +141,15 @@ class Run:
                 except ClusterError as error:  # the job is cancelled as soon as the service answers again
                     print(f"seed {self.seed}: cancelling: {error}", file=sys.stderr)
             time.sleep(0.3)
+
+    def _begin_faults(self, seconds: float | None) -> None:
+        """Begin the faults that are due so many seconds after the submission; None: those that are there before it.
+        None begins after all were lifted."""
+        for fault in list(self._planned):
+            is_due = fault.after_seconds is None or (seconds is not None and seconds >= fault.after_seconds)
+            if is_due and not self.lifted:
+                self._planned.remove(fault)
+                self.emulator.control(fault.verb, **fault.fields)
 
     def look(self, outcome: str, message: str) -> RunFacts:
         """Return the facts of a run that is over, and clean up after it."""

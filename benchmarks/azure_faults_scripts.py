@@ -16,6 +16,8 @@ NODES, SKU, FAMILY = 2, "Standard_NC6s_v3", "standardNCSv3Family"
 OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
 MOST = 4
 """Faults of one script at most."""
+LATEST_SECONDS = 10.0
+"""Seconds after the submission in which late faults begin: a training takes about as long."""
 DRAWS = 20
 """Draws of a kind by which it is found out whether the emulator offers it."""
 REFUSALS = (
@@ -40,6 +42,8 @@ class FaultKind:
     """Returns the fields of the switch, or of the verb."""
     verb: str = "fault"
     """Verb of the emulator's control port."""
+    late: float = 0.0
+    """Share of these faults that begin while the job runs; the others are there before anything is bought."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,8 @@ class PlannedFault:
     name: str
     verb: str
     fields: Fields
+    after_seconds: float | None = None
+    """Seconds from the submission on; None: before anything is bought."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +78,13 @@ def _moment(dice: random.Random) -> Fields:
     return {"moment": dice.choice(("before", "after"))}
 
 
+def _not_found(dice: random.Random, operation: str) -> Fields:
+    return {
+        "operation": operation, "status": 404, "code": dice.choice(("UserError", "ResourceNotFound")),
+        "message": "Not found", "count": dice.randint(1, 3),
+    }  # fmt: skip
+
+
 def _node_loss(dice: random.Random) -> Fields:
     return {
         "node": dice.randrange(NODES),
@@ -86,27 +99,21 @@ def _size(dice: random.Random, *more: str) -> Fields:
 
 KINDS: tuple[FaultKind, ...] = (
     # The service, and the way to it.
-    FaultKind("throttle", "throttle", lambda dice: _count(dice, 4) | {"retry_after_seconds": dice.randint(0, 2)}),
     FaultKind(
-        "error", "error", lambda dice: _count(dice, 3) | _moment(dice) | {"status": dice.choice((500, 502, 503))}
-    ),
-    FaultKind("drop", "drop", lambda dice: _count(dice, 3) | _moment(dice)),
-    FaultKind("slow", "slow", lambda dice: _count(dice, 2) | {"seconds": dice.uniform(0.5, 3)}),
-    # 404 for what exists: the resource manager of Azure is known to give some.
-    FaultKind(
-        "lost from sight", "error",
-        lambda dice: {
-            "operation": "job.get", "status": 404, "code": dice.choice(("UserError", "ResourceNotFound")),
-            "message": "Not found", "count": dice.randint(1, 3),
-        },
+        "throttle", "throttle", lambda dice: _count(dice, 4) | {"retry_after_seconds": dice.randint(0, 2)}, late=0.3
     ),
     FaultKind(
-        "compute lost from sight", "error",
-        lambda dice: {
-            "operation": "compute.get", "status": 404, "code": "ResourceNotFound", "message": "Not found",
-            "count": dice.randint(1, 2),
-        },
+        "error", "error", lambda dice: _count(dice, 3) | _moment(dice) | {"status": dice.choice((500, 502, 503))},
+        late=0.3,
     ),
+    FaultKind("drop", "drop", lambda dice: _count(dice, 3) | _moment(dice), late=0.3),
+    FaultKind("slow", "slow", lambda dice: _count(dice, 2) | {"seconds": dice.uniform(0.5, 3)}, late=0.3),
+    # 404 for what exists, as Azure's resource manager is known to answer: Azure/azure-sdk-for-python and terraform's
+    # provider wait for consistency after each PUT.
+    FaultKind("new job not found", "error", lambda dice: _not_found(dice, "job.get")),
+    FaultKind("running job not found", "error", lambda dice: _not_found(dice, "job.get"), late=1.0),
+    FaultKind("new compute not found", "error", lambda dice: _not_found(dice, "compute.get")),
+    FaultKind("used compute not found", "error", lambda dice: _not_found(dice, "compute.get"), late=1.0),
     # Nodes that are not to be had.
     FaultKind(
         "refuse", "refuse",
@@ -171,7 +178,7 @@ def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
     dice = random.Random(seed)
     chosen = dice.choices(kinds, k=dice.randint(1, MOST))
     return Script(
-        faults=tuple(PlannedFault(name=kind.name, verb=kind.verb, fields=ask_for(kind, dice)) for kind in chosen),
+        faults=tuple(_planned(kind, dice) for kind in chosen),
         dies_after=dice.uniform(0, 12) if dice.random() < 0.3 else None,
         cancels_after=dice.uniform(0, 12) if dice.random() < 0.15 else None,
         cancels_ended=dice.random() < 0.2,
@@ -182,6 +189,12 @@ def ask_for(kind: FaultKind, dice: random.Random) -> Fields:
     """Return what is asked of the control port for one fault of that kind."""
     fields = kind.draw(dice)
     return {"fault": kind.switch, **fields} if kind.switch else fields
+
+
+def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
+    fields = ask_for(kind, dice)
+    after = dice.uniform(0, LATEST_SECONDS) if dice.random() < kind.late else None
+    return PlannedFault(name=kind.name, verb=kind.verb, fields=fields, after_seconds=after)
 
 
 def _is_offered(kind: FaultKind, takes: Callable[[Fields], bool], verbs: Collection[str]) -> bool:
