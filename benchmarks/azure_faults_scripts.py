@@ -108,8 +108,8 @@ KINDS: tuple[FaultKind, ...] = (
     ),
     FaultKind("drop", "drop", lambda dice: _count(dice, 3) | _moment(dice), late=0.3),
     FaultKind("slow", "slow", lambda dice: _count(dice, 2) | {"seconds": dice.uniform(0.5, 3)}, late=0.3),
-    # 404 for what exists, as Azure's resource manager is known to answer: Azure/azure-sdk-for-python and terraform's
-    # provider wait for consistency after each PUT.
+    # 404 for what exists: the resource manager's regions are consistent after a while only (Azure's support in
+    # hashicorp/terraform-provider-azurerm, issue 18268, 2024-04-25; Azure/terraform-provider-azapi, issue 587).
     FaultKind("new job not found", "error", lambda dice: _not_found(dice, "job.get")),
     FaultKind("running job not found", "error", lambda dice: _not_found(dice, "job.get"), late=1.0),
     FaultKind("new compute not found", "error", lambda dice: _not_found(dice, "compute.get")),
