@@ -70,6 +70,13 @@ def test_scripts_are_those_of_their_seeds_and_have_every_kind() -> None:
     assert {fault.name for script in scripts for fault in script.faults} == {kind.name for kind in KINDS}
     assert {1, 4} <= {len(script.faults) for script in scripts} <= {1, 2, 3, 4}
     assert len({kind.name for kind in KINDS}) == len(KINDS)
+    late = {
+        fault.name: fault.after_seconds is not None
+        for script in scripts
+        for fault in script.faults
+        if not 0 < next(kind.late for kind in KINDS if kind.name == fault.name) < 1
+    }
+    assert late == {kind.name: kind.late == 1 for kind in KINDS if kind.late in (0, 1)}
     for happens in ("dies_after", "cancels_after", "cancels_ended"):
         assert any(getattr(script, happens) for script in scripts), happens
 
