@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import requests
 
-from dtrain_dagster.costs.meters import choose_size_price
-from dtrain_dagster.registry.azure_operations import usd_per_hour
 from tests.azure.emulator import Emulator
 from tests.azure.emulator.state import CONTAINER
 
@@ -162,6 +160,9 @@ def test_quota_is_told_and_kept(emulator: Emulator, client: Any) -> None:
 
 
 def test_sizes_carry_their_recorded_prices_among_those_of_windows(client: Any) -> None:
+    from dtrain_dagster.costs.meters import choose_size_price
+    from dtrain_dagster.registry.azure_operations import usd_per_hour
+
     sizes = {size.name: size for size in client.compute.list_sizes()}
     rows = [(row["osType"], row["vmTier"], row["retailPrice"]) for row in sizes[SIZE].estimatedVMPrices["values"]]
     assert [row for row in rows if row[:2] == ("Linux", "Standard")] == [
