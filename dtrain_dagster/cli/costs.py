@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Compare with what Azure has billed: a cost details export (CSV) or the answer of a Cost Management query "
-    "(JSON).",
+    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS), the answer of "
+    "a Cost Management query or a list of usage details (JSON).",
 )
 @refuses
 def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) -> None:
@@ -34,7 +35,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
 
     Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
     """
-    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import UsageError
+    from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.launches import sum_launches
@@ -47,7 +48,8 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
     settings = read_settings()
-    manager = cluster_of(settings)[0].manager()
+    cluster = cluster_of(settings)[0]
+    manager = cluster.manager()
     running = not manager.job_status(job_id).state.is_final
     rundir = run_dir(settings, job_id)
     plan = rundir.read_json(PLAN) or {}
@@ -59,7 +61,8 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
         energy = job_footprint(usage, events, is_local=settings.cluster == "local")
         took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
-        reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None
+        where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
+        reconciled = _reconciled(usage_export, tracker, job_id, rundir, where) if usage_export else None
     except (PriceError, UsageError) as error:
         raise Refusal(str(error)) from None
     expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
@@ -80,12 +83,15 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
             _print_reconciled(reconciled)
 
 
-def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any) -> Any:
-    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import marks_of, read_usage, reconcile
+def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any, workspace_id: str) -> Any:
+    from dtrain_dagster.clusters.azure_ml.bill_matching import marks_of
+    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import reconcile
+    from dtrain_dagster.clusters.azure_ml.bill_rows import decode_export, read_usage
     from trainer.rundir import LAUNCH
 
-    rows = read_usage(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
-    return reconcile(tracker, rows, marks_of(job_id, rundir.read_json(LAUNCH) or {}))
+    rows = read_usage(decode_export(path.read_bytes(), str(path)), str(path))
+    marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
+    return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 
 
 def _print(

@@ -1,9 +1,7 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain prices refresh`` asks it.
 
-It lists several meters for one size: Windows beside Linux, spot and low priority beside dedicated (told by their
-names alone), reservations, prices that are no more or not yet. `choose_prices` picks from them; what it cannot tell
-apart, and what the API does not list, stays as it was, and is said. A price that cannot be true refuses the whole
-table.
+It lists several meters for one size; `dtrain_dagster.costs.meters` picks from them. What the API does not list stays as
+it was, and is said. A price that cannot be true refuses the whole table.
 
 Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
 """
@@ -14,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +21,7 @@ from urllib.parse import urlsplit
 
 import requests
 
+from dtrain_dagster.costs.meters import RetailError, choose_prices
 from dtrain_dagster.costs.prices import (
     Figure,
     PriceError,
@@ -48,11 +47,6 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 LARGEST_RATIO = 10.0
 """A price that differs by a larger factor from the packaged one is taken for an error of the list, or of this
 module."""
-_BEGINNING = datetime.min.replace(tzinfo=UTC)
-
-
-class RetailError(PriceError):
-    """The price list could not be fetched, or cannot be believed. Nothing was written."""
 
 
 class _PassingError(Exception):
@@ -106,13 +100,13 @@ def refresh_price_table(
     for region in regions:
         items = [item for some in _portions(skus) for item in fetch(url, region, some, pause)]
         source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
-        prices, unclear = choose_prices(items, region, skus, now)
+        prices, doubts = choose_prices(items, region, skus, now)
         if not prices:
             raise RetailError(
                 f"{url} lists no price of {', '.join(skus)} in region {region!r}: is that its name? Names are like "
                 "eastus (`az account list-locations`). Nothing was changed"
             )
-        notes += [f"{line} in {region}: stays as it was" for line in unclear]
+        notes += [f"{region}: {line}" for line in doubts]
         found[region] = {
             sku: {
                 tier: Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
@@ -152,68 +146,6 @@ def fetch(
                 raise RetailError(
                     f"{url} does not come to an end: {len(seen)} pages for one query. Nothing was changed"
                 )
-
-
-def choose_prices(
-    items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
-) -> tuple[dict[str, dict[Tier, float]], list[str]]:
-    """Return SKU → tier → US dollars per hour, of the prices that count now, and in words those that are ambiguous.
-
-    Raise `RetailError` for items that are not of the known shape.
-    """
-    names = {sku.casefold(): sku for sku in skus}
-    offers: dict[tuple[str, Tier], list[tuple[datetime, float]]] = {}
-    for item in items:
-        try:
-            sku = names.get(str(item.get("armSkuName", "")).casefold())
-            if sku is None or not is_linux_by_the_hour(item, region):
-                continue
-            since, until = (_time(item.get(f"effective{end}Date")) for end in ("Start", "End"))
-            if (since or _BEGINNING) <= now and (until is None or until > now):
-                usd = float(item["retailPrice"])
-                offers.setdefault((sku, tier_of_meter(item)), []).append((since or _BEGINNING, usd))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RetailError(
-                f"the price list has an item that cannot be read ({type(error).__name__}: {error}): {item!r:.300}. "
-                "Nothing was changed"
-            ) from None
-    chosen: dict[str, dict[Tier, float]] = {}
-    unclear = []
-    for (sku, tier), dated in offers.items():
-        newest = max(since for since, _ in dated)
-        prices = sorted({usd for since, usd in dated if since == newest})
-        if len(prices) == 1:
-            chosen.setdefault(sku, {})[tier] = prices[0]
-        else:
-            unclear.append(f"{sku}, {tier}: listed at {' and at '.join(map(str, prices))}")
-    return chosen, unclear
-
-
-def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
-    """Return whether this is the general price of an hour of a Linux machine in that region. Raise `RetailError` if it
-    is not in US dollars."""
-    product = str(item.get("productName", "")).casefold()
-    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
-    if (
-        item.get("type", item.get("priceType")) != "Consumption"  # no reservation, none for developers
-        or item.get("reservationTerm")
-        or str(item.get("armRegionName", "")).casefold() != region
-        or item.get("isPrimaryMeterRegion") is False  # a duplicate of the same meter
-        or item.get("tierMinimumUnits")
-        or item.get("unitOfMeasure") != "1 Hour"
-        or any(word in product for word in ("windows", "cloud services", "cloudservices", "dedicated host"))
-        or "expired" in names
-    ):
-        return False
-    if item.get("currencyCode") != "USD":
-        raise RetailError(f"asked for US dollars, got {item.get('currencyCode')!r}: {item!r:.300}. Nothing was changed")
-    return True
-
-
-def tier_of_meter(item: Mapping[str, Any]) -> Tier:
-    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Low Priority``, ``NC6s v3 Spot``."""
-    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
-    return "low_priority" if "low priority" in names else "spot" if "spot" in names.split() else "dedicated"
 
 
 def as_document(prices: Prices) -> dict[str, Any]:
@@ -304,13 +236,6 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
         raise RetailError(f"{url} answers with what is no price list ({said}). Nothing was changed") from None
     return page
-
-
-def _time(text: str | None) -> datetime | None:
-    if not text:
-        return None
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _gaps(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs.meters import choose_size_price
 from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
@@ -73,18 +74,19 @@ def _hint(words: str) -> str:
 def usd_per_hour(client: MLClient, instance_type: str) -> float | None:
     """Return the list price in dollars per hour of an instance, Linux and not preemptible, as the workspace's region
     states it; None without one. A managed endpoint costs its instances and nothing else."""
+    listed = []
     for size in client.compute.list_sizes():
         if str(size.name).lower() != instance_type.lower():
             continue
         prices = getattr(size, "estimated_vm_prices", None) or getattr(size, "estimatedVMPrices", None) or {}
         rows = _get(prices, "values_property", "values") or ()
         for row in () if callable(rows) else rows:
-            if (
-                str(_get(row, "os_type", "osType")).lower() == "linux"
-                and str(_get(row, "vm_tier", "vmTier")).lower() == "standard"
-            ):
-                return float(_get(row, "retail_price", "retailPrice"))
-    return None
+            system, tier, usd = (
+                _get(row, *names)
+                for names in (("os_type", "osType"), ("vm_tier", "vmTier"), ("retail_price", "retailPrice"))
+            )
+            listed.append((str(system), str(tier), float(usd or 0)))
+    return choose_size_price(listed)
 
 
 def _get(value: Any, *names: str) -> Any:

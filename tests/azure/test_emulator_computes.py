@@ -159,10 +159,17 @@ def test_quota_is_told_and_kept(emulator: Emulator, client: Any) -> None:
     client.compute.begin_delete("some-quota").wait()
 
 
-def test_sizes_carry_their_recorded_prices(client: Any) -> None:
+def test_sizes_carry_their_recorded_prices_among_those_of_windows(client: Any) -> None:
+    from dtrain_dagster.costs.meters import choose_size_price
+    from dtrain_dagster.registry.azure_operations import usd_per_hour
+
     sizes = {size.name: size for size in client.compute.list_sizes()}
-    prices = {one["vmTier"]: one["retailPrice"] for one in sizes[SIZE].estimatedVMPrices["values"]}
-    assert prices == {"Standard": 3.06, "LowPriority": 0.61}
+    rows = [(row["osType"], row["vmTier"], row["retailPrice"]) for row in sizes[SIZE].estimatedVMPrices["values"]]
+    assert [row for row in rows if row[:2] == ("Linux", "Standard")] == [
+        ("Linux", "Standard", 3.34), ("Linux", "Standard", 3.06),
+    ]  # fmt: skip
+    assert choose_size_price(rows) == usd_per_hour(client, SIZE) == 3.06
+    assert choose_size_price(rows, "low_priority") == 0.61
     assert sizes["Standard_ND96isr_H100_v5"].gpus == 8
 
 

@@ -1,48 +1,26 @@
 """The comparison of our figures with Azure's bill, by day and meter, with the reason for each difference. Pure.
 
-Two shapes are read: the CSV of a cost details export (Enterprise and customer agreements name columns differently), and
-the JSON answer of a Cost Management query. Days are UTC days in both. A row belongs to a job if its tags or additional
-information name the job, or if its resource is a compute that a launch of it ran on, or has its cluster's tag; other
-work there that day is included too, and the reason says so.
+Rows come from `bill_rows` beside this module; `bill_matching` says whose each is. Every row is in the result with its
+dollars: compared, or with the reason why it is not.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG
+from dtrain_dagster.clusters.azure_ml.bill_matching import Marks, belonging_of, compute_of_pool, workspace_of
+from dtrain_dagster.clusters.azure_ml.bill_rows import BilledUsage, Repeats, drop_repeats
+from dtrain_dagster.costs.meters import tier_of_meter
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
-from dtrain_dagster.costs.retail import tier_of_meter
 from dtrain_dagster.costs.tracker import CostTracker
 
-COLUMNS = {
-    "date": ("date", "usagedate", "usagedatetime"),
-    "cost": ("costinbillingcurrency", "pretaxcost", "cost", "totalcost"),
-    "currency": ("billingcurrency", "billingcurrencycode", "currency"),
-    "meter": ("metercategory", "servicename"),
-    "resource": ("resourceid", "instanceid", "instancename", "resource", "resourcename"),
-    "tags": ("tags", "tag"),
-    "name": ("metername", "meter"),
-    "quantity": ("quantity", "usagequantity", "consumedquantity"),
-    "unit": ("unitofmeasure",),
-    "usd": ("costinusd", "costusd", "pretaxcostusd"),
-    "info": ("additionalinfo", "additionalproperties"),
-}
-"""Names of each column in the two shapes, in lower case."""
-NEEDED = ("date", "cost", "currency", "meter")
-HOW = (
-    "Export «Cost and usage details», or group the query by ResourceId, MeterCategory and Meter with daily granularity"
-)
 OTHER_METERS = {
     "storage": "disks and storage: no node-time, not in our figures",
     "bandwidth": "traffic: not in our figures",
@@ -50,41 +28,22 @@ OTHER_METERS = {
     "load balancer": "network: not in our figures",
     "virtual machines licenses": "licences: not in our figures",
 }
+NODE_METERS = ("virtual machines", "azure machine learning", "")
+"""Categories of meters of node-time, those that surely are first."""
 NOT_OURS = "node-time of another SKU or tier than this job's, on the same compute"
+SURCHARGE = "a surcharge on node-time: not in our figures"
 NOT_YET = "not in the export: usage appears a day or two later; or the nodes are another subscription's"
+COMPLETE_AFTER_DAYS = 2
+"""Days after the end of a day until its usage is taken for complete. Azure documents 8 to 24 hours, and up to 72 for
+some services."""
+NO_INFO = "no AdditionalInfo, which names it: export cost details; a query of Cost Management does not have it"
+UNFINISHED = "this day is not complete yet"
 
 
-class UsageError(ValueError):
-    """The export cannot be used. The message names the file, what is wrong and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BilledUsage:
-    """One row of an export."""
-
-    day: date
-    meter: str
-    """Category of the meter."""
-    name: str
-    resource: str
-    tags: str
-    info: str
-    units: int
-    """Billed amount in the units of `dtrain_dagster.costs.money`."""
-    hours: float | None
-    """Quantity, where its unit is hours."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Marks:
-    """The names and tags by which Azure knows a job."""
-
-    job_id: str
-    names: frozenset[str]
-    """Names of its launches."""
-    computes: frozenset[str]
-    cluster: str = ""
-    """Cluster in the tag of its computes, the only mark where a row's resource is the workspace."""
+Key = tuple[date, str, str]
+"""UTC day, SKU in small letters, tier."""
+Own = tuple[int, int, list[int]]
+"""Our figures: units, microseconds, and the microseconds of each presence of a node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,121 +56,194 @@ class BillLine:
     ours_usd: Decimal | None
     difference_usd: Decimal
     why: str
+    complete: bool = True
+    """Whether Azure has had the time to bill the whole day."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UncomparedRows:
+    """Rows of the export that are not compared, for one reason."""
+
+    what: str
+    rows: int
+    billed_usd: Decimal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciliation:
-    """The billed and the computed cost of a job, line by line."""
+    """The billed and the computed cost of a job, line by line, and the rows that are not compared."""
 
     rows: tuple[BillLine, ...]
     billed_usd: Decimal
     ours_usd: Decimal
     summary: tuple[str, ...]
+    uncompared: tuple[UncomparedRows, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the reconciliation for JSON."""
         return {key: _plain(value) for key, value in asdict(self).items()}
 
 
-def marks_of(job_id: str, launch: Mapping[str, Any]) -> Marks:
-    """Return the marks of a job, from its ``launch.json``."""
-    launches = [launch, *launch.get("history", ())]
-    return Marks(
-        job_id=job_id,
-        names=frozenset(str(item["job_name"]).casefold() for item in launches if item.get("job_name")),
-        computes=frozenset(str(item["compute"]).casefold() for item in launches if item.get("compute")),
-        cluster=str(launch.get("cluster_name") or "").casefold(),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    day: date
+    meter: str
+    units: int
+    mine: int | None
+    why: str
+
+
+def reconcile(
+    tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks, today: date | None = None
+) -> Reconciliation:  # fmt: skip
+    """Return what was billed for the job on the days when it had nodes, beside our figures for them. ``today``: UTC day
+    by which a day is complete or not; None: all are."""
+    ours = _by_day(tracker)
+    rows, repeats = drop_repeats(usage)
+    mine, named, others = _sorted_out(rows, marks, {day for day, _, _ in ours})
+    if repeats.dropped:
+        others["repetitions of whole days, as re-runs of an export write them"] += repeats.dropped
+    lines = _compared(mine, ours, named)
+    return _shown(
+        sorted(lines, key=lambda line: (line.day, line.meter)), others, _notes(mine, named, repeats, marks), today
     )
 
 
-def read_usage(text: str, source: str) -> list[BilledUsage]:
-    """Return the rows of an export, in either shape. Raise `UsageError` where it is none, or not in US dollars."""
-    header, rows = _json_rows(text, source) if text.lstrip()[:1] in ("{", "[") else _csv_rows(text)
-    names = {re.sub(r"[^a-z]", "", name.lower()): place for place, name in reversed(list(enumerate(header)))}
-    places = {
-        what: next((names[name] for name in known if name in names), None) for what, known in COLUMNS.items()
-    }  # fmt: skip
-    missing = [what for what in NEEDED if places[what] is None]
-    if places["resource"] is None and places["tags"] is None:
-        missing.append("resource")
-    if missing:
-        wanted = "; ".join(f"{what} ({' or '.join(COLUMNS[what])})" for what in missing)
-        raise UsageError(f"{source} has no column for {wanted}; it has {', '.join(header) or 'none'}. {HOW}")
-
-    def of(row: Sequence[Any], what: str) -> Any:
-        place = places[what]
-        return row[place] if place is not None and place < len(row) else ""
-
-    found = []
-    for number, row in enumerate(rows, 2):
-        try:
-            found.append(_usage({what: of(row, what) for what in COLUMNS}))
-        except (ValueError, InvalidOperation, OverflowError) as error:
-            raise UsageError(f"{source}, row {number}: {error}") from None
-    return found
+def is_complete(day: date, today: date | None) -> bool:
+    """Return whether Azure has had the time to bill all of that UTC day."""
+    return today is None or today > day + timedelta(days=COMPLETE_AFTER_DAYS)
 
 
-def reconcile(tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks) -> Reconciliation:
-    """Return what was billed for the job on the days when it had nodes, beside our figures for them."""
-    ours = _by_day(tracker)
-    days = {day for day, _, _ in ours}
-    billed: dict[tuple[date, str, str], list[BilledUsage]] = defaultdict(list)
-    elsewhere, named, other_days = 0, True, 0
-    for row in usage:
-        by_name = _names_job(row, marks)
-        if not by_name and not _is_on(row, marks):
-            elsewhere += 1
+def _sorted_out(
+    rows: Iterable[BilledUsage], marks: Marks, days: set[date]
+) -> tuple[list[BilledUsage], bool, dict[str, list[BilledUsage]]]:
+    """Return the rows to compare, whether all of them name the job, and the others by the reason why they are not."""
+    mine, named = [], True
+    others: dict[str, list[BilledUsage]] = defaultdict(list)
+    for row in rows:
+        whose = belonging_of(row, marks)
+        if whose == "other_compute":
+            others[f"compute {compute_of_pool(row.pool)} of the same workspace"].append(row)
+        elif whose == "workspace":
+            why = f" ({NO_INFO})" if not row.info and row.meter.casefold() in NODE_METERS else ""
+            others[f"the same workspace, without a compute: {row.meter or 'no meter'}{why}"].append(row)
+        elif whose == "elsewhere":
+            others["something else"].append(row)
         elif row.day not in days:
-            other_days += 1
+            others["the same computes, on days on which this job had no node"].append(row)
         else:
-            named = named and by_name
-            billed[row.day, row.meter, row.name].append(row)
-    lines: list[tuple[date, str, int, int | None, str]] = []
-    left = dict(ours)
-    for (day, meter, name), rows in sorted(billed.items()):
-        units, title = sum(row.units for row in rows), f"{meter}: {name}" if name else meter
-        is_compute = _is_compute(rows)
-        key = _key_of(rows, [key for key in left if key[0] == day]) if is_compute else None
+            named = named and whose == "job"
+            mine.append(row)
+    return mine, named, others
+
+
+def _compared(rows: Sequence[BilledUsage], ours: Mapping[Key, Own], named: bool) -> list[_Line]:
+    """Return a line for each meter of each day, and one for all node-time of ours that no meter has."""
+    billed: dict[tuple[date, str, str], list[BilledUsage]] = defaultdict(list)
+    for row in rows:
+        billed[row.day, row.meter, row.name].append(row)
+    lines, left = [], dict(ours)
+    for (day, meter, name), group in sorted(billed.items(), key=lambda item: (item[0][0], _rank(item[0][1]), item[0])):
+        units, title = sum(row.units for row in group), f"{meter}: {name}" if name else meter
+        key = _key_of(group, [key for key in left if key[0] == day]) if _is_node_time(group) else None
         if key is None:
-            why = NOT_OURS if is_compute else OTHER_METERS.get(meter.casefold(), "not in our figures")
-            lines.append((day, title, units, None, why))
+            lines.append(_Line(day=day, meter=title, units=units, mine=None, why=_why_not_ours(group)))
         else:
             mine, time, pieces = left.pop(key)
-            lines.append((day, title, units, mine, _why(units, rows, mine, time, pieces, named)))
-    lines += [(day, _title(sku, tier), 0, mine, NOT_YET) for (day, sku, tier), (mine, _, _) in left.items()]
-    return _shown(sorted(lines, key=lambda line: line[:2]), elsewhere, other_days, named)
+            why = _why(units, group, mine, time, pieces, named)
+            lines.append(_Line(day=day, meter=title, units=units, mine=mine, why=why))
+    return lines + [
+        _Line(day=day, meter=_title(sku, tier), units=0, mine=mine, why=NOT_YET)
+        for (day, sku, tier), (mine, _, _) in left.items()
+    ]
+
+
+def _notes(rows: Sequence[BilledUsage], named: bool, repeats: Repeats, marks: Marks) -> list[str]:
+    """Return what has to be known of the compared rows."""
+    notes = []
+    if not rows:
+        notes.append(
+            "no row of the export is of this job: check its period, and that it has ResourceId with AdditionalInfo, or "
+            "Tags"
+        )
+    if not named:
+        notes.append(
+            "some rows are known by their compute alone: they hold whatever else was on it that day, idle nodes as well"
+        )
+    places = {place for row in rows if (place := workspace_of(row.resource))}
+    if marks.workspace is None and len(places) > 1:
+        notes.append(
+            f"{len(places)} workspaces have a compute of this name, and it is not known in which the job ran: their "
+            "rows are added up"
+        )
+    if doubtful := [row for row in repeats.doubtful if row in rows]:
+        units = sum(row.units for row in doubtful)
+        notes.append(
+            f"{len(doubtful)} row(s) of ${units / USD:.4f} repeat another one and are counted: two nodes with equal "
+            "hours, or an export that ran twice"
+        )
+    return notes
 
 
 def _shown(
-    lines: Sequence[tuple[date, str, int, int | None, str]], elsewhere: int, other_days: int, named: bool
+    lines: Sequence[_Line], others: Mapping[str, Sequence[BilledUsage]], notes: Sequence[str], today: date | None
 ) -> Reconciliation:  # fmt: skip
-    digits = digits_of(max(sum(line[2] for line in lines), sum(line[3] or 0 for line in lines)))
-    billed = shown([line[2] for line in lines], digits)
-    ours = shown([line[3] or 0 for line in lines], digits)
+    digits = digits_of(max(sum(line.units for line in lines), sum(line.mine or 0 for line in lines)))
+    billed = shown([line.units for line in lines], digits)
+    ours = shown([line.mine or 0 for line in lines], digits)
     rows = tuple(
         BillLine(
-            day=day.isoformat(),
-            meter=meter,
+            day=line.day.isoformat(),
+            meter=line.meter,
             billed_usd=paid,
-            ours_usd=counted if mine is not None else None,
+            ours_usd=counted if line.mine is not None else None,
             difference_usd=paid - counted,
-            why=why,
+            why=line.why if is_complete(line.day, today) else f"{UNFINISHED}; {line.why}",
+            complete=is_complete(line.day, today),
         )
-        for (day, meter, _, mine, why), paid, counted in zip(lines, billed, ours, strict=True)
+        for line, paid, counted in zip(lines, billed, ours, strict=True)
     )
     whole, own = sum(billed, Decimal(0)), sum(ours, Decimal(0))
-    summary = [f"billed ${whole:,}, ours ${own:,}: a difference of ${whole - own:+,}"]
-    if lines and not any(line[2] for line in lines):
-        summary.append("no row of the export is of this job: check its period, and that it has ResourceId or Tags")
-    if not named:
+    summary = [f"billed ${whole:,}, ours ${own:,}: a difference of ${whole - own:+,}", *notes]
+    if unfinished := [row for row in rows if not row.complete]:
+        paid = sum((row.billed_usd for row in unfinished), Decimal(0))
+        counted = sum((row.ours_usd or Decimal(0) for row in unfinished), Decimal(0))
+        again = date.fromisoformat(unfinished[-1].day) + timedelta(days=COMPLETE_AFTER_DAYS + 1)
         summary.append(
-            "some rows are known by their compute alone: they hold whatever else was on it that day, idle nodes as well"
+            f"{len({row.day for row in unfinished})} day(s) are not complete yet, with ${paid:,} billed and "
+            f"${counted:,} of ours: export again on {again} or later"
         )
-    if other_days:
-        summary.append(f"{other_days} row(s) of the same computes are of days on which this job had no node")
-    if elsewhere:
-        summary.append(f"{elsewhere} row(s) of the export are of something else")
-    return Reconciliation(rows=rows, billed_usd=whole, ours_usd=own, summary=tuple(summary))
+    left = _uncompared(others)
+    summary += [f"not compared: {item.rows} row(s), ${item.billed_usd:,}: {item.what}" for item in left]
+    return Reconciliation(rows=rows, billed_usd=whole, ours_usd=own, summary=tuple(summary), uncompared=left)
+
+
+def _uncompared(others: Mapping[str, Sequence[BilledUsage]]) -> tuple[UncomparedRows, ...]:
+    """Return the rows that are not compared, the most expensive reason first."""
+    sums = sorted(
+        ((sum(row.units for row in rows), what) for what, rows in others.items()), key=lambda it: (-it[0], it[1])
+    )
+    amounts = shown([units for units, _ in sums], digits_of(sum(abs(units) for units, _ in sums)))
+    return tuple(
+        UncomparedRows(what=what, rows=len(others[what]), billed_usd=usd)
+        for (_, what), usd in zip(sums, amounts, strict=True)
+    )
+
+
+def _rank(meter: str) -> int:
+    """Return the place of a meter's category: node-time goes to machines before anything else may take it."""
+    return NODE_METERS.index(meter.casefold()) if meter.casefold() in NODE_METERS else len(NODE_METERS)
+
+
+def _is_node_time(rows: Sequence[BilledUsage]) -> bool:
+    is_surcharge = "surcharge" in rows[0].name.casefold()
+    return rows[0].meter.casefold() in NODE_METERS and not is_surcharge and any(row.hours is not None for row in rows)
+
+
+def _why_not_ours(rows: Sequence[BilledUsage]) -> str:
+    if "surcharge" in rows[0].name.casefold():
+        return SURCHARGE
+    return NOT_OURS if _is_node_time(rows) else OTHER_METERS.get(rows[0].meter.casefold(), "not in our figures")
 
 
 def _why(
@@ -242,13 +274,9 @@ def _why(
     return "; ".join(said) or "the same"
 
 
-Key = tuple[date, str, str]
-"""UTC day, SKU in small letters, tier."""
-
-
-def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
-    """Return, by key, units, microseconds, and the microseconds of each presence of a node."""
-    found: dict[Key, tuple[int, int, list[int]]] = {}
+def _by_day(tracker: CostTracker) -> dict[Key, Own]:
+    """Return our figures by key."""
+    found: dict[Key, Own] = {}
     for node in tracker.nodes:
         at = node.began
         while at < node.ended:
@@ -263,104 +291,20 @@ def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
     return found
 
 
-def _names_job(row: BilledUsage, marks: Marks) -> bool:
-    words = f"{row.tags}\n{row.info}\n{row.resource}".casefold()
-    return any(
-        re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", words) for name in (marks.job_id.casefold(), *marks.names)
-    )
-
-
-def _is_on(row: BilledUsage, marks: Marks) -> bool:
-    """Return whether the row's resource is a compute of the job, or one of the job's cluster."""
-    parts = re.split(r"[/|]", row.resource.casefold())
-    words = f"{row.tags}\n{row.info}".casefold()
-    tag = rf'"{CLUSTER_TAG}"\s*:\s*"{re.escape(marks.cluster)}"'
-    if marks.cluster and re.search(tag, words):
-        return True
-    return any(name in parts or re.search(rf'"{re.escape(name)}"', words) for name in marks.computes)
-
-
-def _is_compute(rows: Sequence[BilledUsage]) -> bool:
-    return rows[0].meter.casefold() in ("virtual machines", "azure machine learning", "") and any(
-        row.hours is not None for row in rows
-    )
-
-
 def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
-    """Return the key that a meter is of, by its additional information or its name («NC6s v3 Low Priority»). Another
-    tier than the meter's only where there is no such node-time."""
+    """Return the key that a meter is of, by its size or its name («NC6s v3 Low Priority», «D2 v3/D2s v3»). Another tier
+    than the meter's only where there is no such node-time."""
     tier = tier_of_meter({"meterName": rows[0].name})
     for key in sorted(keys, key=lambda key: key[2] != tier):
         short = key[1].removeprefix("standard_").replace("_", " ")
-        if any(key[1] in row.info.casefold() or short in row.name.casefold() for row in rows):
+        is_named = re.search(rf"(?<![\w-]){re.escape(short)}(?![\w-])", rows[0].name.casefold())
+        if any(row.size == key[1] for row in rows) or is_named:
             return key
-    return keys[0] if len(keys) == 1 and not any(row.info or row.name for row in rows) else None
+    return keys[0] if len(keys) == 1 and not any(row.size or row.name for row in rows) else None
 
 
 def _title(sku: str, tier: str) -> str:
     return sku if tier == "dedicated" else f"{sku} ({tier.replace('_', ' ')})"
-
-
-def _usage(row: Mapping[str, Any]) -> BilledUsage:
-    currency = str(row["currency"]).strip().upper()
-    cost = row["cost"]
-    if currency != "USD":
-        if row["usd"] in ("", None):
-            raise ValueError(
-                f"the currency is {currency or 'not given'}, ours are US dollars: export with the column CostInUsd, or "
-                "query CostUSD"
-            )
-        cost = row["usd"]
-    amount = Decimal(str(cost).strip() or "0")
-    if not amount.is_finite():
-        raise ValueError(f"a cost of {cost!r} is no number")
-    is_hours = "hour" in str(row["unit"]).casefold() or not str(row["unit"]).strip()
-    quantity = str(row["quantity"]).strip()
-    return BilledUsage(
-        day=_day(row["date"]),
-        meter=str(row["meter"] or ""),
-        name=str(row["name"] or ""),
-        resource=str(row["resource"] or ""),
-        tags=str(row["tags"] or ""),
-        info=str(row["info"] or ""),
-        units=round(amount * USD),
-        hours=float(quantity) * _unit_size(str(row["unit"])) if quantity and is_hours else None,
-    )
-
-
-def _unit_size(unit: str) -> float:
-    """Return the size of a unit: 10 for «10 Hours»."""
-    found = re.match(r"\s*(\d+(?:\.\d+)?)", unit)
-    return float(found[1]) if found else 1.0
-
-
-def _day(value: Any) -> date:
-    """Return the date of 2026-06-01, 2026-06-01T00:00:00Z, 06/01/2026 or 20260601."""
-    text = str(value).strip()
-    for pattern in ("%Y-%m-%d", "%m/%d/%Y", "%Y%m%d"):
-        try:
-            return datetime.strptime(text[:10] if pattern != "%Y%m%d" else text[:8], pattern).date()  # noqa: DTZ007
-        except ValueError:
-            continue
-    raise ValueError(f"{text!r} is no date; 2026-06-01, 06/01/2026 and 20260601 are")
-
-
-def _csv_rows(text: str) -> tuple[list[str], list[list[str]]]:
-    rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
-    return (rows[0], rows[1:]) if rows else ([], [])
-
-
-def _json_rows(text: str, source: str) -> tuple[list[str], list[Any]]:
-    try:
-        answer = json.loads(text)
-        body = answer.get("properties", answer)
-        if body.get("nextLink"):
-            raise UsageError(f"{source} is one page of several (nextLink is set): put the rows of all pages into one")
-        return [str(column["name"]) for column in body["columns"]], list(body["rows"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{source} is no answer of a Cost Management query (columns, rows): {error!r}") from None
 
 
 def _signed(units: float) -> str:

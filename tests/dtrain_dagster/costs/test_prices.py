@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from price_list import PriceList, meter, price_list
+from price_list import PriceList, listing, meter, price_list
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs import retail
+from dtrain_dagster.costs.meters import Choice, Meter, choose_meter, choose_prices, choose_size_price
 from dtrain_dagster.costs.prices import (
     PriceError,
     known_regions,
@@ -119,12 +120,90 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
     items = NOISE + WANTED
     for seed in range(20):
         random.Random(seed).shuffle(items)
-        chosen, unclear = retail.choose_prices(items, "eastus", [T4], NOW)
+        chosen, doubts = choose_prices(items, "eastus", [T4], NOW)
         assert chosen == {T4: {"dedicated": 0.526, "low_priority": 0.105, "spot": 0.0627}}
-        assert not unclear
-    chosen, unclear = retail.choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
-    assert "dedicated" not in chosen[T4]
-    assert unclear == [f"{T4}, dedicated: listed at 0.526 and at 0.55"]
+        assert not doubts
+    chosen, doubts = choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
+    assert chosen[T4]["dedicated"] == 0.526
+    assert doubts == [f"{T4}, dedicated: listed at 0.526 and at 0.55: the lowest is taken"]
+
+
+def listed_meter(usd: float, since: str = "2024-01-01", is_primary: bool = True, product: str = "") -> Meter:
+    day = datetime.fromisoformat(since).replace(tzinfo=UTC)
+    return Meter(usd_per_hour=usd, since=day, is_primary=is_primary, product=product or "Virtual Machines X Series")
+
+
+@pytest.mark.parametrize(
+    ("meters", "usd", "doubt"),
+    [
+        ([listed_meter(3.0)], 3.0, ""),
+        ([listed_meter(3.0), listed_meter(3.0)], 3.0, ""),
+        ([listed_meter(3.0, is_primary=False)], 3.0, ""),
+        ([listed_meter(3.0, is_primary=False), listed_meter(4.0)], 4.0, ""),
+        ([listed_meter(3.0, "2025-01-01", is_primary=False), listed_meter(4.0, "2019-01-01")], 4.0, ""),
+        ([listed_meter(3.0, "2019-01-01"), listed_meter(4.0, "2025-01-01")], 4.0, ""),
+        ([listed_meter(3.0, product="NCX Promo"), listed_meter(4.0)], 4.0, ""),
+        ([listed_meter(3.0, product="NCX Promo")], 3.0, ""),
+        ([listed_meter(0.0), listed_meter(4.0, "2019-01-01")], 4.0, ""),
+        ([listed_meter(0.0), listed_meter(3.0, is_primary=False)], 3.0, ""),
+        ([listed_meter(0.0)], None, ""),
+        ([listed_meter(4.2), listed_meter(3.0)], 3.0, "listed at 3.0 and at 4.2: the lowest is taken"),
+    ],
+)  # fmt: skip
+def test_of_several_meters_one_wins_for_a_reason(meters, usd, doubt):
+    for rows in (meters, meters[::-1]):
+        assert choose_meter(rows) == Choice(usd_per_hour=usd, doubt=doubt)
+
+
+RECORDED_D16ADS = [
+    ("Windows", "Standard", 1.56), ("Linux", "LowPriority", 0.62), ("Linux", "LowPriority", 0.16),
+    ("Linux", "Standard", 0.82), ("Windows", "LowPriority", 0.62), ("Linux", "Standard", 1.56),
+]  # fmt: skip
+"""Standard_D16ads_v5 in eastus: Azure/azure-powershell, Get-AzMLServiceVMSize.Recording.json, recorded 2025-11-04."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "tier", "usd"),
+    [
+        (RECORDED_D16ADS, "dedicated", 0.82),
+        (RECORDED_D16ADS, "low_priority", 0.16),
+        (RECORDED_D16ADS, "spot", None),
+        ([("Linux", "Standard", 0.0), ("linux", "standard", 2.5)], "dedicated", 2.5),
+        ([("Windows", "Standard", 1.56)], "dedicated", None),
+        ([], "dedicated", None),
+    ],
+)
+def test_a_size_that_is_listed_twice_has_the_price_of_linux(rows, tier, usd):
+    for order in (rows, rows[::-1]):
+        assert choose_size_price(order, tier) == usd
+
+
+def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
+    listed.items = [meter(A100, 3.673, isPrimaryMeterRegion=False), meter(T4, 0.526)]
+    ask(listed, home, A100, T4)
+    assert price_of(A100).main_figure.how == "asked"
+    assert price_of(A100).usd_per_hour("dedicated") == 3.673
+
+
+def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, listed):
+    """Windows, doubled and zero rows, reservations, old prices; four rows a page; each third query is throttled."""
+    listed.items = [
+        *listing(T4, 0.526), *listing(A100, 3.673, isPrimaryMeterRegion=False),
+        *listing(A100, 4.1, "westeurope"), *listing(T4, 0.6, "westeurope"), meter(H100, 0.0),
+    ]  # fmt: skip
+    random.Random(0).shuffle(listed.items)
+    listed.busy_every = 3
+    done = ask(listed, home, T4, A100, H100, regions=("eastus", "westeurope"))
+    assert len(listed.waits) > 2
+    assert set(listed.waits) == {1}
+    assert {tier: figure.usd_per_hour for tier, figure in price_of(A100).figures.items()} == {
+        "dedicated": 3.673, "low_priority": 0.7346, "spot": 0.4591,
+    }  # fmt: skip
+    assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.1
+    assert price_of(T4, "westeurope").usd_per_hour("low_priority") == 0.12
+    # The size that is listed at zero is not sold: it stays, and is said.
+    assert done.notes[0].startswith(f"{H100} in eastus: no dedicated price is listed; it stays at 98.32")
+    assert price_of(H100).main_figure.how != "asked"
 
 
 def test_fresh_prices_count_from_then_on(home, listed):
@@ -193,7 +272,7 @@ def test_of_two_figures_the_newer_counts(home):
         ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "answers 302"),
         ({"first": [(500, {}, b"oh")] * 5}, "answers 500.*5 times"),
         ({"first": [(429, {"Retry-After": "3600"}, b"")]}, "3600 s"),
-        ({"items": [meter(usd=0.0)]}, r"Standard_NC4as_T4_v3 in eastus, dedicated: 0.0"),
+        ({"items": [meter(usd=0.0)]}, r"lists no price of Standard_NC4as_T4_v3"),
         ({"items": [meter(usd=-1.0)]}, r"dedicated: -1.0"),
         ({"items": [meter(usd=float("inf"))]}, r"dedicated: inf"),
         ({"items": [meter(usd=52.6)]}, r"dedicated: 52.6 \(the package has 0.53\)"),

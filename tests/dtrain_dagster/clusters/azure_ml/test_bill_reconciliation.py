@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.bill_reconciliation import UsageError, marks_of, read_usage, reconcile
+from dtrain_dagster.clusters.azure_ml.bill_matching import marks_of
+from dtrain_dagster.clusters.azure_ml.bill_reconciliation import reconcile
+from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError, read_usage
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -79,8 +81,9 @@ def test_each_meter_of_each_day_has_its_difference_and_the_reason():
     assert "$0.6100 an hour billed, list price $3.0600 (−$2.4500)" in second.why
     said = "\n".join(found.summary)
     assert "known by their compute alone" in said
-    assert "1 row(s) of the same computes are of days" in said
-    assert "1 row(s) of the export are of something else" in said
+    assert "not compared: 1 row(s), $3.06: the same computes, on days on which this job had no node" in said
+    assert "not compared: 1 row(s), $9.99: something else" in said
+    assert [(line.rows, line.billed_usd) for line in found.uncompared] == [(1, Decimal("9.99")), (1, Decimal("3.06"))]
     json.dumps(found.as_dict())
 
 

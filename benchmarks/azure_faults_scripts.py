@@ -1,0 +1,203 @@
+"""The kinds of faults that `benchmarks.azure_faults` draws from, and the script that a seed gives. Pure.
+
+A kind is one entry of `KINDS`: its name in the counts, the switch of the emulator that it turns (a kind of
+`tests/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. An entry whose
+switch the emulator does not offer is drawn never, and the benchmark's line names it under ``not_offered``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NODES, SKU, FAMILY = 2, "Standard_NC6s_v3", "standardNCSv3Family"
+OPERATIONS = ("compute.put", "compute.get", "compute.list", "job.put", "job.get", "code.*", "environment.*", "*")
+MOST = 4
+"""Faults of one script at most."""
+LATEST_SECONDS = 10.0
+"""Seconds after the submission in which late faults begin: a training takes about as long."""
+DRAWS = 20
+"""Draws of a kind by which it is found out whether the emulator offers it."""
+REFUSALS = (
+    ("ClusterCoreQuotaReached", "Operation results in exceeding quota limits of Core."),
+    ("JobNodeCountExceedsCoreQuota", "The nodes of the job exceed the quota of cores."),
+    ("BadRequest", "The specified subscription has a total vCPU quota of 0."),
+)
+"""Codes that users of Azure ML report. The words are ours, after theirs."""
+
+Fields = dict[str, Any]
+Draw = Callable[[random.Random], Fields]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """A kind of fault."""
+
+    name: str
+    switch: str
+    """Kind of fault of the emulator; "" where another verb is asked."""
+    draw: Draw
+    """Returns the fields of the switch, or of the verb."""
+    verb: str = "fault"
+    """Verb of the emulator's control port."""
+    late: float = 0.0
+    """Share of these faults that begin while the job runs; the others are there before anything is bought."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFault:
+    """One fault of a script: what is asked of the control port."""
+
+    name: str
+    verb: str
+    fields: Fields
+    after_seconds: float | None = None
+    """Seconds from the submission on; None: before anything is bought."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """The faults of one run. Seconds are those of the real clock, from the job's submission on."""
+
+    faults: tuple[PlannedFault, ...]
+    dies_after: float | None = None
+    """Seconds until the orchestrator is replaced by another one, which knows the run directory only; None: never."""
+    cancels_after: float | None = None
+    """Seconds until a person cancels the job; None: never."""
+    cancels_ended: bool = False
+    """Whether a person cancels the job once more when it has ended."""
+
+
+def _count(dice: random.Random, most: int) -> Fields:
+    return {"operation": dice.choice(OPERATIONS), "count": dice.randint(1, most)}
+
+
+def _moment(dice: random.Random) -> Fields:
+    return {"moment": dice.choice(("before", "after"))}
+
+
+def _not_found(dice: random.Random, operation: str) -> Fields:
+    return {
+        "operation": operation, "status": 404, "code": dice.choice(("UserError", "ResourceNotFound")),
+        "message": "Not found", "count": dice.randint(1, 3),
+    }  # fmt: skip
+
+
+def _node_loss(dice: random.Random) -> Fields:
+    return {
+        "node": dice.randrange(NODES),
+        "after_seconds": dice.uniform(0, 8),
+        "policy": dice.choice(("fail", "survive", "restart")),
+    }
+
+
+def _size(dice: random.Random, *more: str) -> Fields:
+    return {"vm_size": dice.choice((SKU, *more))}
+
+
+KINDS: tuple[FaultKind, ...] = (
+    # The service, and the way to it.
+    FaultKind(
+        "throttle", "throttle", lambda dice: _count(dice, 4) | {"retry_after_seconds": dice.randint(0, 2)}, late=0.3
+    ),
+    FaultKind(
+        "error", "error", lambda dice: _count(dice, 3) | _moment(dice) | {"status": dice.choice((500, 502, 503))},
+        late=0.3,
+    ),
+    FaultKind("drop", "drop", lambda dice: _count(dice, 3) | _moment(dice), late=0.3),
+    FaultKind("slow", "slow", lambda dice: _count(dice, 2) | {"seconds": dice.uniform(0.5, 3)}, late=0.3),
+    # 404 for what exists: the resource manager's regions are consistent after a while only (Azure's support in
+    # hashicorp/terraform-provider-azurerm, issue 18268, 2024-04-25; Azure/terraform-provider-azapi, issue 587).
+    FaultKind("new job not found", "error", lambda dice: _not_found(dice, "job.get")),
+    FaultKind("running job not found", "error", lambda dice: _not_found(dice, "job.get"), late=1.0),
+    FaultKind("new compute not found", "error", lambda dice: _not_found(dice, "compute.get")),
+    FaultKind("used compute not found", "error", lambda dice: _not_found(dice, "compute.get"), late=1.0),
+    # Nodes that are not to be had.
+    FaultKind(
+        "refuse", "refuse",
+        lambda dice: _size(dice, "Standard_N[CV]*", "*")
+        | {"how": dice.choice(("sync", "async")), "count": dice.choice((1, 2, None))},
+    ),
+    FaultKind(
+        "refused in words of Azure", "refuse",
+        lambda dice: _size(dice, "*")
+        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
+        | {"how": dice.choice(("sync", "async"))},
+    ),
+    FaultKind(
+        "refused in a nested way", "refuse",
+        lambda dice: _size(dice, "*")
+        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
+        | {
+            "how": dice.choice(("sync", "async")), "status": 400,
+            "nesting": dice.choice(("details", "text", "innererror", "info")),
+        },
+    ),
+    FaultKind("succeeded with errors", "refuse", lambda dice: _size(dice, "*") | {"how": "settled"}),
+    FaultKind(
+        "capacity", "capacity",
+        lambda dice: _size(dice, "*") | {"nodes": dice.randint(0, 1), "count": dice.choice((2, 5, None))},
+    ),
+    FaultKind("scarce for a while", "capacity", lambda dice: {"nodes": 1, "until": dice.uniform(3, 12)}),
+    FaultKind(
+        "quota of less than one node", "", lambda dice: {"family": FAMILY, "cores": dice.choice((0, 4))}, verb="quota"
+    ),
+    FaultKind("quota of one node", "", lambda dice: {"family": FAMILY, "cores": 6}, verb="quota"),
+    FaultKind("stuck", "stuck", lambda dice: {"operation": dice.choice(("compute.create", "compute.delete"))}),
+    FaultKind("failed update", "fail", lambda dice: {"operation": "compute.update"}),
+    # Jobs and their nodes.
+    FaultKind(
+        "status", "status",
+        lambda dice: {
+            "status": dice.choice(("NotResponding", "Paused")), "after_seconds": dice.uniform(0, 3),
+            "seconds": dice.choice((2, 60)),
+        },
+    ),
+    FaultKind("queue", "queue", lambda dice: {"seconds": dice.choice((3, None)), "job": "*-l1"}),
+    FaultKind("preempt", "preempt", _node_loss),
+    FaultKind("lose", "lose", _node_loss),
+    FaultKind(
+        "preempted for good", "preempt",
+        lambda dice: _node_loss(dice) | {"policy": "survive", "back_after_seconds": None},
+    ),
+)  # fmt: skip
+
+
+def find_offered(
+    kinds: Sequence[FaultKind], takes: Callable[[Fields], bool], verbs: Collection[str]
+) -> tuple[FaultKind, ...]:
+    """Return the kinds whose switch the emulator offers with all that they draw. ``takes``: whether it takes a fault as
+    it is asked of the control port; ``verbs``: its other verbs."""
+    return tuple(kind for kind in kinds if _is_offered(kind, takes, verbs))
+
+
+def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
+    """Return the script of a seed: the same seed and kinds give the same script."""
+    dice = random.Random(seed)
+    chosen = dice.choices(kinds, k=dice.randint(1, MOST))
+    return Script(
+        faults=tuple(_planned(kind, dice) for kind in chosen),
+        dies_after=dice.uniform(0, 12) if dice.random() < 0.3 else None,
+        cancels_after=dice.uniform(0, 12) if dice.random() < 0.15 else None,
+        cancels_ended=dice.random() < 0.2,
+    )
+
+
+def ask_for(kind: FaultKind, dice: random.Random) -> Fields:
+    """Return what is asked of the control port for one fault of that kind."""
+    fields = kind.draw(dice)
+    return {"fault": kind.switch, **fields} if kind.switch else fields
+
+
+def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
+    fields = ask_for(kind, dice)
+    after = dice.uniform(0, LATEST_SECONDS) if dice.random() < kind.late else None
+    return PlannedFault(name=kind.name, verb=kind.verb, fields=fields, after_seconds=after)
+
+
+def _is_offered(kind: FaultKind, takes: Callable[[Fields], bool], verbs: Collection[str]) -> bool:
+    if not kind.switch:
+        return kind.verb in verbs
+    return all(takes(ask_for(kind, random.Random(seed))) for seed in range(DRAWS))
