@@ -21,6 +21,7 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     request_note,
 )
+from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     Attempt,
     Quota,
@@ -28,7 +29,6 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     SkuChoice,
     SkuRefusal,
     chain,
-    classify,
     compute_name,
     examine,
     quota_of,
@@ -191,11 +191,13 @@ class Provisioner:
             self.delete(name)
         if failure is None:
             code = str(getattr(compute, "provisioning_errors", None) or (TIMED_OUT if state else "Gone"))
-            return classify(code, f"the compute was {state or 'gone'} after it was asked for", 200)
+            said = {"code": code, "message": f"the compute was {state or 'gone'} after it was asked for"}
+            return classify_refusal(said, 200)
         if isinstance(failure, ServiceUnreachable):
             raise failure
         reason = failure.reason if isinstance(failure, ServiceRefused) else str(failure)
-        refusal = classify(failure.code, reason, failure.status)
+        body = error_body_of(failure) or {"code": failure.code, "message": reason}
+        refusal = classify_refusal(body, failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
     def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:

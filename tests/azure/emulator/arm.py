@@ -141,7 +141,7 @@ def _size(name: str, size: Size) -> dict[str, Any]:
             "unitOfMeasure": "OneHour",
             "values": [{"retailPrice": price, "osType": system, "vmTier": tier} for system, tier, price in prices],
         },
-        "supportedComputeTypes": ["AmlCompute", "ComputeInstance"],
+        "supportedComputeTypes": size.compute_types,
     }
 
 

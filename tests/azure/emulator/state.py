@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,20 @@ class Size:
     memory_gb: float
     infiniband: bool
     family: str
+    compute_types: list[str] = field(default_factory=lambda: ["AmlCompute", "ComputeInstance", "MIR"])
+    """As recorded: A10 sizes are for MIR (managed online endpoints) alone, all others of ours for all three."""
 
 
+@cache
 def read_sizes() -> dict[str, Size]:
     rows = json.loads(Path(__file__).with_name("sizes.json").read_text())["sizes"]
     return {name: Size(**row) for name, row in rows.items()}
+
+
+def listed_name(vm_size: str) -> str:
+    """A size as `vmSizes` spells it; as it is where that list does not have it. Letters count as in any case."""
+    folded = vm_size.casefold()
+    return next((name for name in read_sizes() if name.casefold() == folded), vm_size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,7 +154,7 @@ class Compute:
 
     @property
     def vm_size(self) -> str:
-        return self._settings.get("vmSize") or "Standard_DS3_v2"
+        return listed_name(self._settings.get("vmSize") or "Standard_DS3_v2")
 
     @property
     def tier(self) -> str:
