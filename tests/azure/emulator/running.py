@@ -114,6 +114,9 @@ class Runner:
         if compute is None:
             self._fail(job, "ComputeNotFound", f"The compute {job.compute} was deleted.")
             return True
+        if compute.refusals:  # all that a job is told of it (report of 2026-08-26)
+            self._fail(job, "UserError", "cluster has encountered unknown issue")
+            return True
         size = self.cloud.sizes[compute.vm_size]
         if job.shape.nodes > compute.max_nodes:
             why = (

@@ -68,6 +68,8 @@ class Timing:
     retry_after_ms: int = 100
     """What the answers ask of whoever polls; milliseconds of the real clock."""
     create_seconds: float = 0.3
+    refusal_seconds: float = 0.0
+    """How long after its creation a compute shows that it will never have a node."""
     delete_seconds: float = 0.2
     boot_seconds: float = 0.3
     """A node, from being allocated to being idle. Paid for."""
@@ -136,6 +138,8 @@ class Compute:
     errors: list[dict[str, Any]] = field(default_factory=list)
     """Of provisioning."""
     allocation_errors: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    """Errors of one that is Succeeded, and will never have a node."""
     allocation_changed: float | None = None
     nodes: list[Node] = field(default_factory=list)
     numbered: int = 0
@@ -233,7 +237,8 @@ class Cloud:
     addresses: Addresses = field(default_factory=Addresses)
     sizes: dict[str, Size] = field(default_factory=read_sizes)
     quota: dict[str, int] = field(default_factory=dict)
-    """vCPUs by family; ``low_priority``: all of that tier together. A family that is not here has `DEFAULT_QUOTA`."""
+    """vCPUs by family; ``low_priority`` and ``dedicated``: all of that tier together; ``low_priority:FAMILY``: what is
+    shown for a family there. A family that is not here has `DEFAULT_QUOTA`."""
     operations: dict[str, Operation] = field(default_factory=dict)
     computes: dict[str, Compute] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -273,6 +278,10 @@ DEFAULT_QUOTA = 1000
 
 def quota_of(cloud: Cloud, family: str, tier: str) -> int:
     return cloud.quota.get("low_priority" if tier == "low_priority" else family, DEFAULT_QUOTA)
+
+
+def total_quota_of(cloud: Cloud, tier: str) -> int:
+    return cloud.quota.get(tier, DEFAULT_QUOTA if tier == "low_priority" else 10 * DEFAULT_QUOTA)
 
 
 def used_cores(cloud: Cloud, family: str, tier: str) -> int:
