@@ -3,16 +3,30 @@ and what is left behind. With the real clients, against the emulator."""
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+from azure.ai.ml.entities import AmlCompute
+from azure.core.exceptions import HttpResponseError
+
+from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
 from tests.azure.emulator.foreign import foreign_computes
 from tests.azure.emulator.refused import NESTINGS
-from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end
+from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end, wait_for
 
 pytestmark = pytest.mark.slow
 A10 = "Standard_NV36ads_A10_v5"
 NEVER = "UnsupportedVMSizeForLowPriority"
+
+
+def keep_nodes(stage: Stage, manager: AzureMLClusterManager, size: str, count: int) -> None:
+    """Let the service keep nodes of this size."""
+    name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
+    kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=count, tags=tags)
+    manager.service.ml.compute.begin_create_or_update(kept).result()
+    wait_for(lambda: len(manager.provisioner.nodes(name)) == count, "the nodes")
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
@@ -32,7 +46,7 @@ def test_the_truth_under_a_general_sentence_leads_on(stage: Stage, nesting: str,
 @pytest.mark.parametrize("nesting", ["details", "info"])
 def test_what_no_size_changes_ends_the_chain_though_it_comes_late_and_wrapped(stage: Stage, nesting: str) -> None:
     stage.control("fault", fault="refuse", how="async", nesting=nesting, code="SubnetNotFound", count=None)
-    with pytest.raises(ClusterError, match="no other size changes .SubnetNotFound"):
+    with pytest.raises(ClusterError, match=r"no other size changes \(SubnetNotFound"):
         stage.manager().provision_cluster(2, A100)
     assert not stage.computes()
     assert len({request["path"] for request in stage.asked("compute.put")}) == 1
@@ -83,6 +97,24 @@ def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage) ->
     assert (history["sku"], history["tier"]) == (T4, "low_priority")
 
 
+def test_a_job_whose_compute_fails_before_it_starts_goes_on_with_another(stage: Stage) -> None:
+    manager = stage.manager(chain=(A100,))
+    manager.provision_cluster(2, A100)
+    spec = stage.spec(manager, LAST_ONE_DONE)
+    stage.control("fault", fault="queue", job=f"{spec.job_id}-l1")
+    manager.submit_job(spec)
+    [compute] = manager.provisioner.computes().values()
+    compute.max_instances, compute.network_settings = 4, None
+    stage.control("fault", fault="fail", operation="compute.update")
+    with pytest.raises(HttpResponseError):
+        manager.service.ml.compute.begin_create_or_update(compute).result()
+    stage.control("clear")
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    record = manager._record(spec.job_id)
+    assert record is not None
+    assert [launch["reason"] for launch in record["history"]] == ["UserError: cluster is in failed state"]
+
+
 def test_a_size_for_endpoints_alone_is_not_asked_for(stage: Stage) -> None:
     manager = stage.manager(chain=(A10, A100))
     assert manager.provision_cluster(2, A10).gpu_type == A100
@@ -92,12 +124,15 @@ def test_a_size_for_endpoints_alone_is_not_asked_for(stage: Stage) -> None:
 
 
 def test_a_quota_for_ever_too_small_is_told_before_one_in_use(stage: Stage) -> None:
+    manager = stage.manager(chain=(V100,))
+    keep_nodes(stage, manager, T4, 3)  # 12 cores
+    stage.control("quota", family="dedicated", cores=20)
     stage.control("quota", family="standardNCSv3Family", cores=6)
-    stage.control("quota", family="dedicated", cores=11)
-    with pytest.raises(NoCapacityError) as refused:
-        stage.manager(chain=(V100,)).provision_cluster(2, V100)
+    with pytest.raises(NoCapacityError, match="standardNCSv3Family is 6") as refused:
+        manager.provision_cluster(2, V100)
     [tried] = refused.value.attempts
     assert tried["code"] == "QuotaTooSmall"
+    assert refused.value.retry_at > time.time() + 3000, "a person has to raise it"
 
 
 def test_the_low_priority_cores_of_a_family_do_not_count_on_dedicated_nodes(stage: Stage) -> None:
@@ -132,3 +167,23 @@ def test_a_retired_size_is_still_asked_for_and_what_to_take_instead_is_told(stag
     manager = stage.manager(chain=(A100,))
     assert manager.provision_cluster(2, V100).gpu_type == A100
     assert "retired Standard_NC6s_v3 on 2025-09-30" in manager.attempts[0].message
+
+
+def test_a_compute_of_somebody_else_with_our_name_is_not_changed(stage: Stage) -> None:
+    manager = stage.manager(chain=(A100, H100))
+    theirs = AmlCompute(name=f"{stage.name}-nc24adsa100v4", size=A100, max_instances=1)
+    manager.service.ml.compute.begin_create_or_update(theirs).result()
+    assert manager.provision_cluster(2, A100).gpu_type == H100
+    assert [tried.code for tried in manager.attempts] == ["NameTaken", "Succeeded"]
+    assert manager.service.ml.compute.get(theirs.name).max_instances == 1
+    manager.service.ml.compute.begin_delete(theirs.name).wait()
+
+
+def test_a_job_is_given_what_nccl_needs_on_its_size(stage: Stage) -> None:
+    manager, spec = stage.run()
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    [put] = stage.asked("job.put")
+    variables = put["body"]["properties"]["environmentVariables"]
+    assert {name: value for name, value in variables.items() if name.startswith("NCCL")} == {
+        "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth",
+    }  # fmt: skip

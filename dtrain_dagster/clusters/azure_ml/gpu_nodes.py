@@ -42,7 +42,7 @@ def nccl_environment(price: SkuPrice) -> dict[str, str]:
 
 
 def node_environment_of(sku: str) -> dict[str, str]:
-    """Return `nccl_environment` of a size by its name; nothing for a size that the price table does not know: NCCL finds
+    """Return `nccl_environment` of a size by its name; nothing for one that the price table does not know: NCCL finds
     its own way there."""
     try:
         return nccl_environment(hardware_of(sku))

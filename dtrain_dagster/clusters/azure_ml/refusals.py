@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     IN_USE_SECONDS,
@@ -62,6 +62,9 @@ _NEXT = {
     "requestdisallowedbypolicy": NO_QUOTA_SECONDS,  # often a policy on sizes
     "operationtimedout": SCARCE_SECONDS,
 }
+_NEVER = {"unsupportedvmsizeforlowpriority", "lowprioritynotsupported", "unsupportedvmsize", "vmsizenotsupported",
+          "skuretired"}  # fmt: skip
+"""Codes, folded, of computes that never get a node."""
 _FATAL = {
     "authorizationfailed", "linkedauthorizationfailed", "forbidden", "forbiddenerror", "invalidauthenticationtoken",
     "expiredauthenticationtoken", "missingsubscriptionregistration", "subscriptionnotregistered",
@@ -126,6 +129,33 @@ def classify_refusal(error: Any, status: int | None) -> SkuRefusal:
     if status in (401, 403):
         return _refusal(parts, speaking, "fatal")
     return _refusal(parts, speaking, "next")
+
+
+def read_late_refusal(errors: Sequence[Any], is_new: bool) -> SkuRefusal | None:
+    """Return the refusal in the errors of a compute that was made nevertheless; None where it may get nodes. Pure.
+
+    Of one that ``is_new`` whatever only a person changes counts; of another, which had nodes perhaps, only what never
+    changes. What may pass (no capacity now, cores in use) is left to the queue.
+    """
+    if not errors:
+        return None
+    refusal = classify_refusal(errors, 200)
+    lasts = refusal.verdict == "fatal" or refusal.retry_seconds >= NO_QUOTA_SECONDS
+    return refusal if fold_name(refusal.code) in _NEVER or (is_new and lasts) else None
+
+
+ClusterTrouble = Literal["", "refused", "lost"]
+_TROUBLE: tuple[tuple[ClusterTrouble, re.Pattern[str]], ...] = (
+    ("refused", re.compile(r"(?i)\bcluster has encountered (an )?unknown issue")),
+    ("lost", re.compile(r"(?i)\bcluster is in (a )?failed state")),
+    ("lost", re.compile(r"(?i)\b(cluster|compute( target)?)\b[^.\n]{0,80}\bdoes not exist")),
+)
+
+
+def read_cluster_trouble(message: str) -> ClusterTrouble:
+    """Return what a job's error says of its compute: ``refused`` for one that never gets a node, and tells why in its
+    own ``errors`` only; ``lost`` for one that is broken or gone; "" where it says nothing of it. Pure."""
+    return next((trouble for trouble, words in _TROUBLE if words.search(message)), "")
 
 
 def error_parts(error: Any) -> list[ErrorPart]:

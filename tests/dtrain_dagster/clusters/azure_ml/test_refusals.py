@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.refusals import LONGEST_MESSAGE, classify_refusal, error_body_of, error_parts
+from dtrain_dagster.clusters.azure_ml.refusals import (
+    LONGEST_MESSAGE,
+    classify_refusal,
+    error_body_of,
+    error_parts,
+    read_cluster_trouble,
+    read_late_refusal,
+)
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     IN_USE_SECONDS,
     NO_QUOTA_SECONDS,
@@ -205,6 +212,39 @@ def test_asking_again_is_sensible_when_the_first_reason_passes() -> None:
     assert soon.retry_seconds == IN_USE_SECONDS
     assert retry_at([slow, soon], 1000.0) == 1000.0 + soon.retry_seconds < 1000.0 + slow.retry_seconds
     assert retry_at([SkuRefusal(code="", message="", verdict="next", retry_seconds=5)], 0.0) == 5
+
+
+@pytest.mark.parametrize(
+    ("message", "trouble"),
+    [
+        ("cluster has encountered unknown issue", "refused"),
+        ("UserError: AzureMLCompute job failed. Cluster has encountered an unknown issue.", "refused"),
+        ("cluster is in failed state", "lost"),
+        ("The compute target dtrain-nc24adsa100v4 does not exist.", "lost"),
+        ("Execution failed: FileNotFoundError: shard-7.parquet does not exist", ""),
+        ("The compute is fine.\nBut my file does not exist", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_job_says_of_its_compute_is_told_apart(message: str, trouble: str) -> None:
+    assert read_cluster_trouble(message) == trouble
+
+
+@pytest.mark.parametrize(
+    ("code", "of_a_new_one", "of_another"),
+    [
+        ("UnsupportedVMSizeForLowPriority", True, True), ("ClusterMinNodesExceedCoreQuota", True, False),
+        ("SubnetNotFound", True, False), ("OutOfCapacity", False, False), ("ClusterCoreQuotaReached", False, False),
+        ("SomethingNew", False, False), ("InternalServerError", False, False),
+    ],
+)  # fmt: skip
+def test_errors_of_a_compute_that_was_made_count_where_they_last(
+    code: str, of_a_new_one: bool, of_another: bool
+) -> None:
+    errors = [{"error": {"code": code, "message": "Why."}}]
+    assert (read_late_refusal(errors, True) is not None) == of_a_new_one
+    assert (read_late_refusal(errors, False) is not None) == of_another
+    assert read_late_refusal([], True) is None
 
 
 def test_a_tree_without_an_end_and_things_that_are_no_error_are_survived() -> None:
