@@ -35,7 +35,8 @@ class AzureSettings(BaseSettings):
         "workspace (azureml:dtrain:1)"
     )
     chain: str = Field(
-        default="", description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: one GPU of each kind"
+        default="",
+        description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: one A100, H100 or T4 per node",
     )
     max_nodes: int | None = Field(
         default=None, ge=1, description="Most nodes of a compute; unset: as many as asked for"
