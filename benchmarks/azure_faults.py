@@ -43,6 +43,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions  # noqa: E40
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError  # noqa: E402
 from tests.azure.azurite import missing  # noqa: E402
 from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator  # noqa: E402
+from tests.azure.emulator.refused import NESTINGS  # noqa: E402
 from tests.dtrain_dagster.small_job import write_dataset  # noqa: E402
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig  # noqa: E402
 from trainer.rundir import LAUNCH, RESULT, RunDir  # noqa: E402
@@ -98,8 +99,8 @@ def make_script(seed: int) -> Script:
         },
         "slow": lambda: {"operation": dice.choice(OPERATIONS), "count": 2, "seconds": dice.uniform(0.5, 3)},
         "refuse": lambda: {
-            "vm_size": dice.choice((SKU, "Standard_N[CV]*", "*")), "how": dice.choice(("sync", "async")),
-            "count": dice.choice((1, 2, None)),
+            "vm_size": dice.choice((SKU, "Standard_N[CV]*", "*")), "how": dice.choice(("sync", "async", "settled")),
+            "nesting": dice.choice(NESTINGS), "count": dice.choice((1, 2, None)),
         },
         "capacity": lambda: {
             "vm_size": dice.choice((SKU, "*")), "nodes": dice.randint(0, 1), "count": dice.choice((2, 5, None)),

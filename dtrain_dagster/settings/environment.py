@@ -77,8 +77,8 @@ class Settings(BaseSettings):
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",
-        description="SKU; on the local cluster its price stands in; unset on Azure ML: Standard_NC24ads_A100_v4, as V100 "
-        "sizes are retired",
+        description="SKU; on the local cluster its price stands in; unset on Azure ML: Standard_NC24ads_A100_v4, as "
+        "V100 sizes are retired",
     )
     tier: str = Field(
         default="dedicated",
