@@ -78,9 +78,10 @@ def test_where_only_such_a_compute_could_be_had_nothing_is_left(stage: Stage) ->
     assert not stage.computes()
 
 
-def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage) -> None:
-    """The compute shows it only later, so its job fails first, with a sentence that says nothing."""
-    stage.control("timing", refusal_seconds=5)
+@pytest.mark.parametrize("seconds", [5, 1e6], ids=["shown-later", "never-shown"])
+def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage, seconds: float) -> None:
+    """The compute shows it only later, or not at all, so its job fails first, with a sentence that says nothing."""
+    stage.control("timing", refusal_seconds=seconds)
     try:
         manager = stage.manager(tiers=("low_priority",), chain=(H100, T4))
         assert manager.provision_cluster(2, H100).gpu_type == H100

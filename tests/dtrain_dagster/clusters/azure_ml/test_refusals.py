@@ -175,6 +175,12 @@ def test_it_does_not_matter_in_what_it_is_wrapped(nesting: str, code: str, verdi
     assert (found.code, found.message, found.verdict) == (code, "Why it is.", verdict)
 
 
+def test_the_deeper_of_two_known_codes_counts() -> None:
+    inner = {"code": "AuthorizationFailed", "message": "No role."}
+    found = classify_refusal({"error": {"code": "OperationNotAllowed", "message": "Failed.", "details": [inner]}}, 409)
+    assert (found.code, found.verdict) == ("AuthorizationFailed", "fatal")
+
+
 def said(code: str, message: str) -> dict[str, str]:
     return {"code": code, "message": message}
 
