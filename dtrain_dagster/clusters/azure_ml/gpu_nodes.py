@@ -1,4 +1,4 @@
-"""What a GPU size of Azure needs of its job, and which sizes cannot train here. Pure.
+"""What a GPU size of Azure needs of its job, which sizes cannot train here, and which are tried where none are set.
 
 The numbers of GPUs, and which sizes have InfiniBand or are retired, are in the price table (`costs.prices`).
 """
@@ -6,9 +6,11 @@ The numbers of GPUs, and which sizes have InfiniBand or are retired, are in the 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import date
 
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of, price_of, tier_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 
 INTERFACES = "eth"
@@ -29,6 +31,22 @@ _TOPOLOGIES = {
 }  # fmt: skip
 _SHARED = re.compile(r"(?i)standard_nv(6|12|18)ads_a10_v5|.*mig.*|standard_nv\d+as_v4|standard_nv(4|8|12)ads_v710_v5")
 """Sizes with a part of a GPU: vGPUs of an A10, MIG instances."""
+
+
+def default_chain(ranks: int, tiers: Sequence[str]) -> tuple[str, ...]:
+    """Return the sizes to try where none are set: those with a GPU for each rank of a node that have a known price in
+    the region (``DTRAIN_REGION``) on each of these tiers. What has no price is not bought."""
+    return tuple(
+        sku for sku in DEFAULT_CHAINS.get(ranks, DEFAULT_CHAIN) if all(_has_price(sku, tier) for tier in tiers)
+    )
+
+
+def _has_price(sku: str, tier: str) -> bool:
+    try:
+        price_of(sku).figure(tier_of(tier))
+    except PriceError:
+        return False
+    return True
 
 
 def nccl_environment(price: SkuPrice) -> dict[str, str]:

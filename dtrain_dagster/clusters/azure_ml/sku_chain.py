@@ -23,6 +23,14 @@ DEFAULT_CHAIN = (
 """One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only
 endpoints can have."""
 
+DEFAULT_CHAINS = {
+    1: DEFAULT_CHAIN,
+    2: ("Standard_NC48ads_A100_v4", "Standard_NC80adis_H100_v5"),
+    4: ("Standard_NC96ads_A100_v4", "Standard_NC64as_T4_v3"),
+    8: ("Standard_ND96amsr_A100_v4", "Standard_ND96isr_H100_v5", "Standard_ND96asr_v4"),
+}
+"""The same, by the number of GPUs per node: a training keeps its ranks when it falls back to another size."""
+
 AML_COMPUTE = "AmlCompute"
 """The service's word for the computes that we make, among those that a size is for."""
 

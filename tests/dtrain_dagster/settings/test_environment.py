@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, SettingsError, load_settings
@@ -106,6 +107,24 @@ def test_azure_is_asked_for_what_can_be_bought_and_a_v100_stands_in_elsewhere(mo
         monkeypatch.setenv("DTRAIN_GPU_TYPE", unset)
         assert load_settings().gpu_type == wanted
     assert hardware_of(BUYABLE_GPU_TYPE).retired_on is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "chain"),
+    [
+        ({}, DEFAULT_CHAIN),
+        ({"DTRAIN_REGION": "westus2"}, tuple(sku for sku in DEFAULT_CHAIN if "H100" not in sku)),
+        ({"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4"}, DEFAULT_CHAINS[4]),
+        (
+            {"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4", "DTRAIN_TIER": "dedicated,low_priority"},
+            ("Standard_NC96ads_A100_v4",),
+        ),
+        ({"DTRAIN_PROCESSES_PER_NODE": "3"}, DEFAULT_CHAIN),
+    ],
+)
+def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch, changes, chain):
+    on_azure(monkeypatch, **changes)
+    assert build_resources(load_settings())["cluster"].azure_options().chain == chain
 
 
 @pytest.mark.parametrize(

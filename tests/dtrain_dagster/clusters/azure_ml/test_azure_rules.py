@@ -22,6 +22,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import busy
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
+    DEFAULT_CHAINS,
     NO_QUOTA_SECONDS,
     Quota,
     Size,
@@ -85,10 +86,10 @@ class TestChain:
         assert all(kind in names for kind in ("A100", "H100", "T4"))
 
     def test_default_holds_what_can_be_bought_for_training(self) -> None:
-        recorded = {name: row for name, row in read_sizes().items() if name in DEFAULT_CHAIN}
-        assert set(recorded) == set(DEFAULT_CHAIN)
-        assert all("AmlCompute" in row.compute_types for row in recorded.values())
-        assert all(hardware_of(sku).retired_on is None for sku in DEFAULT_CHAIN)
+        for gpus, skus in DEFAULT_CHAINS.items():
+            recorded = [read_sizes()[sku] for sku in skus]
+            assert all("AmlCompute" in row.compute_types and row.gpus == gpus for row in recorded)
+            assert all(hardware_of(sku).retired_on is None for sku in skus)
         assert DEFAULT_CHAIN[0] == BUYABLE_GPU_TYPE
 
 
