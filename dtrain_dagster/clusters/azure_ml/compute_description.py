@@ -42,7 +42,7 @@ def describe_compute(
     )
 
 
-def is_own(listed: Any, cluster_name: str) -> bool:
+def is_own_compute(listed: Any, cluster_name: str) -> bool:
     """Return whether a compute, as the service lists it, is one of this cluster. Those of others may be of any kind and
     lack any field, and the client cannot read all of them."""
     kind = getattr(getattr(listed, "properties", None), "compute_type", None)

@@ -24,7 +24,7 @@ from dtrain_dagster.clusters.azure_ml.client import (
 )
 from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG as CLUSTER_TAG
 from dtrain_dagster.clusters.azure_ml.compute_description import TAG as TAG
-from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute, is_own
+from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute, is_own_compute
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
@@ -294,7 +294,9 @@ class Provisioner:
 
             # Read one by one: the client's own list fails as a whole at a compute of somebody else that it cannot read.
             listed = self.service.ml.compute._operation.list(self.options.resource_group, self.options.workspace)
-            return [Compute._from_rest_object(item) for item in listed if is_own(item, self.options.cluster_name)]
+            return [
+                Compute._from_rest_object(item) for item in listed if is_own_compute(item, self.options.cluster_name)
+            ]
 
         found = self.service.call("list the computes", ask, patience_seconds)
         return {str(compute.name): compute for compute in found}
