@@ -170,12 +170,14 @@ class GPUClusterResource(dg.ConfigurableResource):
     def azure_options(self) -> AzureMLOptions:
         """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
         known price."""
+        from dtrain_dagster.clusters.azure_ml.gpu_nodes import default_chain
         from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
         from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()
         }
+        own.setdefault("chain", default_chain(self.ranks_per_node, own.get("tiers", ())))
         options = AzureMLOptions(
             **own,
             cluster_name=self.cluster_name,

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import click
@@ -342,8 +343,8 @@ def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
 
 
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
-    """Check a training before nodes are bought, and print what could not be checked and which GPUs would be idle. Raise
-    as `dtrain_dagster.planning.check_job.check_job` does."""
+    """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
+    whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
     from dtrain_dagster.clusters.ranks import explain_idle_gpus
     from dtrain_dagster.costs.prices import price_of
     from dtrain_dagster.planning.check_job import check_job
@@ -351,6 +352,11 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
     for sentence in check_job(job, node_count * ranks, rehearses):
         say(sentence, err=True)
+    if settings.cluster == "azure_ml":
+        from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
+
+        if retired := explain_retired(price.sku, datetime.now(UTC).date()):
+            say(retired, err=True)
     hourly = node_count * price.usd_per_hour(settings.tiers[0])
     if settings.cluster != "local" and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
         say(f"in each hour: {idle}", err=True)

@@ -35,7 +35,9 @@ class AzureSettings(BaseSettings):
         "workspace (azureml:dtrain:1)"
     )
     chain: str = Field(
-        default="", description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: one GPU of each kind"
+        default="",
+        description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: A100, H100 and T4 sizes with as "
+        "many GPUs, where the region has a price",
     )
     max_nodes: int | None = Field(
         default=None, ge=1, description="Most nodes of a compute; unset: as many as asked for"

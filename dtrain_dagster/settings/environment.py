@@ -35,6 +35,9 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
 another letter, so that the databases of Dagster and MLflow would lie elsewhere; control characters break lines of logs
 and lists."""
 _ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
+BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
+"""The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
+retired. Locally a V100 stands in, as nothing is bought."""
 S = TypeVar("S", bound=BaseSettings)
 TierName = Literal["dedicated", "low_priority"]
 
@@ -72,7 +75,11 @@ class Settings(BaseSettings):
     replacement_delay_seconds: float = Field(
         default=1.0, ge=0, lt=float("inf"), description="Seconds that a node is gone before another takes its place"
     )
-    gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
+    gpu_type: str = Field(
+        default="Standard_NC6s_v3",
+        description="SKU; on the local cluster its price stands in; unset on Azure ML: Standard_NC24ads_A100_v4, as "
+        "V100 sizes are retired",
+    )
     tier: str = Field(
         default="dedicated",
         description="Tiers on which nodes are requested, in order, separated by commas: dedicated, low_priority; plans "
@@ -218,6 +225,12 @@ class Settings(BaseSettings):
         if token:
             check_token(token)
         return token
+
+    @model_validator(mode="after")
+    def _bought_is_what_can_be(self) -> Settings:
+        if self.cluster == "azure_ml" and "gpu_type" not in self.model_fields_set:
+            self.gpu_type = BUYABLE_GPU_TYPE
+        return self
 
     @model_validator(mode="after")
     def _endpoints_with_names_are_azures(self) -> Settings:

@@ -16,6 +16,7 @@ from tests.azure.emulator import Emulator
 from tests.azure.workspace import options
 
 V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
+T4 = "Standard_NC4as_T4_v3"
 SCRIPT = """
 import os, sys, time
 from trainer.rundir import NodePresence, RunDir

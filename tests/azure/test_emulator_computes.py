@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import requests
 
+from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of
 from tests.azure.emulator import Emulator
+from tests.azure.emulator.foreign import ATTACHED, UNKNOWN
+from tests.azure.emulator.refused import NESTINGS
 from tests.azure.emulator.state import CONTAINER
 
 pytestmark = pytest.mark.slow
@@ -76,7 +79,7 @@ def test_a_compute_is_created_as_it_was_asked_for(client: Any) -> None:
         tags={"run": "r1"},
     )
     made = client.compute.begin_create_or_update(asked).result()
-    assert (made.provisioning_state, made.size, made.tier) == ("Succeeded", SIZE, "low_priority")
+    assert (made.provisioning_state, made.size, made.tier) == ("Succeeded", "STANDARD_NC6S_V3", "low_priority")
     assert (made.min_instances, made.max_instances, made.idle_time_before_scale_down) == (0, 3, 600)
     assert made.enable_node_public_ip is False
     assert made.network_settings.subnet == subnet
@@ -142,21 +145,100 @@ def test_a_size_that_is_refused_later_leaves_a_failed_compute(emulator: Emulator
         client.compute.get("leftover")
 
 
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_a_refusal_is_wrapped_as_the_service_wraps_it(emulator: Emulator, client: Any, nesting: str) -> None:
+    from azure.core.exceptions import HttpResponseError
+
+    emulator.control("fault", fault="refuse", vm_size=SIZE, how="async", nesting=nesting)
+    with pytest.raises(HttpResponseError) as caught:
+        client.compute.begin_create_or_update(compute(f"wrapped-{nesting}")).result()
+    top = "AllocationFailed" if nesting == "flat" else "UserError" if nesting == "info" else "BadRequest"
+    assert caught.value.error is not None
+    assert caught.value.error.code == top
+    assert classify_refusal(error_body_of(caught.value), 200).code == "AllocationFailed"
+    client.compute.begin_delete(f"wrapped-{nesting}").wait()
+
+
 def test_quota_is_told_and_kept(emulator: Emulator, client: Any) -> None:
     from azure.core.exceptions import HttpResponseError
 
     family = next(size.family for size in client.compute.list_sizes() if size.name == SIZE)
-    emulator.control("quota", family=family, cores=0)
-    usage = {one.name["value"]: one for one in client.compute.list_usage()}
-    assert (usage[family].limit, usage[family].currentValue) == (0, 0)
-    with pytest.raises(HttpResponseError, match="total vCPU quota of 0"):
-        client.compute.begin_create_or_update(compute("no-quota"))
+    emulator.control("quota", family=family, cores=5)  # a node has 6, and a minimum of 0 nodes does not help
+    own = [one for one in client.compute.list_usage() if one.name and one.name["value"] == family]
+    dedicated, low = sorted(own, key=lambda one: str(one.type))
+    assert (dedicated.limit, dedicated.currentValue, low.limit) == (5, 0, -1)
+    with pytest.raises(HttpResponseError, match=r"family vCPU quota of 5 and cannot accomodate .* 6 vCPUs") as caught:
+        client.compute.begin_create_or_update(compute("no-quota")).result()
+    assert caught.value.status_code == 200, "the creation was accepted, and failed"
+    assert client.compute.get("no-quota").provisioning_errors == "ClusterMinNodesExceedCoreQuota"
+    client.compute.begin_delete("no-quota").wait()
     emulator.control("quota", family=family, cores=13)
     client.compute.begin_create_or_update(compute("some-quota", min_instances=2)).result()
     with pytest.raises(HttpResponseError, match="ClusterMinNodesExceedCoreQuota"):
-        client.compute.begin_create_or_update(compute("more-quota", min_instances=3))
-    assert next(one for one in client.compute.list_usage() if one.name["value"] == family).currentValue == 12
+        client.compute.begin_create_or_update(compute("more-quota", min_instances=3)).result()
+    client.compute.begin_delete("more-quota").wait()
+    listed = [one for one in client.compute.list_usage() if one.name and one.name["value"] == family]
+    assert sorted(one.currentValue for one in listed) == [0, 12]
     client.compute.begin_delete("some-quota").wait()
+    for total, tier in (("dedicated", "dedicated"), ("low_priority", "low_priority")):
+        emulator.control("clear")
+        emulator.control("quota", family=total, cores=0)
+        with pytest.raises(HttpResponseError, match="total vCPU quota of 0"):
+            client.compute.begin_create_or_update(compute(f"none-{total.replace('_', '-')}", tier=tier)).result()
+        client.compute.begin_delete(f"none-{total.replace('_', '-')}").wait()
+
+
+def test_usages_have_totals_and_each_family_twice_and_nulls(client: Any) -> None:
+    rows = list(client.compute.list_usage())
+    names = [one.name["value"] for one in rows if one.name]
+    assert {"TotalClusters", "TotalDedicatedCores", "TotalLowPriorityCores"} < set(names)
+    assert names.count("standardNCSv3Family") == 2
+    assert [one for one in rows if one.limit is None]
+    assert [one for one in rows if not one.name]
+
+
+def test_a_change_is_answered_as_a_creation(emulator: Emulator, client: Any) -> None:
+    made = client.compute.begin_create_or_update(compute("changed")).result()
+    made.max_instances, made.network_settings = 5, None
+    assert client.compute.begin_create_or_update(made).result().max_instances == 5
+    asked = [one for one in emulator.control("requests", operation="compute.put") if one["path"].endswith("/changed")]
+    assert [one["status"] for one in asked] == [201, 201]
+    assert asked[1]["body"]["properties"]["properties"]["vmSize"] == "STANDARD_NC6S_V3", "in any case of letters"
+
+
+@pytest.mark.parametrize("size", ["Standard_NC40ads_H100_v5", "Standard_NC64as_T4_v3"])
+def test_a_size_without_a_low_priority_tier_is_made_and_gets_no_node(
+    emulator: Emulator, client: Any, size: str
+) -> None:
+    name = f"never-{size[9:13].lower()}"
+    made = client.compute.begin_create_or_update(
+        compute(name, size=size, tier="low_priority", min_instances=1)
+    ).result()
+    assert (made.provisioning_state, made.provisioning_errors) == ("Succeeded", None)
+    emulator.control("clock", advance_seconds=600)
+    assert not list(client.compute.list_nodes(name))
+    seen = raw(emulator, f"{emulator.environment['DTRAIN_AZURE_WORKSPACE']}/computes/{name}", arm_token(emulator))
+    [told] = seen.json()["properties"]["properties"]["errors"]
+    assert told["error"]["code"] == "UnsupportedVMSizeForLowPriority"
+    client.compute.begin_delete(name).wait()
+
+
+def test_a_size_for_endpoints_alone_is_listed_and_refused(client: Any) -> None:
+    from azure.core.exceptions import HttpResponseError
+
+    listed = {size.name: size.supportedComputeTypes for size in client.compute.list_sizes()}
+    assert listed["Standard_NV36ads_A10_v5"] == ["MIR"]
+    with pytest.raises(HttpResponseError) as caught:
+        client.compute.begin_create_or_update(compute("a10", size="Standard_NV36ads_A10_v5")).result()
+    refusal = classify_refusal(error_body_of(caught.value), 200)
+    assert (refusal.code, refusal.verdict) == ("InvalidPropertyValue", "next")
+    client.compute.begin_delete("a10").wait()
+
+
+def test_computes_of_others_are_there_in_every_kind(emulator: Emulator) -> None:
+    listed = raw(emulator, f"{emulator.environment['DTRAIN_AZURE_WORKSPACE']}/computes", arm_token(emulator)).json()
+    kinds = {one["properties"]["computeType"] for one in listed["value"]}
+    assert {*ATTACHED, UNKNOWN, "ComputeInstance", "AmlCompute"} <= kinds
 
 
 def test_sizes_carry_their_recorded_prices_among_those_of_windows(client: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.runtime.affinity import CoreTurns, take_cores
 
 _log = logging.getLogger(__name__)
+_MIG = re.compile(r"\bMIG\b")
 _T = TypeVar("_T")
 
 
@@ -92,10 +94,15 @@ class World:
 def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
     """Return (device, backend): one GPU for each rank of the node and nccl, else the CPU and gloo.
 
-    Raise `ConfigError` if nccl was asked for and there are too few GPUs.
+    Raise `ConfigError` if nccl was asked for and there are too few GPUs, or they are parts of one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = gpus >= facts.local_world_size
+    if gpus and backend in ("auto", "nccl"):
+        # CUDA shows a process one MIG instance, however many there are: several ranks would go to the CPU for that.
+        named = torch.cuda.get_device_name(facts.local_rank) if enough else os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if why := explain_mig(named, facts.world_size):
+            raise ConfigError(why)
     if backend == "nccl" and not enough:
         raise ConfigError(
             f"training.backend = 'nccl' needs a GPU for each of the {facts.local_world_size} ranks of this node, "
@@ -116,6 +123,18 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
     elif os.path.exists("/proc/driver/nvidia/version"):
         _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU")
     return torch.device("cpu"), "gloo"
+
+
+def explain_mig(gpu: str, world_size: int) -> str:
+    """Return why this GPU, by its name or its place in CUDA_VISIBLE_DEVICES, cannot train among so many ranks; "" if it
+    can. Pure."""
+    if world_size < 2 or not _MIG.search(gpu):
+        return ""
+    return (
+        f"the GPU of this rank is a MIG instance ({gpu}), and NCCL does not sum between parts of GPUs: switch MIG off "
+        "on the nodes (nvidia-smi -mig 0), take a size with whole GPUs, or set training.backend = 'gloo' to train on "
+        "the CPUs"
+    )
 
 
 def bind_rank(place: int, ranks: int, device: torch.device, config: DistributedTrainingConfig) -> CoreTurns | None:

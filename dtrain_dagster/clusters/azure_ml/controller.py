@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, phase_of
 from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
@@ -236,6 +237,9 @@ class JobController:
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
             return self.status.report(record, facts, replace(decision, message=message))
+        if read_cluster_trouble(facts.look.error_message) == "refused":
+            kinds = _with(record["excluded"], {"sku": record["sku"], "tier": record["tier"]})
+            record = self.launches.change(record["token"], excluded=kinds) or record
         try:
             got = self._get_nodes(record)
         except NoCapacityError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
@@ -162,7 +163,7 @@ class Jobs:
             own["AZURE_CLIENT_ID"] = self.options.identity_client_id
         # Folders of this machine mean nothing on a node; the code that goes along is in the working directory there.
         asked = {name: value for name, value in record["env"].items() if name != "PYTHONPATH"}
-        return {**asked, **own}
+        return {**node_environment_of(record["sku"]), **asked, **own}
 
     def _secret_of(self, record: Record) -> tuple[str, str]:
         """Return folder and name of the file with a launch's secret: beside the run directories, so that nothing copies

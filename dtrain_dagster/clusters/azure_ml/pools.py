@@ -11,17 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
+from dtrain_dagster.clusters.azure_ml.compute_description import compute_sku, compute_tier, word_of
 from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
 from dtrain_dagster.clusters.azure_ml.orphans import why_compute_orphaned
-from dtrain_dagster.clusters.azure_ml.provision import (
-    BROKEN,
-    MOVING,
-    NODES_THERE,
-    TIMED_OUT,
-    Provisioner,
-    compute_tier,
-    word_of,
-)
+from dtrain_dagster.clusters.azure_ml.provision import BROKEN, MOVING, NODES_THERE, TIMED_OUT, Provisioner
 from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool, Orphan
 
 ANYWHERE = ""
@@ -54,7 +47,7 @@ class Pools:
             found.append(
                 NodePool(
                     name=name,
-                    sku=str(compute.size),
+                    sku=compute_sku(compute),
                     tier=compute_tier(compute),
                     states=dict(sorted(states.items())),
                     node_count=sum(states[state] for state in NODES_THERE),
@@ -97,7 +90,7 @@ class Pools:
                 found.append(
                     Orphan(
                         kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
-                        state=state, node_count=idle + at_work, sku=str(compute.size), tier=compute_tier(compute),
+                        state=state, node_count=idle + at_work, sku=compute_sku(compute), tier=compute_tier(compute),
                         studio_url=self.options.studio_url, is_busy=at_work > 0, used_at=used_at,
                     )
                 )  # fmt: skip

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,19 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     request_note,
 )
+from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG as CLUSTER_TAG
+from dtrain_dagster.clusters.azure_ml.compute_description import TAG as TAG
+from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute, is_own_compute
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
+from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
+    NO_QUOTA_SECONDS,
     Attempt,
     Quota,
     Size,
     SkuChoice,
     SkuRefusal,
     chain,
-    classify,
     compute_name,
     examine,
     quota_of,
@@ -44,7 +50,6 @@ from dtrain_dagster.support.secrets import redact
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
 
-TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
 MOVING = {"Creating", "Updating", "Deleting"}
 BROKEN = {"Failed", "Canceled"}
 NODES_THERE = {"idle", "running", "preparing"}
@@ -94,6 +99,9 @@ class Provisioner:
         sizes, quotas = self.sizes(), self.quotas()
         attempts: list[Attempt] = []
         refusals: list[SkuRefusal] = []
+        today = datetime.now(UTC).date()
+        if retired := explain_retired(wanted, today):
+            _log.warning("%s", retired)
 
         def note(choice: SkuChoice, decision: Any, code: str, message: str = "") -> None:
             attempt = Attempt(
@@ -108,6 +116,8 @@ class Provisioner:
             there = len(self.nodes(name)) if name in computes else 0
             per_node = self.options.processes_per_node
             refusal = examine(choice, sizes, quotas, node_count, there, per_node)
+            if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
+                refusal = SkuRefusal(code="SharedGpu", message=shared, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
             if refusal is None:
                 outcome = self._get(choice, name, computes.get(name), node_count, tags or {}, note)
                 if isinstance(outcome, int):
@@ -116,7 +126,8 @@ class Provisioner:
                         attempts=tuple(attempts),
                     )  # fmt: skip
                 refusal = outcome
-            note(choice, refusal.verdict, refusal.code, refusal.message)
+            said = ". ".join(filter(None, (refusal.message, explain_retired(choice.sku, today))))
+            note(choice, refusal.verdict, refusal.code, said)
             if refusal.verdict == "fatal":
                 raise ClusterError(
                     f"{choice} was refused for a reason that no other size changes ({refusal.code}): {refusal.message}"
@@ -137,6 +148,8 @@ class Provisioner:
         refusal: SkuRefusal | None = None
         for turn in range(WAITS):
             if there is not None and self._fits(there, choice, node_count):
+                if late := self._late_refusal(name, is_new=False):
+                    return late
                 note(choice, "reused", "Succeeded")
                 return there.max_instances or 0
             most = max(node_count, self.options.max_nodes or 0, (there.max_instances or 0) if there is not None else 0)
@@ -174,10 +187,14 @@ class Provisioner:
         """Make or change a compute (the service takes the whole description either way); return the refusal, if any.
         The leftovers of a refusal are deleted."""
         failure: ServiceError | None = None
-        is_new = self.settled(name) is None
+        before = self.settled(name)
+        is_new = before is None
+        if before is not None and CLUSTER_TAG not in (before.tags or {}):
+            message = f"compute {name} is somebody else's: give this cluster another name (DTRAIN_CLUSTER_NAME)"
+            return SkuRefusal(code="NameTaken", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
         try:
             with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most):
-                body = self._describe(choice, name, most, tags)
+                body = describe_compute(self.options, choice, name, most, tags)
                 self._run(f"make compute {name}", lambda: self.service.ml.compute.begin_create_or_update(body))
         except ServiceError as error:
             failure = error
@@ -185,17 +202,20 @@ class Provisioner:
         compute = self.settled(name, 0.0 if timed_out else None)
         state = compute.provisioning_state if compute is not None else ""
         if compute is not None and state == "Succeeded" and compute.max_instances == most:
-            return None  # whatever became of the answer
+            return self._late_refusal(name, is_new)  # whatever became of the answer
+        shown = self._errors(name) if compute is not None and state in BROKEN else []
         # One that hangs while it is changed may have a job at work; one that hangs while it is made has none.
         if compute is not None and TAG in (compute.tags or {}) and (state in BROKEN or (state in MOVING and is_new)):
             self.delete(name)
         if failure is None:
             code = str(getattr(compute, "provisioning_errors", None) or (TIMED_OUT if state else "Gone"))
-            return classify(code, f"the compute was {state or 'gone'} after it was asked for", 200)
+            gone = {"code": code, "message": f"the compute was {state or 'gone'} after it was asked for"}
+            return classify_refusal([gone, shown], 200)
         if isinstance(failure, ServiceUnreachable):
             raise failure
         reason = failure.reason if isinstance(failure, ServiceRefused) else str(failure)
-        refusal = classify(failure.code, reason, failure.status)
+        told = error_body_of(failure) or {"code": failure.code, "message": reason}
+        refusal = classify_refusal([told, shown], failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
     def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:
@@ -268,16 +288,18 @@ class Provisioner:
 
     def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
         """Return the computes of this cluster, by name."""
-        listed = self.service.call(
-            "list the computes",
-            lambda: list(self.service.ml.compute.list(compute_type="amlcompute")),
-            patience_seconds,
-        )
-        own: dict[str, Any] = {}
-        for compute in listed:
-            if (compute.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name:
-                own[str(compute.name)] = compute
-        return own
+
+        def ask() -> list[Any]:
+            from azure.ai.ml.entities import Compute
+
+            # Read one by one: the client's own list fails as a whole at a compute of somebody else that it cannot read.
+            listed = self.service.ml.compute._operation.list(self.options.resource_group, self.options.workspace)
+            return [
+                Compute._from_rest_object(item) for item in listed if is_own_compute(item, self.options.cluster_name)
+            ]
+
+        found = self.service.call("list the computes", ask, patience_seconds)
+        return {str(compute.name): compute for compute in found}
 
     def nodes(self, name: str, patience_seconds: float | None = None) -> list[tuple[str, str, str | None]]:
         """Return (node, state, job) of each node of a compute; none where there is no such compute."""
@@ -307,49 +329,31 @@ class Provisioner:
         return [quota for quota in map(quota_of, ask) if quota is not None]
 
     def allocation_error(self, name: str, patience_seconds: float) -> str:
-        """Return why a compute has not more nodes, as the service says; "" where it says nothing. The client's own type
-        for computes drops this, so the answer itself is read."""
+        """Return why a compute has not more nodes, as the service says; "" where it says nothing."""
+        read = [classify_refusal(error, 200) for error in self._errors(name, patience_seconds)]
+        return "; ".join(f"{refusal.code}: {refusal.message}" for refusal in read)
+
+    def _late_refusal(self, name: str, is_new: bool) -> SkuRefusal | None:
+        """Return the refusal that a compute shows though it was made; it is deleted then, as it never gets a node."""
+        refusal = read_late_refusal(self._errors(name), is_new)
+        if refusal is not None and not self.nodes(name):
+            _log.warning("deleting %s, which never gets a node: %s: %s", name, refusal.code, refusal.message)
+            self.delete(name)
+        return refusal
+
+    def _errors(self, name: str, patience_seconds: float | None = None) -> list[Any]:
+        """Return the errors that a compute shows, of its nodes and of its making. The client's own type for computes
+        drops them, so the answer itself is read. They are a hint: there are none where the service does not answer."""
 
         def ask() -> Any:
             operations = self.service.ml.compute
             return operations._operation.get(self.options.resource_group, self.options.workspace, name)
 
         try:
-            answer = self.service.call(f"look at compute {name}", ask, patience_seconds)
-            errors = answer.properties.properties.errors or []
-            said = [item.get("error", item) for item in errors]
-            return "; ".join(f"{item['code']}: {item['message']}" for item in said)
-        except (ServiceError, AttributeError, KeyError, TypeError):  # a hint, and no more
-            return ""
-
-    def _describe(self, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]) -> AmlCompute:
-        from azure.ai.ml.entities import (
-            AmlCompute,
-            IdentityConfiguration,
-            ManagedIdentityConfiguration,
-            NetworkSettings,
-        )
-
-        options = self.options
-        network = NetworkSettings(vnet_name=options.vnet, subnet=options.subnet) if options.subnet else None
-        if options.identity:
-            user = ManagedIdentityConfiguration(client_id=options.identity_client_id, resource_id=options.identity)
-            identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=[user])
-        else:
-            identity = IdentityConfiguration(type="system_assigned")
-        return AmlCompute(
-            name=name,
-            size=choice.sku,
-            tier=choice.tier,  # in this spelling; "LowPriority" would go out as a word that the service does not know
-            min_instances=0,
-            max_instances=most,
-            idle_time_before_scale_down=options.idle_seconds,
-            ssh_public_access_enabled=False,
-            enable_node_public_ip=options.public_ip,
-            network_settings=network,
-            identity=identity,
-            tags={TAG: "1", CLUSTER_TAG: options.cluster_name, **tags},
-        )
+            properties = self.service.call(f"look at compute {name}", ask, patience_seconds).properties
+            return [*(properties.properties.errors or ()), *(properties.provisioning_errors or ())]
+        except (ServiceError, AttributeError, TypeError):
+            return []
 
     def require_region(self) -> None:
         """Raise `ClusterError` where the workspace, and with it its nodes, is not in the region whose prices count."""
@@ -372,16 +376,6 @@ class Provisioner:
                 f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
                 "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
             )
-
-
-def word_of(state: Any) -> str:
-    """Return the service's word, which the client gives as an enum, or as text where it does not know the word."""
-    return str(getattr(state, "value", state) or "")
-
-
-def compute_tier(compute: AmlCompute) -> str:
-    """Return the tier of a compute."""
-    return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
 
 
 def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[SkuRefusal]) -> NoCapacityError:

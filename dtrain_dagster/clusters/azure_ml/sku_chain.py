@@ -1,4 +1,4 @@
-"""The rules of buying: the fallback chain, the arithmetic of quotas, and the meaning of a refusal. Pure.
+"""The rules of buying: the fallback chain and the arithmetic of quotas. Pure. What a refusal means is in `refusals`.
 
 A listed size may be unavailable, a sufficient quota may not be met, and a compute that was made may not get its nodes:
 so each of them is a step of its own, and a refusal says at which step, with which code.
@@ -15,14 +15,24 @@ from typing import Any, Literal
 TIERS = ("dedicated", "low_priority")
 
 DEFAULT_CHAIN = (
-    "Standard_NC6s_v3",  # V100; retired, and still listed in places
     "Standard_NC24ads_A100_v4",
     "Standard_NC40ads_H100_v5",
-    "Standard_NV36ads_A10_v5",
     "Standard_NC4as_T4_v3",
     "Standard_NC8as_T4_v3",
 )
-"""One GPU per node each, the strongest equivalents first."""
+"""One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only
+endpoints can have."""
+
+DEFAULT_CHAINS = {
+    1: DEFAULT_CHAIN,
+    2: ("Standard_NC48ads_A100_v4", "Standard_NC80adis_H100_v5"),
+    4: ("Standard_NC96ads_A100_v4", "Standard_NC64as_T4_v3"),
+    8: ("Standard_ND96amsr_A100_v4", "Standard_ND96isr_H100_v5", "Standard_ND96asr_v4"),
+}
+"""The same, by the number of GPUs per node: a training keeps its ranks when it falls back to another size."""
+
+AML_COMPUTE = "AmlCompute"
+"""The service's word for the computes that we make, among those that a size is for."""
 
 Verdict = Literal["next", "wait", "fatal"]
 """Meaning of a refusal: try the next choice; the same again in a moment; or no choice will do better."""
@@ -51,6 +61,14 @@ class Size:
     vcpus: int
     gpus: int
     low_priority_capable: bool
+    compute_types: tuple[str, ...] = ()
+    """Kinds of computes that can have it, in the service's words; empty where it does not say."""
+
+    @property
+    def is_for_clusters(self) -> bool:
+        """Return whether a compute of ours can have this size, as far as the service says."""
+        kinds = {fold_name(kind) for kind in self.compute_types}
+        return not kinds or fold_name(AML_COMPUTE) in kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +78,14 @@ class Quota:
     name: str
     used: int
     limit: int
+    kind: str = ""
+    """The service's type of it: the same family is listed twice, with its dedicated and its low-priority cores, under
+    one name, and only the type tells them apart. "" where it is not known."""
+
+    @property
+    def is_low_priority(self) -> bool:
+        """Return whether it counts the cores of the low-priority tier."""
+        return "lowpriority" in fold_name(self.kind) + fold_name(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,19 +152,24 @@ def examine(
     if size is None:
         message = f"{choice.sku} is not among the {len(sizes)} sizes of the region"
         return SkuRefusal(code="SkuNotListed", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+    if not size.is_for_clusters:
+        message = f"{choice.sku} is offered to {', '.join(size.compute_types)} only, not to computes for training"
+        return SkuRefusal(code="NotForClusters", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if choice.tier == "low_priority" and not size.low_priority_capable:
         message = f"{choice.sku} is not offered on the low-priority tier"
         return SkuRefusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if 0 < size.gpus < processes_per_node:
         message = f"{choice.sku} has {size.gpus} GPUs, and {processes_per_node} processes are to run on each node"
         return SkuRefusal(code="TooFewGpus", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
-    for quota in quotas_of(choice, size, quotas):
-        if quota.limit < 0:
-            continue
-        needed, free = node_count * size.vcpus, quota.limit - quota.used + nodes_there * size.vcpus
+    needed = node_count * size.vcpus
+    limited = [quota for quota in quotas_of(choice, size, quotas) if quota.limit >= 0]
+    # What a person has to raise is told before what passes by itself, and decides when to ask again.
+    for quota in limited:
         if needed > quota.limit:
             message = f"{node_count} nodes need {needed} cores, and the quota {quota.name} is {quota.limit}"
             return SkuRefusal(code="QuotaTooSmall", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+    for quota in limited:
+        free = quota.limit - quota.used + nodes_there * size.vcpus
         if needed > free:
             message = (
                 f"{node_count} nodes need {needed} cores, and of the quota {quota.name} ({quota.limit}) {free} are free"
@@ -147,72 +178,24 @@ def examine(
     return None
 
 
+_TOTALS = {"totaldedicatedcores", "totalclusterdedicatedregionalvcpus", "totallowprioritycores",
+           "totalclusterlowpriorityregionalvcpus"}  # fmt: skip
+
+
 def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:
-    """Return the quotas that count: of the family and of all families (dedicated), or of the tier (low priority).
+    """Return the quotas that count: of the family and of all families, on the tier of the choice.
 
     Names of families are irregular (``standardNCSv3Family``, ``Standard NCASv3_T4 Family``), so only letters and digits
     are compared. A family that is not listed has no known quota: the service decides.
     """
-    if choice.tier == "low_priority":
-        return [quota for quota in quotas if "lowpriority" in _plain(quota.name)]
-    own = {_plain(size.family), _plain("TotalDedicatedCores"), _plain("Total Cluster Dedicated Regional vCPUs")}
-    return [quota for quota in quotas if _plain(quota.name) in own]
+    own = {fold_name(size.family), *_TOTALS}
+    low = choice.tier == "low_priority"
+    return [quota for quota in quotas if fold_name(quota.name) in own and quota.is_low_priority == low]
 
 
-def _plain(name: str) -> str:
+def fold_name(name: str) -> str:
+    """Return the letters and digits of a name, in small letters: the service spells one name in several ways."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
-
-
-_NEXT = {
-    # code, in small letters: when to ask again
-    "skunotavailable": SCARCE_SECONDS,
-    "vmsizenotsupported": NO_QUOTA_SECONDS,
-    "vmsizenotavailable": SCARCE_SECONDS,
-    "notavailableforsubscription": NO_QUOTA_SECONDS,
-    "skuretired": NO_QUOTA_SECONDS,
-    "allocationfailed": SCARCE_SECONDS,
-    "zonalallocationfailed": SCARCE_SECONDS,
-    "overconstrainedallocationrequest": SCARCE_SECONDS,
-    "outofcapacity": SCARCE_SECONDS,
-    "insufficientcapacity": SCARCE_SECONDS,
-    "clusteroutofcapacity": SCARCE_SECONDS,
-    "quotaexceeded": NO_QUOTA_SECONDS,
-    "corequotaexceeded": NO_QUOTA_SECONDS,
-    "clustercorequotareached": IN_USE_SECONDS,
-    "clusterminnodesexceedcorequota": NO_QUOTA_SECONDS,
-    "jobnodecountexceedscorequota": NO_QUOTA_SECONDS,
-    "operationnotallowed": NO_QUOTA_SECONDS,  # what Compute says when cores do not suffice
-    "lowprioritynotsupported": NO_QUOTA_SECONDS,
-    "requestdisallowedbypolicy": NO_QUOTA_SECONDS,  # often a policy on sizes
-    "operationtimedout": SCARCE_SECONDS,
-}
-_WAIT = {"toomanyrequests", "conflict", "operationpreempted", "serverbusy", "serviceunavailable", "internalservererror",
-         "gatewaytimeout", "badgateway", "timeout", "requesttimeout"}  # fmt: skip
-_SCARCE_WORDS = re.compile(
-    r"(?i)\b(v?cpu quota|core quota|quota (of|is) 0|exceed\w* (the )?\w* ?quota|not (currently )?available in|"
-    r"not supported in|is not offered|no capacity|not enough capacity|insufficient capacity|out of capacity|"
-    r"has been retired|is retired)"
-)
-
-
-def classify(code: str, message: str, status: int | None) -> SkuRefusal:
-    """Return the meaning of a refusal of a compute, from the service's code, its words, and the HTTP status.
-
-    Known codes first; then the words, because quotas are refused as a plain ``BadRequest`` too; then the status: what
-    is forbidden or malformed will be so for every size, but a conflict or a failed creation may not.
-    """
-    known = _plain(code)
-    if known in _NEXT:
-        return SkuRefusal(code=code, message=message, verdict="next", retry_seconds=_NEXT[known])
-    if known in _WAIT or (status is not None and (status in (408, 429) or status >= 500)):
-        return SkuRefusal(code=code, message=message, verdict="wait", retry_seconds=60.0)
-    if _SCARCE_WORDS.search(message):
-        by_quota = "quota" in message.casefold()
-        after = NO_QUOTA_SECONDS if by_quota else SCARCE_SECONDS
-        return SkuRefusal(code=code, message=message, verdict="next", retry_seconds=after)
-    if status is not None and 400 <= status < 500 and status != 409:
-        return SkuRefusal(code=code, message=message, verdict="fatal")
-    return SkuRefusal(code=code, message=message, verdict="next")
 
 
 def compute_name(cluster_name: str, choice: SkuChoice) -> str:
@@ -249,7 +232,14 @@ def vm_size_of(listed: Any) -> Size:
         vcpus=int(value_of(listed, "vCPUs", "v_cp_us") or 0),
         gpus=int(value_of(listed, "gpus") or 0),
         low_priority_capable=bool(value_of(listed, "lowPriorityCapable", "low_priority_capable")),
+        compute_types=_words_of(value_of(listed, "supportedComputeTypes", "supported_compute_types")),
     )
+
+
+def _words_of(listed: Any) -> tuple[str, ...]:
+    """Return a list of words, which the client may have joined by commas."""
+    words = listed.split(",") if isinstance(listed, str) else listed or ()
+    return tuple(str(word).strip() for word in words if word)
 
 
 def quota_of(listed: Any) -> Quota | None:
@@ -259,4 +249,5 @@ def quota_of(listed: Any) -> Quota | None:
     limit = value_of(listed, "limit")
     if not value or limit is None:
         return None
-    return Quota(name=str(value), used=int(value_of(listed, "currentValue", "current_value") or 0), limit=int(limit))
+    used = int(value_of(listed, "currentValue", "current_value") or 0)
+    return Quota(name=str(value), used=used, limit=int(limit), kind=str(value_of(listed, "type") or ""))

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit, is_failure, is_loss
 
@@ -169,7 +170,7 @@ def loss(facts: JobFacts) -> str:
     then whether nodes vanished.
     """
     said = f"{facts.look.error_code}: {facts.look.error_message}"
-    if _LOSS.search(said):
+    if _LOSS.search(said) or read_cluster_trouble(said):
         return said
     found = [*facts.exit_codes, *(int(code) for code in _EXIT_CODE.findall(facts.look.error_message))]
     if any(is_failure(code) for code in found):

@@ -8,7 +8,9 @@ but assumed here:
 - the same PUT of a compute once more, while it is being created, gets the same operation; another one gets 409;
 - a second PUT of a job's name is 200 where nothing but tags, names and new properties differ, else 400 UserError;
 - cancelling a job that has ended is 400; a job for more nodes than its cluster may have fails instead of waiting;
-- the codes and words of refusals, of quota and of preemption;
+- the codes and words of refusals of jobs, and of preemption; those of computes are as seen, see `refused`;
+- that quotas are refused with low priority, too (some saw it), and when ``errors`` of a compute tell that it never gets
+  a node;
 - a scoring URI takes ``input_data`` only, and answers with the bare predictions;
 - every answer has an ``x-ms-request-id`` of its own, a GUID;
 - how long anything takes. Times in answers are those of the emulator's clock, tokens live by the real one.

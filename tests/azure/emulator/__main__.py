@@ -39,7 +39,7 @@ In another terminal:  source DIR/azure.env   and use dtrain (or az-ml code of yo
 A running job really starts its processes on this machine, in DIR/nodes. Nothing leaves the machine, nothing costs.
 
 Make things go wrong: --faults script.json, a list such as
-  [{{"fault": "refuse", "vm_size": "Standard_NC6s_v3", "how": "async"}},
+  [{{"fault": "refuse", "vm_size": "Standard_NC24ads_A100_v4", "how": "async"}},
    {{"fault": "preempt", "job": "*", "node": 1, "after_seconds": 20, "policy": "survive"}}]
 or at any time over the control port:
   curl -d '{{"fault": "throttle", "operation": "job.get", "count": 3}}' -H content-type:application/json $CONTROL/fault

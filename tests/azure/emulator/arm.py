@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter
 
 from tests.azure.emulator.answers import WS, not_found, operation_status, system_data
+from tests.azure.emulator.capacity import usage_rows
 from tests.azure.emulator.certificates import ACCOUNT
 from tests.azure.emulator.state import (
     LOCATION,
-    LOCATION_ID,
     RESOURCE_GROUP,
     SUBSCRIPTION,
     TENANT,
@@ -18,12 +18,9 @@ from tests.azure.emulator.state import (
     WORKSPACE_ID,
     Cloud,
     Size,
-    quota_of,
-    used_cores,
 )
 
 LOCATIONS = "/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
-SHOWN_IN_USAGES = "TotalLowPriorityCores"
 
 
 def arm_routes(cloud: Cloud) -> APIRouter:
@@ -69,16 +66,7 @@ def arm_routes(cloud: Cloud) -> APIRouter:
 
     @router.get(LOCATIONS + "/usages", name="usages.list")
     async def usages() -> dict[str, Any]:
-        families = sorted({size.family for size in cloud.sizes.values()})
-        value = [
-            _usage(family, f"{family} Cluster Dedicated vCPUs", used_cores(cloud, family, "dedicated"), limit)
-            for family in families
-            if (limit := quota_of(cloud, family, "dedicated")) is not None
-        ]
-        low = used_cores(cloud, "", "low_priority"), quota_of(cloud, "", "low_priority")
-        value.append(_usage(SHOWN_IN_USAGES, "Total Cluster Low Priority Regional vCPUs", *low))
-        value.append(_usage("Clusters", "Total Clusters", len(cloud.computes), 200))
-        return {"value": value, "nextLink": None}
+        return {"value": usage_rows(cloud), "nextLink": None}
 
     for kind in ("computeOperationsStatus", "mfeOperationsStatus"):
 
@@ -151,17 +139,5 @@ def _size(name: str, size: Size) -> dict[str, Any]:
             "unitOfMeasure": "OneHour",
             "values": [{"retailPrice": price, "osType": system, "vmTier": tier} for system, tier, price in prices],
         },
-        "supportedComputeTypes": ["AmlCompute", "ComputeInstance"],
-    }
-
-
-def _usage(name: str, words: str, used: int, limit: int) -> dict[str, Any]:
-    return {
-        "id": f"{LOCATION_ID}/usages/{name.replace(' ', '')}",
-        "amlWorkspaceLocation": LOCATION,
-        "type": "Microsoft.MachineLearningServices/usages",
-        "unit": "Count",
-        "currentValue": used,
-        "limit": limit,
-        "name": {"value": name, "localizedValue": words},
+        "supportedComputeTypes": size.compute_types,
     }

@@ -9,19 +9,13 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from tests.azure.emulator.answers import (
-    WS,
-    Refusal,
-    accepted,
-    error_body,
-    not_found,
-    resource_id,
-    resource_type,
-)
+from tests.azure.emulator.answers import WS, Refusal, accepted, error_body, not_found, resource_id, resource_type
 from tests.azure.emulator.clock import duration_seconds, iso
 from tests.azure.emulator.faults import Fault
+from tests.azure.emulator.foreign import foreign_computes
+from tests.azure.emulator.refused import WrappedRefusal, refused_for_good, refused_later, wrapped
 from tests.azure.emulator.scaling import drop
-from tests.azure.emulator.state import LOCATION, Cloud, Compute, Operation, quota_of
+from tests.azure.emulator.state import LOCATION, Cloud, Compute, Operation
 
 PATH = WS + "/computes"
 NAME = re.compile(r"[a-zA-Z](?![a-zA-Z0-9-]*-\d+$)[a-zA-Z0-9-]{2,23}")
@@ -33,11 +27,12 @@ def compute_routes(cloud: Cloud) -> APIRouter:
 
     @router.get(PATH, name="compute.list")
     async def listed() -> dict[str, Any]:
-        return {"value": [describe(cloud, compute) for compute in cloud.computes.values()], "nextLink": None}
+        own = [describe(cloud, compute) for compute in cloud.computes.values()]
+        return {"value": [*foreign_computes().values(), *own], "nextLink": None}
 
     @router.get(PATH + "/{name}", name="compute.get")
     async def get(name: str) -> dict[str, Any]:
-        return describe(cloud, _found(cloud, name))
+        return foreign_computes().get(name) or describe(cloud, _found(cloud, name))
 
     @router.put(PATH + "/{name}", name="compute.put")
     async def put(name: str, request: HttpRequest) -> JSONResponse:
@@ -45,8 +40,10 @@ def compute_routes(cloud: Cloud) -> APIRouter:
         _check(cloud, name, body)
         before = cloud.computes.get(name)
         compute, operation = _create(cloud, name, body) if before is None else _update(cloud, before, body)
-        status = 201 if before is None else 200
-        return accepted(cloud, request, operation, "computeOperationsStatus", describe(cloud, compute), status)
+        # 201 and Creating for a change, too (azure-sdk-assets, test_aml_compute_create_and_delete.json at 003b900b).
+        answer = describe(cloud, compute)
+        answer["properties"]["provisioningState"] = "Creating"
+        return accepted(cloud, request, operation, "computeOperationsStatus", answer, 201)
 
     @router.delete(PATH + "/{name}", name="compute.delete")
     async def delete(name: str, request: HttpRequest) -> Response:
@@ -95,7 +92,7 @@ def _found(cloud: Cloud, name: str) -> Compute:
 
 
 def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:
-    """What the service refuses at once, whatever the day's capacity."""
+    """What the service refuses at once: what is wrong in form. All else it refuses later, see `refused_later`."""
     if not NAME.fullmatch(name):
         why = f"The compute name {name!r} is not valid: 3 to 24 letters, digits and hyphens, at the end no -number."
         raise Refusal(400, "BadRequest", why)
@@ -118,15 +115,6 @@ def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:
             duration_seconds(idle)
         except ValueError as error:
             raise Refusal(400, "BadRequest", str(error)) from None
-    size = cloud.sizes[compute.vm_size]
-    if compute.tier == "low_priority" and not size.low_priority_capable:
-        raise Refusal(400, "BadRequest", f"{compute.vm_size} is not offered with low priority.")
-    if compute.max_nodes and quota_of(cloud, size.family, compute.tier) == 0:
-        why = f"The specified subscription has a total vCPU quota of 0 for {size.family} ({compute.tier})."
-        raise Refusal(400, "BadRequest", why)
-    if compute.min_nodes * size.vcpus > quota_of(cloud, size.family, compute.tier):
-        why = f"The minimum of nodes needs {compute.min_nodes * size.vcpus} vCPUs, above the quota of {size.family}."
-        raise Refusal(400, "ClusterMinNodesExceedCoreQuota", why)
 
 
 def _create(cloud: Cloud, name: str, body: dict[str, Any]) -> tuple[Compute, Operation]:
@@ -134,10 +122,12 @@ def _create(cloud: Cloud, name: str, body: dict[str, Any]) -> tuple[Compute, Ope
     compute = Compute(name=name, body=body, created=now, modified=now)
     fault = cloud.faults.refusal(compute.vm_size, compute.tier)
     if fault and fault["how"] == "sync":
-        code, why = _refused(fault, compute)
-        raise Refusal(409, code, why)
+        raise WrappedRefusal(fault["status"], *_refused(fault, compute), fault["nesting"])
     cloud.computes[name] = compute
-    error = error_body(*_refused(fault, compute)) if fault else None
+    told = wrapped(*_refused(fault, compute), fault["nesting"]) if fault else None
+    settles = fault is not None and fault["how"] == "settled"
+    error = refused_later(cloud, compute) or (None if settles else told)
+    compute.refusals = [{"error": told}] if settles else refused_for_good(cloud.sizes[compute.vm_size], compute)
     operation = cloud.begin("compute.create", cloud.timing.create_seconds, _settle(compute, error), error)
     compute.operation = operation
     return compute, operation
@@ -176,6 +166,11 @@ def _settle(compute: Compute, error: dict[str, Any] | None) -> Any:
 def _refused(fault: Fault, compute: Compute) -> tuple[str, str]:
     by_default = {
         "sync": ("SkuNotAvailable", f"The size {compute.vm_size} ({compute.tier}) is not available in {LOCATION}."),
+        "settled": (
+            "UnsupportedVMSizeForLowPriority",
+            f"The VM size {compute.vm_size.upper()} is not allowed for LowPriority. Please convert to Dedicated or use "
+            "a different VM size.",
+        ),
         "async": ("AllocationFailed", f"Allocation of {compute.vm_size} ({compute.tier}) failed: not enough capacity."),
     }[fault["how"]]
     return fault["code"] or by_default[0], fault["message"] or by_default[1]
@@ -184,6 +179,7 @@ def _refused(fault: Fault, compute: Compute) -> tuple[str, str]:
 def describe(cloud: Cloud, compute: Compute) -> dict[str, Any]:
     """As GET shows it. What nodes there are is null until it has been created, and while it is updated."""
     settled = compute.state in ("Succeeded", "Deleting")
+    shown = compute.refusals if cloud.clock.now() >= compute.created + cloud.timing.refusal_seconds else []
     sent: dict[str, Any] = compute.body["properties"].get("properties") or {}
     live = compute.usable
     counts = {f"{state}NodeCount": sum(node.state == state for node in compute.nodes) for state in COUNTED}
@@ -212,7 +208,9 @@ def describe(cloud: Cloud, compute: Compute) -> dict[str, Any]:
             "isAttachedCompute": False,
             "properties": {
                 **sent,
-                "vmSize": compute.vm_size,
+                # In capitals, whatever was sent: recorded in answers to PUTs (azure-sdk-assets, as above), and where
+                # computes are listed (azure-powershell, Get-AzMLWorkspaceCompute.Recording.json at 49be303a).
+                "vmSize": compute.vm_size.upper(),
                 "vmPriority": "LowPriority" if compute.tier == "low_priority" else "Dedicated",
                 "scaleSettings": {
                     "maxNodeCount": compute.max_nodes,
@@ -224,7 +222,7 @@ def describe(cloud: Cloud, compute: Compute) -> dict[str, Any]:
                 "virtualMachineImage": None,
                 "isolatedNetwork": sent.get("isolatedNetwork", False),
                 "propertyBag": None,
-                "errors": (compute.allocation_errors or None) if settled else None,
+                "errors": (shown or compute.allocation_errors or None) if settled else None,
                 "remoteLoginPortPublicAccess": sent.get("remoteLoginPortPublicAccess") or "NotSpecified",
                 "allocationState": ("Resizing" if resizing else "Steady") if settled else None,
                 "allocationStateTransitionTime": iso(compute.allocation_changed or compute.created)

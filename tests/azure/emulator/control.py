@@ -6,7 +6,7 @@
 ``faults``     the faults: what they are, how often they struck, how often they still will
 ``clear``      forget all faults and quotas
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
-``quota``      ``family`` (or ``low_priority``) and ``cores``: change a quota
+``quota``      ``family`` (or ``low_priority``, ``dedicated``: see `state.Cloud.quota`) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
 ``requests``   what was asked of the ARM surface, ``operation`` (a pattern) narrows it
 ``state``      computes with their nodes, jobs and endpoints as they are now

@@ -12,8 +12,9 @@ kind           what it does, and its other fields
                the caller sees the error)
 ``drop``       the connection is closed without an answer; ``moment`` as above
 ``slow``       the answer comes ``seconds`` (2) of the real clock later
-``refuse``     a compute is refused: ``vm_size`` and ``tier`` (patterns), ``how``: ``sync`` (409) or ``async`` (a Failed
-               compute stays), ``code``, ``message``
+``refuse``     a compute is refused: ``vm_size`` and ``tier`` (patterns), ``how``: ``sync`` (``status`` 409), ``async``
+               (a Failed compute stays) or ``settled`` (it is Succeeded, ``errors`` hold the refusal, no node comes),
+               ``code``, ``message``; ``nesting``: where the code lies (see `tests.azure.emulator.refused`)
 ``capacity``   a compute has ``nodes`` (0) at most; ``vm_size``, ``tier``, ``compute`` (patterns); for the first
                ``count`` asks (null: always), or until ``until`` (seconds from now on the emulator's clock)
 ``stuck``      an operation that never ends: ``operation`` is ``compute.create``, ``compute.update``,
@@ -43,7 +44,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "error": {"operation": "*", "status": 503, "code": "ServiceUnavailable", "message": "", "moment": "before"},
     "drop": {"operation": "*", "moment": "before"},
     "slow": {"operation": "*", "seconds": 2.0},
-    "refuse": {"vm_size": "*", "tier": "*", "how": "sync", "code": "", "message": ""},
+    "refuse": {"vm_size": "*", "tier": "*", "how": "sync", "status": 409, "code": "", "message": "", "nesting": "flat"},
     "capacity": {"vm_size": "*", "tier": "*", "compute": "*", "nodes": 0, "until": None},
     "stuck": {"operation": "*"},
     "fail": {"operation": "*"},
@@ -58,7 +59,8 @@ SPARED = ("metadata.get",)
 """What a pattern does not reach, only its own name: clients of the public cloud have no need of it."""
 CHOICES = {
     "moment": ("before", "after"),
-    "how": ("sync", "async"),
+    "how": ("sync", "async", "settled"),
+    "nesting": ("flat", "details", "text", "innererror", "info"),
     "policy": ("fail", "survive", "restart"),
 }
 

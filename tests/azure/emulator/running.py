@@ -112,7 +112,13 @@ class Runner:
             return True  # a fault holds this one, and only this one
         compute = self._compute(job)
         if compute is None:
-            self._fail(job, "ComputeNotFound", f"The compute {job.compute} was deleted.")
+            self._fail(job, "ComputeNotFound", f"The compute target {job.compute} does not exist.")
+            return True
+        if compute.state == "Failed":
+            self._fail(job, "UserError", "cluster is in failed state")
+            return True
+        if compute.refusals:  # all that a job is told of it (report of 2026-08-26)
+            self._fail(job, "UserError", "cluster has encountered unknown issue")
             return True
         size = self.cloud.sizes[compute.vm_size]
         if job.shape.nodes > compute.max_nodes:

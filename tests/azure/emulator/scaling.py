@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from tests.azure.emulator.state import Cloud, Compute, Node, Stay, quota_of, used_cores
+from tests.azure.emulator.state import Cloud, Compute, Node, Stay, quota_of, total_quota_of, used_cores
 
 
 def wanted_nodes(minimum: int, maximum: int, busy: int, asked: Sequence[int]) -> int:
@@ -36,7 +36,7 @@ def tick_computes(cloud: Cloud, waiting: dict[str, list[int]]) -> None:
         for node in compute.nodes:
             if node.state == "preparing" and now - node.since >= cloud.timing.boot_seconds:
                 node.state, node.since = "idle", now
-        if compute.state != "Succeeded":
+        if compute.state != "Succeeded" or compute.refusals:
             continue
         busy = sum(node.state == "running" for node in compute.nodes)
         wanted = wanted_nodes(compute.min_nodes, compute.max_nodes, busy, waiting.get(compute.name, []))
@@ -62,6 +62,9 @@ def _allocate(cloud: Cloud, compute: Compute, missing: int, now: float) -> None:
     """Ask for nodes: what the quota and the capacity of the day give, which may be some of them."""
     size = cloud.sizes[compute.vm_size]
     free = quota_of(cloud, size.family, compute.tier) - used_cores(cloud, size.family, compute.tier)
+    if compute.tier == "dedicated":
+        used = sum(used_cores(cloud, family, "dedicated") for family in {size.family for size in cloud.sizes.values()})
+        free = min(free, total_quota_of(cloud, "dedicated") - used)
     by_quota = max(0, free // size.vcpus)
     capacity = cloud.faults.capacity(compute.vm_size, compute.tier, compute.name, now)
     by_capacity = max(0, capacity - len(compute.usable))

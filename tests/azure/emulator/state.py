@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,20 @@ class Size:
     memory_gb: float
     infiniband: bool
     family: str
+    compute_types: list[str] = field(default_factory=lambda: ["AmlCompute", "ComputeInstance", "MIR"])
+    """As recorded: A10 sizes are for MIR (managed online endpoints) alone, all others of ours for all three."""
 
 
+@cache
 def read_sizes() -> dict[str, Size]:
     rows = json.loads(Path(__file__).with_name("sizes.json").read_text())["sizes"]
     return {name: Size(**row) for name, row in rows.items()}
+
+
+def listed_name(vm_size: str) -> str:
+    """A size as `vmSizes` spells it; as it is where that list does not have it. Letters count as in any case."""
+    folded = vm_size.casefold()
+    return next((name for name in read_sizes() if name.casefold() == folded), vm_size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +68,8 @@ class Timing:
     retry_after_ms: int = 100
     """What the answers ask of whoever polls; milliseconds of the real clock."""
     create_seconds: float = 0.3
+    refusal_seconds: float = 0.0
+    """How long after its creation a compute shows that it will never have a node."""
     delete_seconds: float = 0.2
     boot_seconds: float = 0.3
     """A node, from being allocated to being idle. Paid for."""
@@ -126,6 +138,8 @@ class Compute:
     errors: list[dict[str, Any]] = field(default_factory=list)
     """Of provisioning."""
     allocation_errors: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    """Errors of one that is Succeeded, and will never have a node."""
     allocation_changed: float | None = None
     nodes: list[Node] = field(default_factory=list)
     numbered: int = 0
@@ -144,7 +158,7 @@ class Compute:
 
     @property
     def vm_size(self) -> str:
-        return self._settings.get("vmSize") or "Standard_DS3_v2"
+        return listed_name(self._settings.get("vmSize") or "Standard_DS3_v2")
 
     @property
     def tier(self) -> str:
@@ -223,7 +237,8 @@ class Cloud:
     addresses: Addresses = field(default_factory=Addresses)
     sizes: dict[str, Size] = field(default_factory=read_sizes)
     quota: dict[str, int] = field(default_factory=dict)
-    """vCPUs by family; ``low_priority``: all of that tier together. A family that is not here has `DEFAULT_QUOTA`."""
+    """vCPUs by family; ``low_priority`` and ``dedicated``: all of that tier together; ``low_priority:FAMILY``: what is
+    shown for a family there. A family that is not here has `DEFAULT_QUOTA`."""
     operations: dict[str, Operation] = field(default_factory=dict)
     computes: dict[str, Compute] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -263,6 +278,10 @@ DEFAULT_QUOTA = 1000
 
 def quota_of(cloud: Cloud, family: str, tier: str) -> int:
     return cloud.quota.get("low_priority" if tier == "low_priority" else family, DEFAULT_QUOTA)
+
+
+def total_quota_of(cloud: Cloud, tier: str) -> int:
+    return cloud.quota.get(tier, DEFAULT_QUOTA if tier == "low_priority" else 10 * DEFAULT_QUOTA)
 
 
 def used_cores(cloud: Cloud, family: str, tier: str) -> int:

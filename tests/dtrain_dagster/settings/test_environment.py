@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
+from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import SettingsError, load_settings
+from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, SettingsError, load_settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.home_search import MARKER, find_home
 from dtrain_dagster.settings.unknown import find_unknown_variables, known_variables
@@ -97,6 +99,34 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
     assert load_settings().endpoint == "quotes"
 
 
+def test_azure_is_asked_for_what_can_be_bought_and_a_v100_stands_in_elsewhere(monkeypatch):
+    assert load_settings().gpu_type == "Standard_NC6s_v3"
+    on_azure(monkeypatch)
+    assert build_resources(load_settings())["cluster"].gpu_type == BUYABLE_GPU_TYPE
+    for unset, wanted in (("", BUYABLE_GPU_TYPE), ("Standard_NC6s_v3", "Standard_NC6s_v3")):
+        monkeypatch.setenv("DTRAIN_GPU_TYPE", unset)
+        assert load_settings().gpu_type == wanted
+    assert hardware_of(BUYABLE_GPU_TYPE).retired_on is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "chain"),
+    [
+        ({}, DEFAULT_CHAIN),
+        ({"DTRAIN_REGION": "westus2"}, tuple(sku for sku in DEFAULT_CHAIN if "H100" not in sku)),
+        ({"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4"}, DEFAULT_CHAINS[4]),
+        (
+            {"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4", "DTRAIN_TIER": "dedicated,low_priority"},
+            ("Standard_NC96ads_A100_v4",),
+        ),
+        ({"DTRAIN_PROCESSES_PER_NODE": "3"}, DEFAULT_CHAIN),
+    ],
+)
+def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch, changes, chain):
+    on_azure(monkeypatch, **changes)
+    assert build_resources(load_settings())["cluster"].azure_options().chain == chain
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -110,6 +140,7 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
         ({"DTRAIN_TIER": "spot"}, "spot"),
         (
             {
+                "DTRAIN_GPU_TYPE": "Standard_NC6s_v3",
                 "DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3",
                 "DTRAIN_TIER": "dedicated,low_priority",
                 "DTRAIN_REGION": "westus2",

@@ -16,7 +16,7 @@ from worlds import free_port
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.static_rendezvous import PeersMissingError, join_world
-from trainer.comm.world import choose_device
+from trainer.comm.world import choose_device, explain_mig
 from trainer.config import ConfigError, DistributedTrainingConfig
 
 CONFIG = DistributedTrainingConfig()
@@ -125,6 +125,35 @@ def test_nccl_without_gpus_is_refused_and_auto_takes_the_processor() -> None:
     with pytest.raises(ConfigError, match=r"'nccl' needs a GPU.*has 0: use backend 'auto'"):
         choose_device(RankFacts(), "nccl")
     assert choose_device(RankFacts(), "auto") == (torch.device("cpu"), "gloo")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "visible"),
+    [
+        (1, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        (1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_parts_of_a_gpu_are_refused_where_ranks_train_together(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, name: str, visible: str | None, backend: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=r"MIG instance .*take a size with whole GPUs"):
+        choose_device(RankFacts(world_size=2, local_world_size=2 if visible else 1), backend)
+    assert choose_device(RankFacts(), backend) == (torch.device("cuda", 0), "nccl"), "alone it may train"
+    assert choose_device(RankFacts(world_size=2), "gloo") == (torch.device("cpu"), "gloo")
+
+
+def test_whole_gpus_are_not_taken_for_parts() -> None:
+    assert not explain_mig("NVIDIA H100 80GB HBM3", 8)
+    assert not explain_mig("GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77,1", 8)
+    assert explain_mig("MIG-GPU-5d5ba0d6/1/0", 8)
 
 
 @pytest.mark.parametrize(("address", "reason"), [("127.0.0.1", "MASTER_PORT={} is in use"), ("localhost", "in use")])

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,21 +22,24 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import busy
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
+    DEFAULT_CHAINS,
+    NO_QUOTA_SECONDS,
     Quota,
     Size,
     SkuChoice,
-    SkuRefusal,
     chain,
-    classify,
     compute_name,
     examine,
-    retry_at,
+    quota_of,
 )
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
+from dtrain_dagster.costs.prices import hardware_of
+from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
+from tests.azure.emulator.state import read_sizes
 from trainer.rundir import LAUNCH, RunDir
 
 V100 = SkuChoice(sku="Standard_NC6s_v3", tier="dedicated")
@@ -79,13 +83,19 @@ class TestChain:
 
     def test_default_has_every_kind_of_equivalent(self) -> None:
         names = " ".join(DEFAULT_CHAIN)
-        assert DEFAULT_CHAIN[0] == "Standard_NC6s_v3"
-        assert all(kind in names for kind in ("A100", "H100", "A10_", "T4"))
+        assert all(kind in names for kind in ("A100", "H100", "T4"))
+
+    def test_default_holds_what_can_be_bought_for_training(self) -> None:
+        for gpus, skus in DEFAULT_CHAINS.items():
+            recorded = [read_sizes()[sku] for sku in skus]
+            assert all("AmlCompute" in row.compute_types and row.gpus == gpus for row in recorded)
+            assert all(hardware_of(sku).retired_on is None for sku in skus)
+        assert DEFAULT_CHAIN[0] == BUYABLE_GPU_TYPE
 
 
 class TestQuota:
-    def quota(self, used: int, limit: int, name: str = "standardNCSv3Family") -> list[Quota]:
-        return [Quota(name=name, used=used, limit=limit)]
+    def quota(self, used: int, limit: int, name: str = "standardNCSv3Family", kind: str = "") -> list[Quota]:
+        return [Quota(name=name, used=used, limit=limit, kind=kind)]
 
     @pytest.mark.parametrize(
         ("used", "limit", "there", "code"),
@@ -109,47 +119,47 @@ class TestQuota:
         assert examine(choice, SIZES, quotas, 3, 0, 1) is None
         assert examine(choice, SIZES, self.quota(90, 100, "TotalLowPriorityCores"), 3, 0, 1) is not None
 
-    def test_the_total_of_all_families_counts_too(self) -> None:
-        quotas = [*self.quota(0, 100), *self.quota(0, 17, "TotalDedicatedCores")]
+    @pytest.mark.parametrize("total", ["TotalDedicatedCores", "Total Cluster Dedicated Regional vCPUs"])
+    def test_the_total_of_all_families_counts_too(self, total: str) -> None:
+        quotas = [*self.quota(0, 100), *self.quota(0, 17, total)]
         assert examine(V100, SIZES, quotas, 3, 0, 1) is not None
 
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_what_is_too_small_for_ever_is_told_before_what_is_in_use_now(self, reverse: bool) -> None:
+        in_use, too_small = self.quota(18, 18), self.quota(0, 17, "TotalDedicatedCores")
+        quotas = [*too_small, *in_use] if reverse else [*in_use, *too_small]
+        refusal = examine(V100, SIZES, quotas, 3, 0, 1)
+        assert refusal is not None
+        assert (refusal.code, refusal.retry_seconds) == ("QuotaTooSmall", NO_QUOTA_SECONDS)
+        assert "TotalDedicatedCores" in refusal.message
+
+    def test_a_family_that_is_listed_twice_counts_on_its_own_tier(self) -> None:
+        """Recorded: one row of dedicated and one of low-priority cores, under the same name."""
+        kinds = ("vmFamily/dedicatedCores/usages", "vmFamily/lowPriorityCores/usages")
+        dedicated, low = (f"Microsoft.MachineLearningServices/{kind}" for kind in kinds)
+        quotas = [*self.quota(0, 100, kind=dedicated), *self.quota(0, 6, kind=low)]
+        assert examine(V100, SIZES, quotas, 3, 0, 1) is None
+        assert examine(dataclasses.replace(V100, tier="low_priority"), SIZES, quotas, 3, 0, 1) is not None
+
+    def test_a_usage_without_a_name_a_limit_or_a_value_is_survived(self) -> None:
+        rows: list[Any] = [
+            SimpleNamespace(name=None, limit=5, currentValue=0),
+            SimpleNamespace(name={"value": "standardNCSv3Family", "localizedValue": None}, limit=None, currentValue=0),
+            SimpleNamespace(name={"value": "standardNCSv3Family"}, limit=7, currentValue=None, type=None),
+        ]
+        assert [quota_of(row) for row in rows] == [None, None, *self.quota(0, 7)]
+
     def test_a_size_that_is_not_listed_or_does_not_fit_is_not_asked_for(self) -> None:
+        endpoints_only = dataclasses.replace(SIZES["standard_nc6s_v3"], compute_types=("MIR",))
         codes = [
             examine(SkuChoice(sku="Standard_ND96", tier="dedicated"), SIZES, [], 1, 0, 1),
             examine(SkuChoice(sku="Standard_NC64as_T4_v3", tier="low_priority"), SIZES, [], 1, 0, 1),
             examine(V100, SIZES, [], 1, 0, 2),
+            examine(V100, {**SIZES, "standard_nc6s_v3": endpoints_only}, [], 1, 0, 1),
         ]
-        assert [refusal.code if refusal else "" for refusal in codes] == ["SkuNotListed", "NoLowPriority", "TooFewGpus"]
-
-
-@pytest.mark.parametrize(
-    ("code", "message", "status", "verdict"),
-    [
-        ("SkuNotAvailable", "", 409, "next"),
-        ("AllocationFailed", "", 200, "next"),
-        ("ClusterCoreQuotaReached", "", 200, "next"),
-        ("JobNodeCountExceedsCoreQuota", "", 400, "next"),
-        ("BadRequest", "The specified subscription has a total vCPU quota of 0 for x.", 400, "next"),
-        ("BadRequest", "The specified vmSize X is not supported in eastus.", 400, "next"),
-        ("BadRequest", "minNodeCount must not be above maxNodeCount.", 400, "fatal"),
-        ("AuthorizationFailed", "", 403, "fatal"),
-        ("SubnetNotFound", "", 400, "fatal"),
-        ("TooManyRequests", "", 429, "wait"),
-        ("Conflict", "Compute x is Creating", 409, "wait"),
-        ("InternalServerError", "", 500, "wait"),
-        ("SomethingNew", "", 409, "next"),
-        ("SomethingNew", "", 200, "next"),
-        ("SomethingNew", "", 400, "fatal"),
-    ],
-)
-def test_refusals_are_told_apart(code: str, message: str, status: int, verdict: str) -> None:
-    assert classify(code, message, status).verdict == verdict
-
-
-def test_asking_again_is_sensible_when_the_first_reason_passes() -> None:
-    slow, soon = classify("QuotaExceeded", "", 400), classify("ClusterCoreQuotaReached", "", 200)
-    assert retry_at([slow, soon], 1000.0) == 1000.0 + soon.retry_seconds < 1000.0 + slow.retry_seconds
-    assert retry_at([SkuRefusal(code="", message="", verdict="next", retry_seconds=5)], 0.0) == 5
+        assert [refusal.code if refusal else "" for refusal in codes] == [
+            "SkuNotListed", "NoLowPriority", "TooFewGpus", "NotForClusters",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["dtrain", "a" * 12])

@@ -1,0 +1,190 @@
+"""Refusals as Azure has worded and wrapped them, and a workspace that is not ours alone: what is bought all the same,
+and what is left behind. With the real clients, against the emulator."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from azure.ai.ml.entities import AmlCompute
+from azure.core.exceptions import HttpResponseError
+
+from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
+from tests.azure.emulator.foreign import foreign_computes
+from tests.azure.emulator.refused import NESTINGS
+from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end, wait_for
+
+pytestmark = pytest.mark.slow
+A10 = "Standard_NV36ads_A10_v5"
+NEVER = "UnsupportedVMSizeForLowPriority"
+
+
+def keep_nodes(stage: Stage, manager: AzureMLClusterManager, size: str, count: int) -> None:
+    """Let the service keep nodes of this size."""
+    name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
+    kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=count, tags=tags)
+    manager.service.ml.compute.begin_create_or_update(kept).result()
+    wait_for(lambda: len(manager.provisioner.nodes(name)) == count, "the nodes")
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_the_truth_under_a_general_sentence_leads_on(stage: Stage, nesting: str, how: str) -> None:
+    code = "ClusterMinNodesExceedCoreQuota"
+    stage.control("fault", fault="refuse", vm_size=A100, how=how, status=400, nesting=nesting, code=code)
+    manager = stage.manager(chain=(A100, H100))
+    assert manager.provision_cluster(2, A100).gpu_type == H100
+    assert [(tried.sku, tried.code, tried.decision) for tried in manager.attempts] == [
+        (A100, code, "next"),
+        (H100, "Succeeded", "created"),
+    ]
+    assert len(stage.computes()) == 1
+
+
+@pytest.mark.parametrize("nesting", ["details", "info"])
+def test_what_no_size_changes_ends_the_chain_though_it_comes_late_and_wrapped(stage: Stage, nesting: str) -> None:
+    stage.control("fault", fault="refuse", how="async", nesting=nesting, code="SubnetNotFound", count=None)
+    with pytest.raises(ClusterError, match=r"no other size changes \(SubnetNotFound"):
+        stage.manager().provision_cluster(2, A100)
+    assert not stage.computes()
+    assert len({request["path"] for request in stage.asked("compute.put")}) == 1
+
+
+def test_a_sentence_that_says_nothing_does_not_end_the_chain(stage: Stage) -> None:
+    refusal = {"code": "BadRequest", "message": "The request is invalid."}
+    stage.control("fault", fault="refuse", vm_size=A100, how="sync", status=400, **refusal)
+    manager = stage.manager(chain=(A100, H100))
+    assert manager.provision_cluster(2, A100).gpu_type == H100
+
+
+def test_low_priority_that_a_size_does_not_have_is_a_refusal_though_the_compute_succeeded(stage: Stage) -> None:
+    manager = stage.manager(tiers=("low_priority",), chain=(H100, T4))
+    got = manager.provision_cluster(2, H100)
+    assert (got.gpu_type, got.tier) == (T4, "low_priority")
+    assert [(tried.sku, tried.code, tried.decision) for tried in manager.attempts] == [
+        (H100, NEVER, "next"),
+        (T4, "Succeeded", "created"),
+    ]
+    assert "not allowed for LowPriority" in manager.attempts[0].message
+    assert list(stage.computes()) == [f"{stage.name}-nc4ast4v3-lp"], "the one that will never have a node is gone"
+
+
+def test_where_only_such_a_compute_could_be_had_nothing_is_left(stage: Stage) -> None:
+    with pytest.raises(NoCapacityError, match=NEVER) as refused:
+        stage.manager(tiers=("low_priority",), chain=(H100,)).provision_cluster(2, H100)
+    assert [tried["code"] for tried in refused.value.attempts] == [NEVER]
+    assert not stage.computes()
+
+
+@pytest.mark.parametrize("seconds", [5, 1e6], ids=["shown-later", "never-shown"])
+def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage, seconds: float) -> None:
+    """The compute shows it only later, or not at all, so its job fails first, with a sentence that says nothing."""
+    stage.control("timing", refusal_seconds=seconds)
+    try:
+        manager = stage.manager(tiers=("low_priority",), chain=(H100, T4))
+        assert manager.provision_cluster(2, H100).gpu_type == H100
+        spec = stage.spec(manager, LAST_ONE_DONE)
+        manager.submit_job(spec)
+        stage.control("clock", advance_seconds=10)
+        assert end(manager, spec).state is JobState.SUCCEEDED
+    finally:
+        stage.control("timing", refusal_seconds=0)
+    history = manager._record(spec.job_id)
+    assert history is not None
+    assert [(launch["sku"], launch["tier"]) for launch in history["history"]] == [(H100, "low_priority")]
+    assert history["history"][0]["reason"].endswith("cluster has encountered unknown issue")
+    assert (history["sku"], history["tier"]) == (T4, "low_priority")
+
+
+def test_a_job_whose_compute_fails_before_it_starts_goes_on_with_another(stage: Stage) -> None:
+    manager = stage.manager(chain=(A100,))
+    manager.provision_cluster(2, A100)
+    spec = stage.spec(manager, LAST_ONE_DONE)
+    stage.control("fault", fault="queue", job=f"{spec.job_id}-l1")
+    manager.submit_job(spec)
+    [compute] = manager.provisioner.computes().values()
+    compute.max_instances, compute.network_settings = 4, None
+    stage.control("fault", fault="fail", operation="compute.update")
+    with pytest.raises(HttpResponseError):
+        manager.service.ml.compute.begin_create_or_update(compute).result()
+    stage.control("clear")
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    record = manager._record(spec.job_id)
+    assert record is not None
+    assert [launch["reason"] for launch in record["history"]] == ["UserError: cluster is in failed state"]
+
+
+def test_a_size_for_endpoints_alone_is_not_asked_for(stage: Stage) -> None:
+    manager = stage.manager(chain=(A10, A100))
+    assert manager.provision_cluster(2, A10).gpu_type == A100
+    assert [tried.code for tried in manager.attempts] == ["NotForClusters", "Succeeded"]
+    assert "MIR" in manager.attempts[0].message
+    assert [request["path"].rpartition("-")[2] for request in stage.asked("compute.put")] == ["nc24adsa100v4"]
+
+
+def test_a_quota_for_ever_too_small_is_told_before_one_in_use(stage: Stage) -> None:
+    manager = stage.manager(chain=(V100,))
+    keep_nodes(stage, manager, T4, 3)  # 12 cores
+    stage.control("quota", family="dedicated", cores=20)
+    stage.control("quota", family="standardNCSv3Family", cores=6)
+    with pytest.raises(NoCapacityError, match="standardNCSv3Family is 6") as refused:
+        manager.provision_cluster(2, V100)
+    [tried] = refused.value.attempts
+    assert tried["code"] == "QuotaTooSmall"
+    assert refused.value.retry_at > time.time() + 3000, "a person has to raise it"
+
+
+def test_the_low_priority_cores_of_a_family_do_not_count_on_dedicated_nodes(stage: Stage) -> None:
+    stage.control("quota", family="low_priority:StandardNCADSA100v4Family", cores=0)
+    manager = stage.manager(chain=(A100,))
+    assert manager.provision_cluster(2, A100).tier == "dedicated"
+    with pytest.raises(NoCapacityError, match="is 0"):
+        stage.manager(tiers=("low_priority",), chain=(A100,)).provision_cluster(2, A100)
+
+
+def test_the_total_of_a_region_counts(stage: Stage) -> None:
+    stage.control("quota", family="dedicated", cores=47)
+    with pytest.raises(NoCapacityError, match="TotalDedicatedCores is 47"):
+        stage.manager(chain=(A100,)).provision_cluster(2, A100)
+
+
+def test_computes_of_others_of_every_kind_neither_hinder_nor_are_touched(stage: Stage) -> None:
+    manager = stage.manager()
+    config = manager.provision_cluster(2, A100)
+    assert manager.scale_cluster(3), "its change is answered as a creation"
+    assert list(manager.provisioner.computes()) == list(stage.computes())
+    [pool] = manager.pools()
+    assert (pool.sku, pool.trouble) == (config.gpu_type, ""), "spelled as we spell it, not in the service's capitals"
+    assert manager.monitor_health().healthy
+    stage.manager().cleanup_cluster()
+    touched = [request for request in stage.control("requests", operation="compute.*") if request["method"] != "GET"]
+    assert not [one for one in touched if one["path"].rpartition("/")[2] in foreign_computes()]
+
+
+def test_a_retired_size_is_still_asked_for_and_what_to_take_instead_is_told(stage: Stage) -> None:
+    stage.control("fault", fault="refuse", vm_size=V100, how="async", code="SkuNotAvailable")
+    manager = stage.manager(chain=(A100,))
+    assert manager.provision_cluster(2, V100).gpu_type == A100
+    assert "retired Standard_NC6s_v3 on 2025-09-30" in manager.attempts[0].message
+
+
+def test_a_compute_of_somebody_else_with_our_name_is_not_changed(stage: Stage) -> None:
+    manager = stage.manager(chain=(A100, H100))
+    theirs = AmlCompute(name=f"{stage.name}-nc24adsa100v4", size=A100, max_instances=1)
+    manager.service.ml.compute.begin_create_or_update(theirs).result()
+    assert manager.provision_cluster(2, A100).gpu_type == H100
+    assert [tried.code for tried in manager.attempts] == ["NameTaken", "Succeeded"]
+    assert manager.service.ml.compute.get(theirs.name).max_instances == 1
+    manager.service.ml.compute.begin_delete(theirs.name).wait()
+
+
+def test_a_job_is_given_what_nccl_needs_on_its_size(stage: Stage) -> None:
+    manager, spec = stage.run()
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    [put] = stage.asked("job.put")
+    variables = put["body"]["properties"]["environmentVariables"]
+    assert {name: value for name, value in variables.items() if name.startswith("NCCL")} == {
+        "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth",
+    }  # fmt: skip

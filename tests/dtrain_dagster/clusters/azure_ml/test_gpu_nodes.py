@@ -1,0 +1,75 @@
+"""What sizes with GPUs need of a job, and which cannot train."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import (
+    explain_retired,
+    explain_shared_gpu,
+    nccl_environment,
+    node_environment_of,
+    spell_sku,
+)
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
+from dtrain_dagster.clusters.ranks import ranks_per_node
+from dtrain_dagster.costs.prices import hardware_of, skus
+
+TODAY = date(2026, 11, 1)
+
+
+@pytest.mark.parametrize("sku", skus())
+def test_nccl_looks_for_infiniband_where_a_size_has_it_and_nowhere_else(sku: str) -> None:
+    price = hardware_of(sku)
+    found = nccl_environment(price)
+    assert found["NCCL_IB_DISABLE"] == ("0" if price.infiniband else "1")
+    assert found["NCCL_SOCKET_IFNAME"] == "eth"
+    assert ("NCCL_TOPO_FILE" in found) == (price.infiniband and sku.startswith("Standard_ND"))
+
+
+@pytest.mark.parametrize(
+    ("sku", "topology"),
+    [
+        ("Standard_ND40rs_v2", "ndv2"), ("Standard_ND96asr_v4", "ndv4"), ("Standard_ND96amsr_A100_v4", "ndv4"),
+        ("Standard_ND96isr_H100_v5", "ndv5"),
+    ],
+)  # fmt: skip
+def test_the_topology_is_that_of_the_size(sku: str, topology: str) -> None:
+    assert node_environment_of(sku)["NCCL_TOPO_FILE"] == f"/opt/microsoft/{topology}-topo.xml"
+    assert node_environment_of(sku.upper()) == node_environment_of(sku), "as the service spells it"
+
+
+def test_an_unknown_size_is_left_to_nccl() -> None:
+    assert node_environment_of("Standard_ND128isr_GB300_v6") == {}
+
+
+@pytest.mark.parametrize(
+    ("sku", "ranks"),
+    [("Standard_NC6s_v3", 1), ("Standard_NC24ads_A100_v4", 1), ("Standard_NC96ads_A100_v4", 4),
+     ("Standard_NC64as_T4_v3", 4), ("Standard_ND96isr_H100_v5", 8)],
+)  # fmt: skip
+def test_a_node_has_a_rank_for_each_gpu_of_its_size(sku: str, ranks: int) -> None:
+    assert ranks_per_node(None, "azure_ml", sku, 3) == ranks
+    assert ranks_per_node(2, "azure_ml", sku, 3) == 2
+
+
+@pytest.mark.parametrize("sku", ["Standard_NV6ads_A10_v5", "Standard_NV18ads_A10_v5", "Standard_NC24ads_A100_MIG_v4"])
+def test_parts_of_a_gpu_do_not_train_together(sku: str) -> None:
+    assert "NCCL does not sum" in explain_shared_gpu(sku, 2)
+    assert explain_shared_gpu(sku, 1) == "", "alone it needs no NCCL"
+    assert not any(explain_shared_gpu(whole, 8) for whole in (*DEFAULT_CHAIN, *skus()))
+
+
+def test_a_retired_size_is_named_with_one_that_can_be_bought() -> None:
+    said = explain_retired("Standard_NC6s_v3", TODAY)
+    assert "2025-09-30" in said
+    assert "DTRAIN_GPU_TYPE=Standard_NC24ads_A100_v4" in said
+    assert explain_retired("Standard_NC6s_v3", date(2025, 1, 1)) == ""
+    assert not any(explain_retired(sku, TODAY) for sku in (*DEFAULT_CHAIN, "Standard_Unknown"))
+
+
+def test_sizes_are_spelled_as_in_the_price_table() -> None:
+    assert spell_sku("STANDARD_NC6S_V3") == "Standard_NC6s_v3"
+    assert spell_sku("STANDARD_DS2_V2") == "STANDARD_DS2_V2"
