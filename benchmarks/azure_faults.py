@@ -174,9 +174,10 @@ class Run:
             self.troubles.append("somebody else's compute is gone")
         stays = [stay for stay in bought["stays"] if stay["compute"].startswith(f"{self.options.cluster_name}-")]
         return RunFacts(
-            outcome=outcome, message=message, steps=STEPS, result=result, launch=launch, job_id=self.job_id,
-            nodes=NODES, jobs=jobs, failed_computes=failed, live_nodes=nodes, left_computes=sorted(self._computes()),
-            ended_at=ended_at, released_at=before + self.options.idle_seconds + 60, stays=stays, now=bought["now"],
+            outcome=outcome, message=message, may_end=self.script.may_end, steps=STEPS, result=result,
+            launch=launch, job_id=self.job_id, nodes=NODES, jobs=jobs, failed_computes=failed, live_nodes=nodes,
+            left_computes=sorted(self._computes()), ended_at=ended_at,
+            released_at=before + self.options.idle_seconds + 60, stays=stays, now=bought["now"],
             counted_minutes=counted, prices=prices_of(stays), troubles=self.troubles,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class RunFacts:
     outcome: str
     """succeeded, failed, cancelled, no_capacity, refused, never_ended."""
     message: str
+    may_end: Collection[str]
+    """Outcomes that its script may have."""
     steps: int
     """Steps that a successful run had to do."""
     result: Mapping[str, Any]
@@ -81,6 +83,11 @@ def _says_why(facts: RunFacts) -> str:
     return f"it {facts.outcome} without a word" if silent else ""
 
 
+def _outlives_what_passes(facts: RunFacts) -> str:
+    justified = facts.outcome == "never_ended" or facts.outcome in facts.may_end
+    return "" if justified else f"it {facts.outcome}, and its faults may only have led to {sorted(facts.may_end)}"
+
+
 def _trains(facts: RunFacts) -> str:
     done = facts.result.get("steps") == facts.steps and bool(facts.result.get("weights_equal_on_ranks"))
     return f"it succeeded with {dict(facts.result)}" if facts.outcome == "succeeded" and not done else ""
@@ -127,6 +134,7 @@ def _keeps_calm(facts: RunFacts) -> str:
 INVARIANTS: dict[str, Callable[[RunFacts], str]] = {
     "ends": _ends,
     "says_why": _says_why,
+    "outlives_what_passes": _outlives_what_passes,
     "trains": _trains,
     "buys_what_was_asked": _buys_what_was_asked,
     "leaves_no_orphans": _leaves_no_orphans,

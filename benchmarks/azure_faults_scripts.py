@@ -27,6 +27,9 @@ REFUSALS = (
 )
 """Codes that users of Azure ML report. The words are ours, after theirs."""
 
+NOT_BOUGHT, LOST = ("no_capacity", "refused"), ("failed",)
+"""Outcomes of runs whose nodes are not to be had, and of those that lost theirs too often."""
+
 Fields = dict[str, Any]
 Draw = Callable[[random.Random], Fields]
 
@@ -42,6 +45,8 @@ class FaultKind:
     """Returns the fields of the switch, or of the verb."""
     verb: str = "fault"
     """Verb of the emulator's control port."""
+    may_end: tuple[str, ...] = ()
+    """Outcomes other than success to which it may lead; (): it passes, and a run has to outlive it."""
     late: float = 0.0
     """Share of these faults that begin while the job runs; the others are there before anything is bought."""
 
@@ -53,6 +58,7 @@ class PlannedFault:
     name: str
     verb: str
     fields: Fields
+    may_end: tuple[str, ...] = ()
     after_seconds: float | None = None
     """Seconds from the submission on; None: before anything is bought."""
 
@@ -68,6 +74,12 @@ class Script:
     """Seconds until a person cancels the job; None: never."""
     cancels_ended: bool = False
     """Whether a person cancels the job once more when it has ended."""
+
+    @property
+    def may_end(self) -> frozenset[str]:
+        """Return the outcomes that this script may have."""
+        cancelled = {"cancelled"} if self.cancels_after is not None else set()
+        return frozenset({"succeeded", *cancelled, *(end for fault in self.faults for end in fault.may_end)})
 
 
 def _count(dice: random.Random, most: int) -> Fields:
@@ -91,6 +103,11 @@ def _node_loss(dice: random.Random) -> Fields:
         "after_seconds": dice.uniform(0, 8),
         "policy": dice.choice(("fail", "survive", "restart")),
     }
+
+
+def _words(dice: random.Random) -> Fields:
+    code, message = dice.choice(REFUSALS)
+    return {"code": code, "message": message}
 
 
 def _size(dice: random.Random, *more: str) -> Fields:
@@ -119,34 +136,46 @@ KINDS: tuple[FaultKind, ...] = (
         "refuse", "refuse",
         lambda dice: _size(dice, "Standard_N[CV]*", "*")
         | {"how": dice.choice(("sync", "async")), "count": dice.choice((1, 2, None))},
+        may_end=NOT_BOUGHT,
     ),
     FaultKind(
         "refused in words of Azure", "refuse",
-        lambda dice: _size(dice, "*")
-        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
-        | {"how": dice.choice(("sync", "async"))},
+        lambda dice: _size(dice, "*") | _words(dice) | {"how": dice.choice(("sync", "async"))},
+        may_end=NOT_BOUGHT,
     ),
     FaultKind(
         "refused in a nested way", "refuse",
-        lambda dice: _size(dice, "*")
-        | dict(zip(("code", "message"), dice.choice(REFUSALS), strict=True))
+        lambda dice: _size(dice, "*") | _words(dice)
         | {
             "how": dice.choice(("sync", "async")), "status": 400,
             "nesting": dice.choice(("details", "text", "innererror", "info")),
         },
+        may_end=NOT_BOUGHT,
     ),
-    FaultKind("succeeded with errors", "refuse", lambda dice: _size(dice, "*") | {"how": "settled"}),
+    FaultKind(
+        "succeeded with errors", "refuse", lambda dice: _size(dice, "*") | {"how": "settled"}, may_end=NOT_BOUGHT
+    ),
     FaultKind(
         "capacity", "capacity",
         lambda dice: _size(dice, "*") | {"nodes": dice.randint(0, 1), "count": dice.choice((2, 5, None))},
+        may_end=NOT_BOUGHT + LOST,
     ),
-    FaultKind("scarce for a while", "capacity", lambda dice: {"nodes": 1, "until": dice.uniform(3, 12)}),
     FaultKind(
-        "quota of less than one node", "", lambda dice: {"family": FAMILY, "cores": dice.choice((0, 4))}, verb="quota"
+        "scarce for a while", "capacity", lambda dice: {"nodes": 1, "until": dice.uniform(3, 12)},
+        may_end=NOT_BOUGHT + LOST,
     ),
-    FaultKind("quota of one node", "", lambda dice: {"family": FAMILY, "cores": 6}, verb="quota"),
-    FaultKind("stuck", "stuck", lambda dice: {"operation": dice.choice(("compute.create", "compute.delete"))}),
-    FaultKind("failed update", "fail", lambda dice: {"operation": "compute.update"}),
+    FaultKind(
+        "quota of less than one node", "", lambda dice: {"family": FAMILY, "cores": dice.choice((0, 4))},
+        verb="quota", may_end=NOT_BOUGHT,
+    ),
+    FaultKind(
+        "quota of one node", "", lambda dice: {"family": FAMILY, "cores": 6}, verb="quota", may_end=NOT_BOUGHT
+    ),
+    FaultKind(
+        "stuck", "stuck", lambda dice: {"operation": dice.choice(("compute.create", "compute.delete"))},
+        may_end=NOT_BOUGHT + LOST,
+    ),
+    FaultKind("failed update", "fail", lambda dice: {"operation": "compute.update"}, may_end=NOT_BOUGHT + LOST),
     # Jobs and their nodes.
     FaultKind(
         "status", "status",
@@ -154,13 +183,15 @@ KINDS: tuple[FaultKind, ...] = (
             "status": dice.choice(("NotResponding", "Paused")), "after_seconds": dice.uniform(0, 3),
             "seconds": dice.choice((2, 60)),
         },
+        may_end=LOST,
     ),
-    FaultKind("queue", "queue", lambda dice: {"seconds": dice.choice((3, None)), "job": "*-l1"}),
-    FaultKind("preempt", "preempt", _node_loss),
-    FaultKind("lose", "lose", _node_loss),
+    FaultKind("queue", "queue", lambda dice: {"seconds": dice.choice((3, None)), "job": "*-l1"}, may_end=LOST),
+    FaultKind("preempt", "preempt", _node_loss, may_end=LOST),
+    FaultKind("lose", "lose", _node_loss, may_end=LOST),
     FaultKind(
         "preempted for good", "preempt",
         lambda dice: _node_loss(dice) | {"policy": "survive", "back_after_seconds": None},
+        may_end=LOST,
     ),
 )  # fmt: skip
 
@@ -194,7 +225,7 @@ def ask_for(kind: FaultKind, dice: random.Random) -> Fields:
 def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
     fields = ask_for(kind, dice)
     after = dice.uniform(0, LATEST_SECONDS) if dice.random() < kind.late else None
-    return PlannedFault(name=kind.name, verb=kind.verb, fields=fields, after_seconds=after)
+    return PlannedFault(name=kind.name, verb=kind.verb, fields=fields, may_end=kind.may_end, after_seconds=after)
 
 
 def _is_offered(kind: FaultKind, takes: Callable[[Fields], bool], verbs: Collection[str]) -> bool:

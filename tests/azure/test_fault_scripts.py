@@ -26,7 +26,8 @@ STAY = {
     "jobs": [["faults-1-l1", 60.0, 660.0]],
 }  # fmt: skip
 CALM = RunFacts(
-    outcome="succeeded", message="", steps=40, result={"steps": 40, "weights_equal_on_ranks": True}, launch=1,
+    outcome="succeeded", message="", may_end={"succeeded", "failed", "no_capacity", "cancelled"},
+    steps=40, result={"steps": 40, "weights_equal_on_ranks": True}, launch=1,
     job_id="faults-1", nodes=2, jobs={"faults-1-l1": "Completed"}, failed_computes=(), live_nodes=0, left_computes=(),
     ended_at=660.0, released_at=1300.0, stays=[STAY], now=1400.0, counted_minutes=9.9,
     prices={(SKU, "dedicated"): 3.06},
@@ -88,6 +89,8 @@ def test_scripts_are_those_of_their_seeds_and_have_every_kind() -> None:
         ({"outcome": "cancelled"}, []),
         ({"outcome": "failed", "message": "no such file"}, []),
         ({"outcome": "failed"}, ["says_why"]),
+        ({"outcome": "failed", "message": "deleted", "may_end": {"succeeded"}}, ["outlives_what_passes"]),
+        ({"outcome": "cancelled", "may_end": {"succeeded", "failed"}}, ["outlives_what_passes"]),
         ({"outcome": "never_ended", "message": "waits"}, ["ends"]),
         ({"result": {"steps": 39, "weights_equal_on_ranks": True}}, ["trains"]),
         ({"result": {"steps": 40, "weights_equal_on_ranks": False}}, ["trains"]),
@@ -126,6 +129,16 @@ def test_what_a_run_lost(changes: dict[str, Any], orphans: float, usd: float) ->
     facts = replace(CALM, **changes)
     assert orphan_minutes(facts) == pytest.approx(orphans)
     assert lost_usd(facts) == pytest.approx(usd)
+
+
+def test_a_script_may_end_as_its_faults_and_people_make_it() -> None:
+    passing = [kind for kind in KINDS if not kind.may_end]
+    scripts = [make_script(seed, passing) for seed in range(50)]
+    assert {script.may_end for script in scripts} == {
+        frozenset({"succeeded"}), frozenset({"succeeded", "cancelled"}),
+    }  # fmt: skip
+    lost = [kind for kind in KINDS if kind.name == "preempt"]
+    assert all({"succeeded", "failed"} <= make_script(seed, lost).may_end for seed in range(5))
 
 
 def test_campaigns_add_up() -> None:
