@@ -198,6 +198,7 @@ class JobController:
             exit_codes=tuple(code for node in presences.find_latest_presences(nodes) for code in node.exit_codes),
             cancel_asked=record["cancel_asked_at"] is not None,
             stopping=record["stopping"],
+            never_began=record["nodes_ready"] == 0,
             resubmissions_left=self.options.max_resubmissions - (record["launch"] - record["first_launch"]),
             nodes_ready=ready,
             allocation_error=error,
