@@ -77,7 +77,7 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
         assert launch["launch"] == result["launch"] == 2
         assert {stay.launch for stay in stays} == {1, 2}
     else:  # the service has started it again by itself, under the same name
-        assert list(launches.values()) == [2]
+        assert list(launches.values()) == [2], launch["history"]
         assert launch["launch"] == 1
         assert len(stays) == 4, "each start's nodes are on record"
     preemption.join(10)
@@ -97,4 +97,6 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
         assert metadata("registered_model")["version"].value
         cost = metadata("cost_breakdown")
         paid = sum(stay.seconds(stay.ended_at or 0.0) for stay in stays) / 3600
-        assert float(str(cost["node_hours"].value)) == pytest.approx(paid, rel=0.01), "nodes of both are billed"
+        trained = metadata("trained_checkpoint")
+        assert float(str(trained["node_hours"].value)) == pytest.approx(paid, rel=0.01), "nodes of both are billed"
+        assert float(str(cost["node_hours"].value)) > paid, "and the probe's"
