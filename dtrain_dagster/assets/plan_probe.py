@@ -10,7 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.plan_limits import limits_of, refuse_plan
-from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import ProbeCharge
@@ -97,13 +97,16 @@ def measure_pace(
         return probe_cost.left_node_seconds(limit_usd, paid, price, tier)
 
     try:
-        forecast = probe.forecast(
-            manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
-            history.learned("probe", price.sku), context.log.info, left,
-        )  # fmt: skip
+        with queueing(context, project):
+            forecast = probe.forecast(
+                manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
+                history.learned("probe", price.sku), context.log.info, left,
+            )  # fmt: skip
     except BudgetSpentError as error:
         said = f"the probe came to the limit of {dollars(limit_usd)}: {error}"
         raise refuse_plan(context, project, said, None, limits, price, tier, planned.node_count) from error
+    if due:
+        leave_queue(context, project, got)
     charges = probe_cost.unpaid_charges(manager, project.jobs_uri, forecast.rests_on)
     now = [charge for charge in charges if charge.job_id in {shorts[count] for count in due}]
     return Pace(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import dagster as dg
 
-from dtrain_dagster.automation.capacity_queue import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
+from dtrain_dagster.automation.capacity_queue import (
+    ATTEMPT_TAG,
+    TICKET_TAG,
+    Ticket,
+    WaitingList,
+    new_ticket,
+    refused_again,
+)
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
 from dtrain_dagster.support.formatting import format_duration
@@ -27,25 +36,45 @@ def provision(
     sku: str,
     node_count: int,
 ) -> ClusterConfig:
-    """Get the cluster's nodes ready and return them. Raise `dagster.Failure` where there is no capacity: the run gets a
-    place in the queue, and the sensor ``queue`` starts it again."""
-    waiting = WaitingList(project.shared_uri)
-    mine = waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
-    try:
+    """Get the cluster's nodes ready, or the cloud's word that they may come, and return them. Raise `dagster.Failure`
+    where there is no capacity: the run gets a place in the queue, and the sensor ``queue`` starts it again."""
+    with queueing(context, project):
         config = manager.provision_cluster(node_count, sku)
-    except NoCapacityError as error:
-        raise _queued(context, project, waiting, mine, error) from error
-    if mine is not None:
-        waiting.remove(mine.ticket)
-        waited = format_duration(time.time() - mine.queued_at)
-        context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
-        notify_and_log(
-            project.notify_urls(),
-            "dtrain: a run that waited for capacity starts",
-            f"{config.node_count} x {config.gpu_type} after {waited}: {project.run_url(context.run.run_id)}",
-            context.log,
-        )
+    if not manager.brings_nodes_later:
+        leave_queue(context, project, config)
     return config
+
+
+@contextmanager
+def queueing(context: dg.AssetExecutionContext, project: ProjectResource) -> Iterator[None]:
+    """Let a lack of capacity within the block give the run a place in the queue, which is its old one if it has had
+    one. Raise `dagster.Failure`, which names the place, instead of `NoCapacityError`."""
+    try:
+        yield
+    except NoCapacityError as error:
+        waiting = WaitingList(project.shared_uri)
+        raise _queued(context, project, waiting, _ticket_of(context, waiting), error) from error
+
+
+def leave_queue(context: dg.AssetExecutionContext, project: ProjectResource, config: ClusterConfig) -> None:
+    """Give the run's ticket back, now that its nodes are there, and tell people that it starts; once."""
+    waiting = WaitingList(project.shared_uri)
+    mine = _ticket_of(context, waiting)
+    if mine is None:
+        return
+    waiting.remove(mine.ticket)
+    waited = format_duration(time.time() - mine.queued_at)
+    context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
+    notify_and_log(
+        project.notify_urls(),
+        "dtrain: a run that waited for capacity starts",
+        f"{config.node_count} x {config.gpu_type} after {waited}: {project.run_url(context.run.run_id)}",
+        context.log,
+    )
+
+
+def _ticket_of(context: dg.AssetExecutionContext, waiting: WaitingList) -> Ticket | None:
+    return waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
 
 
 def provisioning(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
@@ -75,11 +104,21 @@ def _queued(
             project.queue_deadline_hours * 3600,
             error.retry_at,
             tags={name: run.tags[name] for name in (CAUSE_TAG,) if name in run.tags},
+            since=error.since,
         )
+        if TICKET_TAG in run.tags:  # it had left the queue when its first nodes came: its place is kept
+            ticket = replace(ticket, ticket=run.tags[TICKET_TAG], attempt=int(run.tags[ATTEMPT_TAG]) + 1)
     else:
         ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)
     position = waiting.put(ticket)
     pause = format_duration(ticket.retry_at - now)
+    if mine is None and error.since is not None:  # later places are in the queue's table
+        notify_and_log(
+            project.notify_urls(),
+            "dtrain: a run waits for capacity",
+            f"position {position}; it is tried again in {pause}; why: {error}\n{project.run_url(run.run_id)}",
+            context.log,
+        )
     return dg.Failure(
         description=(
             f"no capacity: {error}\nThis run waits in the queue at position {position} (ticket {ticket.ticket}). The "

@@ -11,7 +11,7 @@ import dagster as dg
 from pydantic import Field
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions, hardware_mark
-from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
@@ -95,7 +95,8 @@ def scaling_study(
     for mode, nodes in runs:
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
-        probe.run_probe(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
+        with queueing(context, project):
+            probe.run_probe(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
         point = scaling_points.read_point(

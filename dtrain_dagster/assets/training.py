@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, round_figures
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
-from dtrain_dagster.assets.provisioning import provision, provisioning
+from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training_progress import (
     COST_CHECK,
     RAISE_BUDGET,
@@ -135,7 +136,11 @@ def trained_checkpoint(
             start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd)
         elif choice.action == "attach":
             context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-        follow_training(context, manager, rundir, choice.job_id, plan, project.notify_urls())
+        with queueing(context, project):
+            follow_training(
+                context, manager, rundir, choice.job_id, plan, project.notify_urls(),
+                cache(lambda: leave_queue(context, project, got)),
+            )  # fmt: skip
     except BudgetSpentError as error:
         raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
     except dg.DagsterExecutionInterruptedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,11 @@ def follow_training(
     job_id: str,
     plan: TrainingPlan,
     notify_urls: Sequence[str],
+    has_nodes: Callable[[], None] | None = None,
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
-    succeed."""
+    succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
+    nodes."""
     from dtrain_dagster.planning.projection import ProgressRate, project, time_left
 
     observed_at, phase = 0.0, ""
@@ -85,8 +87,11 @@ def follow_training(
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
             context.log.warning(f"{job_id}: its progress could not be reported; it is followed further\n{told_error}")
+        if has_nodes and (status.state in (JobState.RUNNING, JobState.SUCCEEDED)):
+            has_nodes()
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
             continue
+        status.refuse_starved()
         is_spent = ran_out(rundir)
         raise dg.Failure(
             description=visible(progress.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)

@@ -3,7 +3,8 @@
     queue/<ticket>.json     one waiting run; a ticket's name begins with its time of arrival, so names sort by it
 
 A run that finds no capacity leaves a ticket and ends. A sensor starts it again when it is due, first come, first
-served. The run deletes its ticket once it has a cluster. `decide_turns`, a pure function, decides which run starts.
+served. The run deletes its ticket once it has nodes: a cloud may take an order and never carry it out, and then its
+place is still there. `decide_turns`, a pure function, decides which run starts.
 """
 
 from __future__ import annotations
@@ -142,13 +143,16 @@ class WaitingList:
 def new_ticket(
     run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
     deadline_seconds: float, not_before: float = 0.0, tags: Mapping[str, str] | None = None,
+    since: float | None = None,
 ) -> Ticket:  # fmt: skip
     """Return the ticket of a run that was refused for the first time. ``not_before``: the cloud's time for the next
-    try."""
+    try. ``since``: the time from which it has waited for nodes in the cloud's own queue; it stands before whoever came
+    later."""
+    queued_at = now if since is None else min(since, now)
     return Ticket(
-        ticket=f"{int(now * 1000):014d}-{run_id[:8]}",
-        queued_at=now,
-        deadline_at=now + deadline_seconds,
+        ticket=f"{int(queued_at * 1000):014d}-{run_id[:8]}",
+        queued_at=queued_at,
+        deadline_at=queued_at + deadline_seconds,
         retry_at=max(now + pause_seconds(1), not_before),
         attempt=2,
         run_id=run_id,

@@ -31,12 +31,26 @@ class ClusterError(RuntimeError):
 class NoCapacityError(ClusterError):
     """No nodes are available now. Nothing was bought; a later request may succeed."""
 
-    def __init__(self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float) -> None:
+    def __init__(
+        self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float, since: float | None = None
+    ) -> None:
         super().__init__(message)
         self.attempts = attempts
         """The attempts, in order: sku, tier, node_count, code, message, decision, at."""
         self.retry_at = retry_at
         """The earliest time at which asking again is sensible. Unix seconds."""
+        self.since = since
+        """The time since which a job has waited for nodes; None where none was submitted. Unix seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Starved:
+    """The wait of a job that has ended because no nodes came for it. Times are Unix seconds."""
+
+    since: float
+    """The time at which it began to wait."""
+    retry_at: float
+    """The earliest time at which asking again is sensible."""
 
 
 class InUseError(ClusterError):
@@ -129,6 +143,13 @@ class JobStatus:
     ended_at: float | None = None
     damage: str = ""
     """The damage of the run directory if it cannot be read; ``state`` is then the one seen from outside."""
+    starved: Starved | None = None
+    """The wait of a job that has ended because no nodes came; None for any other."""
+
+    def refuse_starved(self) -> None:
+        """Raise `NoCapacityError` where the job has ended because no nodes came: its run may wait and ask again."""
+        if self.starved is not None:
+            raise NoCapacityError(f"job {self.job_id}: {self.message}", (), self.starved.retry_at, self.starved.since)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +222,8 @@ class GPUClusterManager(ABC):
     attempts: Sequence[Any] = ()
     """The attempts of the last `provision_cluster`, in order, where nodes are bought: dataclasses, for people to
     read."""
+    brings_nodes_later: ClassVar[bool] = False
+    """Whether nodes come only for a submitted job, if they come; else `provision_cluster` has them ready."""
 
     @abstractmethod
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:

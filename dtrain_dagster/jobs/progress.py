@@ -65,6 +65,7 @@ class KnownJob:
     has_checkpoint: bool = False
     damage: str = ""
     """The damage of its run directory if it cannot be read."""
+    is_starved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +108,9 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
         if job.state is JobState.SUCCEEDED:
             reason = "a job of the same training succeeded after its orchestrator was gone"
             return JobChoice(action="adopt", job_id=job.job_id, reason=reason)
-    if alike and alike[0].has_checkpoint and not alike[0].claimed:
-        reason = f"the last job of the same training was {alike[0].state}; it goes on from its latest checkpoint"
+    if alike and (alike[0].has_checkpoint or alike[0].is_starved) and not alike[0].claimed:
+        where = "from its latest checkpoint" if alike[0].has_checkpoint else "in its folder: no nodes had come for it"
+        reason = f"the last job of the same training was {alike[0].state}; it goes on {where}"
         return JobChoice(action="restart", job_id=alike[0].job_id, reason=reason)
     alone = "".join(f"; {job_id} is left alone: {damage}" for job_id, damage in damaged.items())
     return JobChoice(action="start", job_id=own, reason=f"no job of this training runs{alone}")
@@ -130,7 +132,7 @@ def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> l
         known.append(
             KnownJob(
                 job_id=status.job_id, state=status.state, claimed=claimed, has_checkpoint=latest is not None,
-                damage=damage,
+                damage=damage, is_starved=status.starved is not None,
             )
         )  # fmt: skip
     return known

@@ -126,7 +126,8 @@ def run_probe(
 ) -> None:
     """Run a short job and wait for its end, unless that was done before.
 
-    Raise `ClusterError` with the job's own message where it fails, `BudgetSpentError` where it comes to its limit.
+    Raise `ClusterError` with the job's own message where it fails, `NoCapacityError` where no nodes came for it,
+    `BudgetSpentError` where it comes to its limit.
     """
     rundir = RunDir(job.run_dir)
     if has_succeeded(rundir):
@@ -139,6 +140,7 @@ def run_probe(
         raise
     if ran_out(rundir):
         raise BudgetSpentError(f"job {job.job_id}, a short run to measure this training: {status.message}")
+    status.refuse_starved()
     if status.state is not JobState.SUCCEEDED:
         raise ClusterError(f"job {job.job_id}, a short run to measure this training, {status.state}: {status.message}")
 

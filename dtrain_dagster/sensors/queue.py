@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.automation import clock
-from dtrain_dagster.automation.capacity_queue import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide_turns
+from dtrain_dagster.automation.capacity_queue import (
+    ATTEMPT_TAG,
+    TICKET_TAG,
+    Ticket,
+    WaitingList,
+    decide_turns,
+    refused_again,
+)
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.notify import notify_and_log
+from trainer.errors import DamagedError
+from trainer.rundir import STATUS, RunDir
 
 
 def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -39,6 +50,7 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
             tickets = waiting.shift(tickets, seconds, now)
         names = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
+        tickets = [_after_death(item, runs, waiting, project.jobs_uri, now, context.log) for item in tickets]
         due = decide_turns(
             tickets,
             running=frozenset(run.tags[TICKET_TAG] for run in runs if not run.is_finished),
@@ -49,6 +61,9 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
             (item, "its last run ended for another reason") for item in due.ended
         ]:
             waiting.remove(item.ticket)
+            if item in due.ended and _has_succeeded(item, runs):
+                context.log.info(f"ticket {item.ticket} is given back: its run has succeeded")
+                continue
             context.log.warning(f"ticket {item.ticket} is taken out of the queue: {why}")
             notify_and_log(
                 project.notify_urls(),
@@ -85,6 +100,43 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         )
 
     return queue
+
+
+def _last_run(ticket: Ticket, runs: Sequence[dg.DagsterRun]) -> dg.DagsterRun | None:
+    """Return the run of this ticket's present try; None where there is none yet."""
+    mine = (TICKET_TAG, ticket.ticket), (ATTEMPT_TAG, str(ticket.attempt))
+    return next((run for run in runs if all(run.tags.get(name) == value for name, value in mine)), None)
+
+
+def _has_succeeded(ticket: Ticket, runs: Sequence[dg.DagsterRun]) -> bool:
+    run = _last_run(ticket, runs)
+    return run is not None and run.is_success
+
+
+def _after_death(
+    ticket: Ticket, runs: Sequence[dg.DagsterRun], waiting: WaitingList, jobs_uri: str, now: float, log: Any
+) -> Ticket:
+    """Return the ticket; with its next try, at the same place, where its run died while its job waited for nodes."""
+    run = _last_run(ticket, runs)
+    if run is None or run.status is not dg.DagsterRunStatus.FAILURE or JOB_TAG not in run.tags:
+        return ticket
+    try:
+        status = RunDir(f"{jobs_uri}/{run.tags[JOB_TAG]}").read_json(STATUS) or {}
+    except (DamagedError, OSError) as error:
+        log.warning(f"ticket {ticket.ticket}: the state of its job cannot be read: {error}")
+        return ticket
+    if not waits_for_nodes(status):
+        return ticket
+    log.warning(f"ticket {ticket.ticket}: its run ended while job {run.tags[JOB_TAG]} waited for nodes: it stays")
+    reason = f"{status.get('message') or 'its job waits for nodes'}; run {run.run_id} ended meanwhile"
+    kept = refused_again(ticket, run.run_id, reason, now)
+    waiting.put(kept)
+    return kept
+
+
+def waits_for_nodes(status: Mapping[str, Any]) -> bool:
+    """Return whether a job with this ``status.json`` waits for nodes, or has ended because none came. Pure."""
+    return bool(status.get("starved")) or status.get("state") == JobState.QUEUED
 
 
 def _request(ticket: Ticket) -> dg.RunRequest:

@@ -209,7 +209,9 @@ def test_the_service_may_fail_a_preempted_job(emulator: Emulator, client: Any, s
     submit("preempted", steps=100_000, nodes=2)
     assert wait(lambda: ended(emulator, "preempted")) == "Failed"
     assert "asked to end" in log(emulator, "preempted", 1), "low priority has a warning"
-    assert emulator.control("state")["jobs"]["preempted"]["error"]["code"] == "PreemptionError"
+    error = emulator.control("state")["jobs"]["preempted"]["error"]
+    assert error["code"] == "UserError"
+    assert "PreemptionError: Nodes of this job got pre-empted" in error["message"]
 
 
 def test_a_lost_node_comes_back_with_its_rank(emulator: Emulator, submit: Callable[..., Any]) -> None:

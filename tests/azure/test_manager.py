@@ -6,11 +6,12 @@ import json
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
-from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, Orphan
+from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError, Orphan
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
@@ -184,14 +185,65 @@ def test_goes_on_with_fewer_nodes_where_there_are_no_others(stage: Stage) -> Non
     assert "rank 0 of 1 in launch 2" in manager.job_logs(spec.job_id)
 
 
-def test_fails_in_words_where_there_is_not_one_node(stage: Stage) -> None:
+def test_a_job_of_a_shell_fails_in_words_where_there_is_not_one_node(stage: Stage) -> None:
     stage.control("fault", fault="capacity", nodes=0, count=None)
-    manager, spec = stage.run(chain=(), queue_deadline_seconds=1.0)
+    manager, spec = stage.run(run=None, chain=(), queue_deadline_seconds=1.0)
     status = end(manager, spec)
     assert status.state is JobState.FAILED
     assert "waits for nodes" in status.message
     assert "no capacity" in status.message
     assert len(stage.jobs()) == 1
+
+
+def test_a_job_of_a_run_whose_nodes_never_come_has_not_failed_and_is_asked_for_again(stage: Stage) -> None:
+    """Another size is tried first, the service is seen to have ended each job before the run may queue, and the next
+    try, by another process, is a launch of the same job."""
+    stage.control("fault", fault="capacity", nodes=0, count=None)
+    began = time.time()
+    manager, spec = stage.run(chain=(A100,), queue_deadline_seconds=1.0, max_resubmissions=0)
+    cancelled = []
+
+    def ended() -> JobStatus | None:
+        status = manager.job_status(spec.job_id)
+        cancelled.append([job["status"] for job in stage.jobs().values()])
+        return status if status.state.is_final else None
+
+    status = wait_for(ended, "the end")
+    assert status.state is JobState.CANCELLED
+    assert "waits for nodes" in status.message
+    assert status.starved is not None
+    assert began - 5 <= status.starved.since <= began + 60
+    assert status.starved.since < status.ended_at, "since the first of the two began to wait"
+    launch = RunDir(spec.run_dir).read_json(LAUNCH)
+    assert [item["sku"] for item in launch["history"]] == [V100]
+    assert (launch["sku"], launch["launch"]) == (A100, 2)
+    assert cancelled[-1] == ["Canceled", "Canceled"]
+    assert not stage.control("bought")["alive_nodes"]
+
+    stage.control("clear")
+    later = stage.manager(run="run-2", chain=(A100,))
+    seen = later.job_status(spec.job_id)
+    assert seen.starved == status.starved
+    with pytest.raises(NoCapacityError, match="waits for nodes") as refused:
+        seen.refuse_starved()
+    assert refused.value.since == status.starved.since
+    later.provision_cluster(2, V100)
+    later.submit_job(spec)
+    done = end(later, spec)
+    assert (done.state, done.starved) == (JobState.SUCCEEDED, None)
+    assert [job["launches"] for job in stage.jobs().values()] == [0, 0, 1], "two that never began, and one that did"
+
+
+def test_a_process_that_dies_while_it_ends_a_waiting_job_is_replaced(stage: Stage) -> None:
+    """The job is being cancelled; the next process sees to the end of that and buys nothing beside it."""
+    stage.control("fault", fault="capacity", nodes=0, count=None)
+    manager, spec = stage.run(chain=(), queue_deadline_seconds=1.0)
+    record = wait_for(lambda: _stopping(manager.job_status(spec.job_id), spec.run_dir), "the first process to give up")
+    assert "longer than" in record["stopping"]
+    status = end(stage.manager(run="run-2", chain=()), spec)
+    assert status.state is JobState.CANCELLED
+    assert status.starved is not None
+    assert [job["status"] for job in stage.jobs().values()] == ["Canceled"]
 
 
 @pytest.mark.parametrize("fault", ["lose", pytest.param("preempt", marks=pytest.mark.long)])
@@ -317,3 +369,9 @@ def test_nothing_secret_is_written_anywhere(stage: Stage, monkeypatch: pytest.Mo
 
 def _if(word: str, status: JobStatus) -> JobStatus | None:
     return status if word in status.message else None
+
+
+def _stopping(status: JobStatus, run_dir: str) -> dict[str, Any] | None:
+    assert not status.state.is_final
+    launch: dict[str, Any] = RunDir(run_dir).read_json(LAUNCH) or {}
+    return launch if launch["stopping"] else None

@@ -228,6 +228,7 @@ DOCUMENTS: Mapping[str, Check] = {
         phase_since=optional(moment),
         unreachable_since=optional(moment),
         service_status=text,
+        starved=optional(record(since=moment, retry_at=moment)),
     ),
     "result.json": record(
         status=text,

@@ -22,7 +22,7 @@ from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, phase_of
 from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
-from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
 from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch
@@ -198,6 +198,7 @@ class JobController:
             exit_codes=tuple(code for node in presences.find_latest_presences(nodes) for code in node.exit_codes),
             cancel_asked=record["cancel_asked_at"] is not None,
             stopping=record["stopping"],
+            never_began=record["nodes_ready"] == 0,
             resubmissions_left=self.options.max_resubmissions - (record["launch"] - record["first_launch"]),
             nodes_ready=ready,
             allocation_error=error,
@@ -220,6 +221,7 @@ class JobController:
             if phase_of(facts.look) == "waiting":
                 here = {"sku": record["sku"], "tier": record["tier"]}
                 fields |= {"nodes_ready": facts.nodes_ready, "excluded": _with(record["excluded"], here)}
+                fields |= {"waiting_since": record["waiting_since"] or record["submitted_at"]}
             if self.launches.change(record["token"], **fields):
                 self._cancel_in_service(record, decision.message)
         elif decision.action == "next":
@@ -233,7 +235,8 @@ class JobController:
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
         now = time.time()
-        waiting_since = record["waiting_since"] or now
+        came_in_vain = record["nodes_ready"] is not None
+        waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
             return self.status.report(record, facts, replace(decision, message=message))
@@ -244,11 +247,9 @@ class JobController:
             got = self._get_nodes(record)
         except NoCapacityError as error:
             self.traces.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
-            if now - waiting_since > self.options.queue_deadline_seconds or record["nodes_ready"] is not None:
-                message = f"{decision.message}; and there is {error}"
-                return self._settle(
-                    record, facts, replace(decision, action="settle", state=JobState.FAILED, message=message)
-                )
+            if came_in_vain or now - waiting_since > self.options.queue_deadline_seconds:
+                starved = Starved(since=waiting_since, retry_at=error.retry_at)
+                return self._settle_starved(record, facts, f"{decision.message}; and there is {error}", starved)
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
             return self.status.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
         except ServiceError:
@@ -348,7 +349,15 @@ class JobController:
             self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
             self._cancelled_at = time.monotonic()
 
-    def _settle(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+    def _settle_starved(self, record: Record, facts: JobFacts, why: str, starved: Starved) -> JobStatus:
+        """Settle a job that got no nodes, after the service has said that it has ended. A Dagster run has a queue to
+        go back to, so it has not failed; a shell has none."""
+        state = JobState.CANCELLED if self.run_id else JobState.FAILED
+        return self._settle(record, facts, JobDecision(action="settle", state=state, message=why), starved)
+
+    def _settle(
+        self, record: Record, facts: JobFacts, decision: JobDecision, starved: Starved | None = None
+    ) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
         self.traces.end_stays(facts.look)
@@ -362,7 +371,7 @@ class JobController:
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
-        status = self.status.write_end(record, facts, decision, ended_at, code)
+        status = self.status.write_end(record, facts, decision, ended_at, code, starved)
         tell_of_end(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status

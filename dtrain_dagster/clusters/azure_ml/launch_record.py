@@ -104,6 +104,8 @@ def next_record(record: Record, got: Provisioned, why: str) -> Record:
     number, now = record["launch"] + 1, time.time()
     here = {"sku": got.sku, "tier": got.tier}
     in_vain = record["nodes_ready"] is not None and here not in record["excluded"]
+    # One that never ran was not submitted again in the sense of the limit: the chain bounds these by itself.
+    waited = {"first_launch": record["first_launch"] + 1, "waiting_since": record["waiting_since"]} if in_vain else {}
     return {
         **record,
         **_where(got, now),
@@ -111,6 +113,7 @@ def next_record(record: Record, got: Provisioned, why: str) -> Record:
         "launch": number,
         "job_name": job_name(record["job_id"], number),
         "history": [*record["history"], past(record, why)],
+        **waited,
     }
 
 

@@ -70,6 +70,7 @@ class AzureMLClusterManager(GPUClusterManager):
     """
 
     python: ClassVar[str] = "python"
+    brings_nodes_later: ClassVar[bool] = True
 
     def __init__(
         self, options: AzureMLOptions, home: Path, dagster_run_id: str | None = None, tends: bool = True

@@ -63,6 +63,8 @@ class JobFacts:
     cancel_asked: bool = False
     stopping: str = ""
     """Reason why this launch is being ended to continue elsewhere; "" if it is not."""
+    never_began: bool = False
+    """Whether this launch was ended without one node, so that going on is no resubmission."""
     resubmissions_left: int = 0
     nodes_ready: int | None = None
     """Nodes that the compute has for a job that waits; None: not known."""
@@ -183,7 +185,7 @@ def loss(facts: JobFacts) -> str:
 
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:
-    if facts.elastic and facts.resubmissions_left > 0:
+    if facts.elastic and (facts.resubmissions_left > 0 or facts.never_began):
         return JobDecision(action="next", state=JobState.QUEUED, message=why)
     spent = "it cannot go on by itself" if not facts.elastic else "it was submitted again as often as it may be"
     return _failed(f"{why}; {spent}")

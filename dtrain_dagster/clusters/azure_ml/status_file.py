@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, phase_of
-from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.clusters.base import JobState, JobStatus, Starved
 from dtrain_dagster.clusters.presence import is_here
 from trainer.rundir import STATUS, RunDir, stale_seconds
 
@@ -63,10 +64,12 @@ class StatusFile:
         )
 
     def write_end(
-        self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int
+        self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int,
+        starved: Starved | None = None,
     ) -> JobStatus:  # fmt: skip
         """Write how this launch ended, for any caller that looks, and return the status."""
         status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
+        status |= {"starved": asdict(starved)} if starved else {}
         self.rundir.write_json(STATUS, status)
         return job_status_of(status)
 
@@ -101,4 +104,5 @@ def job_status_of(status: Mapping[str, Any], nodes_alive: int = 0) -> JobStatus:
         nodes_alive=nodes_alive,
         started_at=status["started_at"],
         ended_at=status["ended_at"],
+        starved=Starved(**status["starved"]) if status.get("starved") else None,
     )

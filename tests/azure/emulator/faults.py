@@ -30,6 +30,14 @@ kind           what it does, and its other fields
                ``back_after_seconds`` (1; null: it never comes back)
 ``lose``       the same without a warning: SIGKILL to all of the node
 =============  =====================================================================================================
+
+Where a lost node's policies come from; none of them is recorded of the service:
+
+- ``fail``: users' jobs on low priority ended so, and did not start again (Azure/MachineLearningNotebooks#1242,
+  MicrosoftDocs/azure-docs#66288, microsoft/MLOpsPython#346);
+- ``restart``: the documents that these reports cite («restarted, not resumed»), and hi-ml's page on low priority;
+- ``survive``: assumed. Pages on batch deployments let the other nodes go on, for a batch's tasks alone. That a node
+  which comes back gets its rank again is assumed, too.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ from tests.azure.emulator.tracking import free_port
 
 LOG_SECONDS = 0.5
 """Between two looks at the logs; of the real clock."""
-PREEMPTED = "Nodes of this job got pre-empted. Please consider dedicated VMs, or let the job checkpoint and resume."
+# As reported in microsoft/MLOpsPython#346 and Azure/MachineLearningNotebooks#1242; ``policy`` has more, see `faults`.
+PREEMPTED = (
+    "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
+    "restarted. Reason: Received pre-emption warning signal."
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +260,7 @@ class Runner:
             job.to("Finalizing", now)
             return
         if not there and not any(slot.back_after is not None for slot in job.slots):
-            self._fail(job, "PreemptionError", PREEMPTED)
+            self._fail(job, "UserError", PREEMPTED)
             return
         limit = (job.properties.get("limits") or {}).get("timeout")
         if limit and job.started is not None and now - job.started > duration_seconds(limit):
@@ -287,7 +291,7 @@ class Runner:
         slot.node, slot.lost_at = None, now
         slot.back_after = fault["back_after_seconds"] if fault["policy"] == "survive" else None
         if fault["policy"] == "fail":
-            self._fail(job, "PreemptionError", PREEMPTED)
+            self._fail(job, "UserError", PREEMPTED)
         elif fault["policy"] == "restart":
             self._end(job, "Queued", self.cloud.timing.grace_seconds)
 

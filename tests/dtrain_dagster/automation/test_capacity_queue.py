@@ -25,9 +25,12 @@ from dtrain_dagster.automation.capacity_queue import (
 from dtrain_dagster.automation.retraining import CAUSE_TAG, run_config
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.settings.environment import Settings
+from tests.webhook import web_hook
+from trainer.rundir import STATUS, RunDir
 
 NONE: frozenset[Any] = frozenset()
 
@@ -68,6 +71,13 @@ def test_pauses_grow_to_an_hour_and_respect_when_the_cloud_says_to_come_back() -
     assert refused_again(asked, "x", "no quota", now=9000.0, not_before=0.0).retry_at == 9600.0
 
 
+def test_who_has_waited_in_the_clouds_own_queue_stands_where_it_began_to_wait() -> None:
+    waited = new_ticket("late", [], {}, "no nodes came", now=9000.0, deadline_seconds=7200, since=5000.0)
+    other = new_ticket("early", [], {}, "no quota", now=6000.0, deadline_seconds=7200)
+    assert waited.ticket < other.ticket
+    assert (waited.queued_at, waited.deadline_at, waited.retry_at) == (5000.0, 12200.0, 9300.0)
+
+
 def test_the_queue_keeps_its_order_and_a_refusal_keeps_the_place(tmp_path: Path) -> None:
     queue = WaitingList(str(tmp_path))
     assert queue.put(ticket(1)) == 1
@@ -96,12 +106,12 @@ def tick(settings: Settings, instance: dg.DagsterInstance, cursor: str | None = 
         return sensor.evaluate_tick(made)
 
 
-def run_that_fails(instance: dg.DagsterInstance, item: Ticket) -> None:
+def run_that_fails(instance: dg.DagsterInstance, item: Ticket, **tags: str) -> None:
     @dg.op
     def fails() -> None:
         raise RuntimeError("the disk is full")
 
-    @dg.job(tags={TICKET_TAG: item.ticket, ATTEMPT_TAG: str(item.attempt)})
+    @dg.job(tags={TICKET_TAG: item.ticket, ATTEMPT_TAG: str(item.attempt), **tags})
     def training() -> None:
         fails()
 
@@ -165,6 +175,57 @@ def test_what_has_not_changed_is_not_said_again(tmp_path: Path, instance: dg.Dag
     queue.remove(first.ticket)
     [empty] = tick(settings, instance, told.cursor).asset_events
     assert empty.metadata["waiting_runs"].value == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "stays"),
+    [
+        ({"state": "queued", "message": "waits for nodes since 600 s"}, True),
+        ({"state": "cancelled", "message": "no nodes", "starved": {"since": 1e9, "retry_at": 1e9}}, True),
+        ({"state": "running"}, False),
+        ({"state": "failed"}, False),
+    ],
+)
+def test_a_run_that_dies_while_its_job_waits_for_nodes_keeps_its_place(
+    status: dict[str, Any], stays: bool, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """As after a restart of the orchestrator, which marks what it finds dead as failed."""
+    settings = Settings(home=tmp_path)
+    queue = WaitingList(settings.shared_uri)
+    item = new_ticket("0123456789", ["cost_estimate"], {}, "no quota", now=1e9, deadline_seconds=1e10)
+    queue.put(item)
+    queue.put(new_ticket("9876543210", ["cost_estimate"], {}, "no quota", now=1e9 + 1, deadline_seconds=1e10))
+    project = build_resources(settings)["project"]
+    RunDir(f"{project.jobs_uri}/train-x").write_json(STATUS, status)
+    run_that_fails(instance, item, **{JOB_TAG: "train-x"})
+
+    said = tick(settings, instance)
+    assert len(queue.tickets()) == 1 + stays
+    if stays:
+        [kept, _] = queue.tickets()
+        assert (kept.ticket, kept.attempt) == (item.ticket, item.attempt + 1), "at its place, and with a try more"
+        assert str(status["message"]) in kept.reason
+        assert not said.run_requests, "whoever is behind it does not overtake"
+        assert tick(settings, instance, said.cursor).asset_events == []
+
+
+def test_a_run_that_has_succeeded_without_asking_for_nodes_just_leaves(
+    tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path)
+    queue = WaitingList(settings.shared_uri)
+    item = new_ticket("0123456789", ["cost_estimate"], {}, "no quota", now=1e9, deadline_seconds=1e10)
+    queue.put(item)
+
+    @dg.job(tags={TICKET_TAG: item.ticket, ATTEMPT_TAG: str(item.attempt)})
+    def training() -> None: ...
+
+    training.execute_in_process(instance=instance)
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        tick(settings, instance)
+    assert not queue.tickets()
+    assert not heard
 
 
 class SoldOut(LocalClusterManager):
