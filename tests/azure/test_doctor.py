@@ -20,7 +20,7 @@ from tests.azure.emulator import Emulator
 from tests.azure.emulator.around import CLIENT_ID, IDENTITY_ID, REGISTRY, SUBNET_ID
 from trainer.storage.open import open_storage
 
-V100, A100, A10 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NV36ads_A10_v5"
+V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
 WS = "Microsoft.MachineLearningServices/workspaces/"
 DENIED = (
     "The client 'a' with object id 'b' does not have authorization to perform action '{operation}' over scope '/c' or "
@@ -78,7 +78,7 @@ def practice(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "DTRAIN_CLUSTER": "azure_ml",
         "DTRAIN_GPU_TYPE": A100,
         "DTRAIN_NODES": "3",
-        "DTRAIN_AZURE_CHAIN": A10,
+        "DTRAIN_AZURE_CHAIN": H100,
         "DTRAIN_AZURE_IMAGE": f"{REGISTRY}:{port}/dtrain-nodes:1",
         "DTRAIN_AZURE_SUBNET": SUBNET_ID,
         "DTRAIN_AZURE_IDENTITY": IDENTITY_ID,
@@ -112,7 +112,10 @@ def test_a_subscription_that_is_well_and_nothing_is_bought(practice: Practice) -
     ]
     assert "2 of 2 choices can be asked for, Standard_NC24ads_A100_v4 first" in seen["sizes"]
     [a100] = [line["seen"] for line in lines if line["seen"].startswith(f"{A100}: 3 node(s)")]
-    assert "3 node(s) need 72 cores; StandardNCADSA100v4Family has 1000 free of 1000" in a100
+    assert (
+        "3 node(s) need 72 cores; TotalDedicatedCores has 10000 free of 10000, StandardNCADSA100v4Family has 1000 free of 1000"
+        in a100
+    )
     assert "ManagedIdentityCredential: application 00000000-" in lines[0]["seen"]
     changing = {one["operation"] for one in asked if one["method"] != "GET"}
     assert changing == {"registry.exchange", "registry.token"}
@@ -233,20 +236,19 @@ def test_an_account_that_nodes_cannot_find(practice: Practice) -> None:
 
 def test_quotas(practice: Practice) -> None:
     practice.cloud.control("quota", family="StandardNCADSA100v4Family", cores=48)
-    line = practice.one(
-        "sizes", "warning", "need 72 cores; StandardNCADSA100v4Family has 48 free of 48 (QuotaTooSmall)"
-    )
+    line = practice.one("sizes", "warning", "StandardNCADSA100v4Family has 48 free of 48 (QuotaTooSmall)")
+    assert "3 node(s) need 72 cores; TotalDedicatedCores has 10000 free of 10000" in line["seen"]
     assert "ml.azure.com/quota" in line["remedy"]
     assert "az ml compute list-usage --location eastus" in line["command"]
-    practice.cloud.control("quota", family="StandardNVADSA10v5Family", cores=0)
+    practice.cloud.control("quota", family="StandardNCadsH100v5Family", cores=0)
     assert [line["verdict"] for line in practice.wrong("sizes")] == ["warning", "warning", "missing"]
     few = practice.lines("--nodes", "2")  # of which the first size suffices for
     assert [line["verdict"] for line in few if line["check"] == "sizes"] == ["ok", "warning", "ok"]
 
 
 def test_a_size_for_single_machines_only(practice: Practice) -> None:
-    practice.cloud.control("around", sizes={A10: {"supportedComputeTypes": ["ComputeInstance"]}})
-    practice.one("sizes", "warning", f"{A10}: eastus offers it for ComputeInstance, not for AmlCompute")
+    practice.cloud.control("around", sizes={H100: {"supportedComputeTypes": ["ComputeInstance"]}})
+    practice.one("sizes", "warning", f"{H100}: eastus offers it for ComputeInstance, not for AmlCompute")
 
 
 def test_a_retired_size_and_one_without_a_price(practice: Practice) -> None:

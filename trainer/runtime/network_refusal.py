@@ -23,12 +23,14 @@ _WORDS = re.compile(
     r"private[ -]?(link|endpoint)|"  # MicrosoftDocs/azure-docs issue 90426
     r"client address is not authorized|client with ip .* is not allowed|network security perimeter|aka\.ms/acr/firewall"
 )
-_MISSING_ROLE = re.compile(r"(?i)does not have authorization to perform action")
+_NO_NETWORK_RULE = re.compile(r"(?i)does not have authorization to perform action|failed to authenticate the request")
+"""A missing role, whose operation may itself be one on private endpoints; a wrong key (Azurite gives it the code of a
+network rule)."""
 
 
 def is_network_refusal(code: str, message: str) -> bool:
     """Return whether a refusal with this code and these words comes from a network rule, and not from a missing role.
     Pure."""
-    if _MISSING_ROLE.search(message):  # it names an operation, which may itself be one on private endpoints
+    if _NO_NETWORK_RULE.search(message):
         return False
     return code.casefold() in _CODES or bool(_WORDS.search(message))

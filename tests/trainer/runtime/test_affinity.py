@@ -85,6 +85,7 @@ def test_a_rank_moves_with_its_turn_unless_memory_is_nearer_to_some_cores(
     assert take_cores(0, ranks, 1) is None
     assert os.sched_getaffinity(0) == {AVAILABLE[0]}, "bound all the same"
     assert [take_cores(0, 1, 1), take_cores(0, ranks + 1, 1)] == [None, None]
+    assert [take_cores(1, 1, ranks), take_cores(ranks, ranks, 1)] == [None, None], "a launcher tells too few ranks"
 
 
 @pytest.fixture
