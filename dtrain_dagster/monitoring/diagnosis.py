@@ -42,6 +42,10 @@ INPUT_SHARE = 0.05
 costs next to nothing."""
 CHECKPOINT_SHARE = 0.02
 """Share of training time from which saves count."""
+LATENCY_BOUND = 2 / 3
+"""Share of latency from which communication is a matter of small batches. Below, fewer bytes help as well; and where
+cores are missing, threads that wait for one look like latency, up to 0.6 of 24 ms of bytes beside half a core of other
+work."""
 FIXED_SHARE = 0.16
 """Share of the step that does not depend on its samples, from which it counts. The stock model at its default batch has
 a tenth, on a CPU."""
@@ -228,10 +232,15 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
                 f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
                 f"they move, and {1 - latency:.0%} are the bytes"
             )
-        cause = SlowdownCause.SMALL_BATCHES if latency >= 0.5 else SlowdownCause.COMMUNICATION
+        cause = SlowdownCause.SMALL_BATCHES if latency >= LATENCY_BOUND else SlowdownCause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
+    with_cores = [seconds_with_cores(window) / window.seconds for window in world]
     if is_steadily_above(
-        FIXED_SHARE, [latency * network + rest for network, rest in zip(network_times, rests, strict=True)]
+        FIXED_SHARE,
+        [
+            (latency * network + rest) / cores
+            for network, rest, cores in zip(network_times, rests, with_cores, strict=True)
+        ],
     ):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
