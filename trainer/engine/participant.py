@@ -22,6 +22,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
+from trainer.engine.result import forget_stop
 from trainer.exit_codes import RELEASES_NODES
 from trainer.rundir import RESULT
 from trainer.runtime.affinity import AVAILABLE, bind
@@ -69,6 +70,8 @@ class Participant:
         """The launch of the cluster that this process regroups in; None in a world of fixed ranks."""
         if self.launch is None and facts.rank == 0:
             self.rundir.storage.delete(RESULT)  # it is of an earlier start: the result is this start's
+        if self.launch is not None:
+            forget_stop(self.rundir, self.launch)
         self.leaves_when_done = is_elastic and environment.get(RELEASES_NODES) == "1"
         """Whether this process leaves as soon as it has nothing to do, before the job has ended."""
         self.asked_to_stop = False

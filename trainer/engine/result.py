@@ -26,6 +26,14 @@ def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
         raise JobOver(result)
 
 
+def forget_stop(rundir: RunDir, launch: int) -> None:
+    """Remove the result of a start of this launch whose ranks were all told to end (SIGTERM). Called by a process that
+    begins: Azure starts a preempted job again under its own name, so that the launch goes on."""
+    result = rundir.read_result()
+    if result is not None and result.get("launch") == launch and result["status"] == "stopped":
+        rundir.storage.delete(RESULT)
+
+
 def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> bool:
     """Write ``result.json`` unless a rank of this launch has: the first to fail gives the cause. Return False if it
     cannot be written."""
