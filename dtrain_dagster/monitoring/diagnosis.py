@@ -234,13 +234,8 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
             )
         cause = SlowdownCause.SMALL_BATCHES if latency >= LATENCY_BOUND else SlowdownCause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
-    with_cores = [seconds_with_cores(window) / window.seconds for window in world]
     if is_steadily_above(
-        FIXED_SHARE,
-        [
-            (latency * network + rest) / cores
-            for network, rest, cores in zip(network_times, rests, with_cores, strict=True)
-        ],
+        FIXED_SHARE, [latency * network + rest for network, rest in zip(network_times, rests, strict=True)]
     ):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
