@@ -14,6 +14,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
 from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
@@ -240,7 +241,7 @@ class JobController:
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
             return self.status.report(record, facts, replace(decision, message=message))
-        if read_cluster_trouble(facts.look.error_message) == "refused":
+        if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
             kinds = _with(record["excluded"], {"sku": record["sku"], "tier": record["tier"]})
             record = self.launches.change(record["token"], excluded=kinds) or record
         try:

@@ -6,25 +6,17 @@ where its last node was lost a moment later; and a job that "fails" because its 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
+from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, explain_service_loss, find_failure_cause
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.exit_policy import describe_exit, is_failure, is_loss
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
 WORKING = {"Running", "Finalizing"}
 ENDED = {"Completed", "Failed", "Canceled"}
 
 Phase = Literal["submitting", "waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
-
-_LOSS = re.compile(
-    r"(?i)(pre-?empt|node (was )?(lost|unusable|removed|evicted)|lost (its |the )?node|nodes? of this job|"
-    r"low.?priority|heartbeat|unreachable|evict|NodeLost|hardware failure|node .*(went away|disappeared))"
-)
-_EXIT_CODE = re.compile(r"(?i)exit(?:ed)?(?: with)?(?: status)?[ -]?codes?[:= ]*\[?(-?\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,34 +146,28 @@ def _ended(facts: JobFacts) -> JobDecision:
         return _failed(str((facts.result or {}).get("error", "")))
     if facts.stopping:
         return _lost(facts, facts.stopping)
-    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
-    if look.status == "Canceled" and not (_LOSS.search(said) or _says(facts, "stopped")):
+    was_lost = explain_service_loss(look.error_code, look.error_message)
+    if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
         return JobDecision(
             action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here"
         )
-    cause = loss(facts)
+    cause = explain_loss(facts)
     if cause and facts.elastic:
         return _lost(facts, cause)
+    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
     return _failed(said or cause or "the service does not say why")
 
 
-def loss(facts: JobFacts) -> str:
-    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
-
-    The service's word on nodes comes first; then the exit codes, of the nodes' own records or in the service's words;
-    then whether nodes vanished.
-    """
-    said = f"{facts.look.error_code}: {facts.look.error_message}"
-    if _LOSS.search(said) or read_cluster_trouble(said):
-        return said
-    found = [*facts.exit_codes, *(int(code) for code in _EXIT_CODE.findall(facts.look.error_message))]
-    if any(is_failure(code) for code in found):
-        return ""
-    if lost := [code for code in found if is_loss(code)]:
-        return ", ".join(dict.fromkeys(describe_exit(code) for code in lost))
-    if facts.vanished:
-        return f"node(s) {', '.join(map(str, facts.vanished))} went without a word"
-    return "its processes were told to end (SIGTERM)" if _says(facts, "stopped") else ""
+def explain_loss(facts: JobFacts) -> str:
+    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself."""
+    seen = FailureWitnesses(
+        exit_codes=facts.exit_codes,
+        error_code=facts.look.error_code,
+        error_message=facts.look.error_message,
+        vanished=facts.vanished,
+        was_stopped=_says(facts, "stopped"),
+    )
+    return find_failure_cause(seen).words
 
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:

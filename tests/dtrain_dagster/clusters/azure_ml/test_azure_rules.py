@@ -32,7 +32,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     quota_of,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, loss
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, explain_loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
@@ -214,6 +214,7 @@ class TestOptions:
         assert done.stdout.strip() == "[]"
 
 
+PREEMPTED = "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Reason: Received warning."
 PATIENCE = Patience(queue=100, allocation=50, silence=30, start=10)
 
 
@@ -236,14 +237,14 @@ class TestStates:
         {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
     )
 
-    @pytest.mark.parametrize("why", [{}, {"error": "node was preempted"}, {"vanished": (1,)}, {"stopping": "silent"}])
+    @pytest.mark.parametrize("why", [{}, {"error": PREEMPTED}, {"vanished": (1,)}, {"stopping": "silent"}])
     def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
             found = decide_job(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
             assert found == JobDecision(action="settle", state=JobState.FAILED, message="stopped at its budget")
         before = {**spent, "launch": 1}
-        assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)
+        assert decided("Failed", result=before, error=PREEMPTED) == ("next", JobState.QUEUED)
 
     @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
@@ -271,11 +272,11 @@ class TestStates:
 
     def test_the_end_is_what_the_training_says(self) -> None:
         assert decided("Completed", result=self.done) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.done, error="node lost") == ("settle", JobState.SUCCEEDED)
+        assert decided("Failed", result=self.done, error=PREEMPTED) == ("settle", JobState.SUCCEEDED)
         assert decided("Completed", result=None) == ("settle", JobState.FAILED)
         assert decided("Completed", result={**self.done, "launch": 1}) == ("settle", JobState.FAILED)
         assert decided("Completed", elastic=False) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.failed, error="pre-empted") == ("settle", JobState.FAILED)
+        assert decided("Failed", result=self.failed, error=PREEMPTED) == ("settle", JobState.FAILED)
 
     @pytest.mark.parametrize(
         "how",
@@ -301,7 +302,7 @@ class TestStates:
         assert decided("Failed", **how) == ("settle", JobState.FAILED)
 
     def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
-        assert loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
+        assert explain_loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
 
     def test_what_was_cancelled_from_here_or_from_elsewhere(self) -> None:
         assert decided("Canceled", cancel_asked=True) == ("settle", JobState.CANCELLED)
