@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience, is_absent
 from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, explain_service_loss, find_failure_cause
 from dtrain_dagster.clusters.base import JobState
 
@@ -44,7 +45,11 @@ class JobFacts:
     phase_since: float
     """The time at which the phase began that `phase_of` gives for this look."""
     seen: bool = False
-    """Whether the service has ever shown this launch."""
+    """Whether the service has ever shown this launch, or one of its nodes was heard of."""
+    misses: tuple[float, ...] = ()
+    """Times of the looks that count at which the service did not know it, without one in between that found it."""
+    missing_cancel: str = ""
+    """What became of its cancellation after that: "" where it was not asked for yet (see `launch_record`)."""
     result: dict[str, Any] | None = None
     """``result.json``, of any launch."""
     heard_at: float | None = None
@@ -74,15 +79,17 @@ class Patience:
     allocation: float
     silence: float
     start: float
+    absence: AbsencePatience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDecision:
     """The action for a launch: ``report`` its state; ``submit`` one that was never submitted; ``cancel`` one that
     somebody wants cancelled; ``stop`` this launch, to continue in another; continue in the ``next`` one; ``settle`` one
-    that is over."""
+    that is over; ``wait`` for another look at one that the service does not know; ``make_sure`` that one which seems to
+    be gone does not run."""
 
-    action: Literal["report", "submit", "cancel", "stop", "next", "settle"]
+    action: Literal["report", "submit", "cancel", "stop", "next", "settle", "wait", "make_sure"]
     state: JobState
     message: str = ""
 
@@ -105,7 +112,7 @@ def phase_of(look: Look) -> Phase:
 def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
     """Return the decision about a launch."""
     phase = phase_of(facts.look)
-    if _says(facts, "succeeded") and phase in ("ended", "gone"):
+    if _says(facts, "succeeded") and phase == "ended":
         return JobDecision(action="settle", state=JobState.SUCCEEDED)
     if phase == "ended":
         return _ended(facts)
@@ -182,11 +189,37 @@ def _failed(why: str) -> JobDecision:
 
 
 def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
-    """Return the decision where the service knows no such job."""
+    """Return the decision where the service says that it knows no such job."""
+    if not facts.seen and facts.missing_cancel != CANCEL_TAKEN:
+        return _unseen(facts, patience)
+    since = facts.now - facts.misses[0] if facts.misses else 0.0
+    if not is_absent(facts.misses, patience.absence):
+        words = f"the service does not know it since {since:.0f} s; such answers may be wrong, it is looked at again"
+        action: Literal["wait", "cancel"] = "cancel" if facts.cancel_asked else "wait"
+        return JobDecision(action=action, state=JobState.RUNNING, message=words)
+    if not facts.missing_cancel:
+        return JobDecision(action="make_sure", state=JobState.RUNNING, message="is not known to the service")
+    if _says(facts, "succeeded"):
+        return JobDecision(action="settle", state=JobState.SUCCEEDED)
+    if _says(facts, "budget") or _says(facts, "failed"):
+        return _failed(str((facts.result or {}).get("error", "")))
+    if facts.cancel_asked:
+        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
+    if facts.stopping:
+        return _lost(facts, facts.stopping)
+    also = "" if facts.missing_cancel == CANCEL_NOT_FOUND else f"; its cancellation was {facts.missing_cancel}"
+    return _failed(
+        f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, at "
+        f"{len(facts.misses)} looks{also}"
+    )
+
+
+def _unseen(facts: JobFacts, patience: Patience) -> JobDecision:
+    """Return the decision about a job that the service has never shown: most likely it was not submitted yet."""
+    if facts.cancel_asked and not facts.missing_cancel:
+        return JobDecision(action="make_sure", state=JobState.QUEUED, message="is being cancelled")
     if facts.cancel_asked:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
-    if facts.seen:
-        return _failed("the job was deleted from the workspace")
     if facts.now - facts.submitted_at < patience.start:
         return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
     return JobDecision(action="submit", state=JobState.QUEUED, message="its submitter ended before it could submit it")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
@@ -215,7 +216,9 @@ class TestOptions:
 
 
 PREEMPTED = "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Reason: Received warning."
-PATIENCE = Patience(queue=100, allocation=50, silence=30, start=10)
+PATIENCE = Patience(
+    queue=100, allocation=50, silence=30, start=10, absence=AbsencePatience(seconds=180, grace_seconds=10)
+)
 
 
 def facts(status: str, **fields: Any) -> JobFacts:
@@ -322,8 +325,33 @@ class TestStates:
     def test_a_job_that_is_not_there(self) -> None:
         assert decided("", seen=False, submitted_at=995.0) == ("report", JobState.QUEUED)
         assert decided("", seen=False) == ("submit", JobState.QUEUED)
-        assert decided("", seen=True) == ("settle", JobState.FAILED)
-        assert decided("", seen=False, cancel_asked=True) == ("settle", JobState.CANCELLED)
+        assert decided("", seen=False, cancel_asked=True)[0] == "make_sure"
+        sure = {"seen": False, "missing_cancel": CANCEL_NOT_FOUND}
+        assert decided("", cancel_asked=True, **sure) == ("settle", JobState.CANCELLED)
+        assert decided("", cancel_asked=True, **{**sure, "missing_cancel": CANCEL_TAKEN})[0] == "cancel"
+
+    def test_a_job_that_is_not_there_any_more_is_looked_at_again_and_cancelled_before_it_is_given_up(self) -> None:
+        assert decided("")[0] == decided("", misses=(800.0, 980.0))[0] == decided("", misses=(900.0, 950.0, 1000.0))[0]
+        assert decided("")[0] == "wait"
+        assert decided("", cancel_asked=True)[0] == "cancel"
+        gone: dict[str, Any] = {"misses": (800.0, 900.0, 990.0)}
+        for more in ({}, {"cancel_asked": True}, {"stopping": "silent"}, {"result": self.done}, {"elastic": False}):
+            assert decided("", **gone, **more)[0] == "make_sure"
+        gone["missing_cancel"] = CANCEL_NOT_FOUND
+        assert decided("", **gone) == ("settle", JobState.FAILED)
+        assert decided("", **gone, cancel_asked=True) == ("settle", JobState.CANCELLED)
+        assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
+        assert decided("", **gone, result=self.failed) == ("settle", JobState.FAILED)
+        assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
+        refused = decide_job(facts("", misses=(800.0, 900.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
+        assert refused.state is JobState.FAILED
+        assert "refused: no role" in refused.message
+        assert "200 s, at 3 looks" in refused.message
+        taken = {**gone, "missing_cancel": CANCEL_TAKEN, "stopping": "was not known"}
+        assert decided("", **{**taken, "misses": ()})[0] == "wait"
+        assert decided("CancelRequested", **{**taken, "misses": ()})[0] == "report"
+        assert decided("Canceled", **{**taken, "misses": ()}) == ("next", JobState.QUEUED)
+        assert decided("", **taken) == ("next", JobState.QUEUED)
 
 
 RECORD = {"job_name": "j-l2", "launch": 2}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.clusters.azure_ml.absence import AbsencePatience
 from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, find_failure_cause, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job
 from dtrain_dagster.clusters.base import JobState
@@ -48,7 +49,9 @@ def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> 
         look=look, now=1000.0, launch=1, node_count=2, elastic=True, submitted_at=900.0, phase_since=990.0, seen=True,
         resubmissions_left=3, exit_codes=(1,),
     )  # fmt: skip
-    decision: JobDecision = decide_job(facts, Patience(queue=100, allocation=50, silence=30, start=10))
+    absence = AbsencePatience(seconds=180, grace_seconds=10)
+    patience = Patience(queue=100, allocation=50, silence=30, start=10, absence=absence)
+    decision: JobDecision = decide_job(facts, patience)
     assert (decision.action, decision.state) == ("settle", JobState.FAILED)
     assert words in decision.message, "people read all of it"
 
