@@ -82,6 +82,7 @@ class Service:
         self.options = options
         self._client: MLClient | None = None
         self._credential: Any = None
+        self._has_answered = False
         self._lock = threading.Lock()
 
     @property
@@ -126,10 +127,12 @@ class Service:
         the workspace, `ServiceRefused` or `NotFound` where the service refuses."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         try:
-            return replace(RETRIES, deadline_seconds=patience).call(
-                what, ask, lambda error: not isinstance(error, ClusterError) and passes(error),
+            found = replace(RETRIES, deadline_seconds=patience).call(
+                what, ask, lambda error: not isinstance(error, ClusterError) and self._may_pass(what, error),
                 asked_seconds=asked_pause, describe=words,
             )  # fmt: skip
+            self._has_answered = self._has_answered or self._client is not None
+            return found
         except ClusterError:
             raise
         except Exception as error:
@@ -142,6 +145,10 @@ class Service:
                 status_of(error),
                 request_id_of(error),
             ) from error
+
+    def _may_pass(self, what: str, error: BaseException) -> bool:
+        """Return whether to ask again. A workspace that has answered before is there, whatever one answer says."""
+        return passes(error) or (self._has_answered and isinstance(self._explain(what, error), ScopeMissing))
 
     def _explain(self, what: str, error: BaseException) -> ServiceError:
         refusal, options = explain_refusal(what, error), self.options

@@ -151,7 +151,8 @@ def _ended(facts: JobFacts) -> JobDecision:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
     if _says(facts, "failed"):
         return _failed(str((facts.result or {}).get("error", "")))
-    if facts.stopping:
+    # One that was cancelled because the service seemed not to know it may have failed before that.
+    if facts.stopping and not (facts.missing_cancel == CANCEL_TAKEN and look.status == "Failed"):
         return _lost(facts, facts.stopping)
     was_lost = explain_service_loss(look.error_code, look.error_message)
     if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):

@@ -352,6 +352,8 @@ class TestStates:
         assert decided("CancelRequested", **{**taken, "misses": ()})[0] == "report"
         assert decided("Canceled", **{**taken, "misses": ()}) == ("next", JobState.QUEUED)
         assert decided("", **taken) == ("next", JobState.QUEUED)
+        assert decided("Failed", **taken, exit_codes=(1,)) == ("settle", JobState.FAILED), "it had failed before that"
+        assert decided("Failed", **taken, exit_codes=(137,)) == ("next", JobState.QUEUED)
 
 
 RECORD = {"job_name": "j-l2", "launch": 2}
