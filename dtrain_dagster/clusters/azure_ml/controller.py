@@ -198,7 +198,10 @@ class JobController:
             return self.status.report_missing(record, self.status.read(), decision.message)
         misses, answer = tuple(current["missing_at"]), current["missing_cancel"]
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
-        return self._act(current, facts, decide_job(facts, job_patience(self.options)))
+        decision = decide_job(facts, job_patience(self.options))
+        if decision.action == "next" and not self.tends:
+            return self.status.report_missing(current, self.status.read(), decision.message)
+        return self._act(current, facts, decision)
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""

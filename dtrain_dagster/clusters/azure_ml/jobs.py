@@ -16,7 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceRefused, own_environment
+from dtrain_dagster.clusters.azure_ml.client import (
+    NotFound,
+    Service,
+    ServiceRefused,
+    ServiceUnreachable,
+    own_environment,
+)
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
@@ -273,15 +279,15 @@ class Jobs:
         )
 
     def _why(self, name: str, ended_at: float | None, patience_seconds: float | None) -> tuple[str, str]:
-        """Return (code, message) of a job that failed. Raise `NotFound` where its history is not there yet."""
+        """Return (code, message) of a job that failed. Raise `ServiceUnreachable` while its history is not there."""
         try:
             error = getattr(self._details(name, patience_seconds), "error", None)
         except AttributeError:
             return "", ""
-        except NotFound:
-            if ended_at is not None and time.time() - ended_at < self.options.missing_seconds:
-                raise
-            return "", ""
+        except NotFound as gone:
+            if ended_at is None or abs(time.time() - ended_at) > self.options.missing_seconds:
+                return "", ""
+            raise ServiceUnreachable(f"why job {name} failed is not known yet: {gone}", gone.code, 404) from gone
         root = getattr(error, "error", None)
         inner, code = getattr(root, "inner_error", None), str(getattr(root, "code", "") or "")
         while inner is not None:  # the innermost is the most precise
