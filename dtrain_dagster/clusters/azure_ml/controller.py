@@ -196,7 +196,7 @@ class JobController:
         current = self.missing.make_sure(record)
         if current is None:  # another launch counts by now
             return self.status.report_missing(record, self.status.read(), decision.message)
-        misses, answer = tuple(current["missing_at"]), current["missing_cancel"]
+        misses, answer = tuple(current.get("missing_at") or ()), current["missing_cancel"]
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
         decision = decide_job(facts, job_patience(self.options))
         if decision.action == "next" and not self.tends:
