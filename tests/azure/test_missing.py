@@ -76,6 +76,8 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
     assert len(record["missing_at"]) >= 3
     assert record["missing_cancel"] == "not found"
     assert len(stage.asked("job.cancel")) == 1
+    stage.control("clear")
+    assert manager.jobs.end(f"{spec.job_id}-l1", "the end of the test", 5.0, time.monotonic() + 30)
 
 
 def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: Stage) -> None:
@@ -181,10 +183,9 @@ def test_what_was_made_just_now_may_be_unknown_for_a_while(stage: Stage) -> None
 
 def test_an_orchestrator_that_dies_after_its_request_leaves_a_job_that_another_finds(stage: Stage) -> None:
     stage.control("timing", visible_seconds=3.0)
-    for _ in range(4):
-        stage.control("fault", fault="drop", operation="job.put", moment="after")
     manager = stage.manager(patience_seconds=0.2)
     manager.provision_cluster(2, V100)
+    stage.control("fault", fault="drop", operation="job.put", moment="after", count=None)
     spec = stage.spec(manager)
     with pytest.raises(ClusterError, match="cannot be reached"):
         manager.submit_job(spec)

@@ -54,8 +54,10 @@ _PREFIX = re.compile(r"(?i)^\W*(?:\w+(?:error|exception|failed|preempted|lost)\s
 _LOSS_SENTENCE = re.compile(
     # The first as in the report above, the others are assumed.
     r"(?i)(nodes? of this job (got|was|were) pre-?empted|received pre-?emption warning|"
-    r"(the )?(job'?s )?nodes?\b[^.\n]{0,60}\b(was|were|is|are|became|got) (lost|unusable|removed|evicted|pre-?empted)|"
-    r"(the )?job (was|got) (evicted|pre-?empted))"
+    r"(the )?(job'?s )?nodes?\b[^.\n]{0,60}\b(was|were|is|are|became|got) "
+    r"(lost|unreachable|unusable|removed|evicted|pre-?empted)|"
+    r"(the )?job (was|got) (evicted|pre-?empted)|(the )?job lost (its |the |a )?nodes?\b|"
+    r"(no|lost|missed) (the )?heartbeats?\b)"
 )
 _EXIT_CODE = re.compile(r"(?i)exit(?:ed)?(?: with)?(?: status)?[ -]?codes?[:= ]*\[?(-?\d+)")
 

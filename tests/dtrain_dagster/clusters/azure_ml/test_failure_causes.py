@@ -69,6 +69,8 @@ def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> 
         ({"error_code": "UserError", "error_message": PREEMPTED}, "lost", "got pre-empted"),
         ({"error_message": f"UserError: {PREEMPTED}"}, "lost", "got pre-empted"),
         ({"error_message": PREEMPTED.replace(". Pre", ".\nPre")}, "lost", "got pre-empted"),
+        ({"error_message": "AzureMLCompute job failed. Node tvmps_1 became unreachable."}, "lost", "unreachable"),
+        ({"error_message": "NodeLost: The job lost its node."}, "lost", "lost its node"),
         ({"error_message": "AzureMLCompute cluster deal-uat does not exist"}, "lost", "does not exist"),
         ({"error_message": "cluster is in failed state"}, "lost", "failed state"),
         ({"error_message": "no such image", "vanished": (1, 2)}, "lost", "1, 2 went without a word"),
