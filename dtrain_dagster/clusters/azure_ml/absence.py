@@ -59,9 +59,10 @@ def find_missing_scope(error: Any, workspace: str) -> Scope | None:
         if code in _SCOPES:
             return _SCOPES[code]
         if code in ("parentresourcenotfound", "resourcenotfound", "notfound"):
-            named = next(iter(_QUOTED.findall(part.message)), "").rstrip("/").casefold()
-            own = workspace.casefold()
-            if named.endswith(f"/workspaces/{own}") or (named == own and code == "parentresourcenotfound"):
+            quoted, own = [name.rstrip("/").casefold() for name in _QUOTED.findall(part.message)], workspace.casefold()
+            if any(name.endswith(f"/workspaces/{own}") for name in quoted):
+                return "workspace"
+            if code == "parentresourcenotfound" and own in quoted:
                 return "workspace"
     return None
 
