@@ -59,15 +59,16 @@ def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: s
     assert RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"] == []
 
 
-def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage) -> None:
-    """Looks are counted in the launch record, so another orchestrator goes on with them."""
+@pytest.mark.parametrize("tends", [True, False])
+def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage, tends: bool) -> None:
+    """Looks are counted in the launch record, so another orchestrator goes on with them, or whoever lists the jobs."""
     manager, spec = stage.run(FOREVER, missing_seconds=4.0)
     is_running(stage, manager, spec)
     began = time.time()
     stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=3600)
     look_until(manager, spec, "does not know it since")
     [first] = RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"]
-    status = end(stage.manager(run="run-2", missing_seconds=4.0), spec)
+    status = end(stage.manager(run="run-2", tends=tends, missing_seconds=4.0), spec)
     assert time.time() - began >= 4.0
     assert status.state is JobState.FAILED
     assert "deleted from the workspace" in status.message
@@ -182,9 +183,9 @@ def test_what_was_made_just_now_may_be_unknown_for_a_while(stage: Stage) -> None
 
 
 def test_an_orchestrator_that_dies_after_its_request_leaves_a_job_that_another_finds(stage: Stage) -> None:
-    stage.control("timing", visible_seconds=3.0)
     manager = stage.manager(patience_seconds=0.2)
     manager.provision_cluster(2, V100)
+    stage.control("timing", visible_seconds=3.0)
     stage.control("fault", fault="drop", operation="job.put", moment="after", count=None)
     spec = stage.spec(manager)
     with pytest.raises(ClusterError, match="cannot be reached"):

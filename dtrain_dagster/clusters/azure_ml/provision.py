@@ -146,7 +146,8 @@ class Provisioner:
     ) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         refusal: SkuRefusal | None = None
-        there = there or self.settled(name)  # lists lag: it may have been made just now, and larger
+        if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
+            there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
         for turn in range(WAITS):
             if there is not None and self._fits(there, choice, node_count):
                 if late := self._late_refusal(name, is_new=False):
