@@ -71,10 +71,6 @@ class Provisioned:
     max_nodes: int
     attempts: tuple[Attempt, ...]
 
-    def record(self) -> dict[str, Any]:
-        """Return the nodes and attempts for JSON."""
-        return asdict(self)
-
 
 class Provisioner:
     """The maker of computes, which also changes and deletes them. Only those of one cluster, which its tag marks."""
