@@ -85,7 +85,8 @@ class Run:
             storage_uri=emulator.environment["DTRAIN_STORAGE"],
             cluster_name=f"s{seed % 10**6}", image="emulated/dtrain:1", poll_seconds=0.3, polling_interval_seconds=1,
             queue_deadline_seconds=15, allocation_patience_seconds=6, silence_seconds=20, start_seconds=15,
-            patience_seconds=20, look_patience_seconds=5, operation_seconds=10, cancel_seconds=30, max_resubmissions=4,
+            missing_seconds=12, patience_seconds=20, look_patience_seconds=5, operation_seconds=10, cancel_seconds=30,
+            max_resubmissions=4,
         )  # fmt: skip
         self.rundir = RunDir(f"{self.options.jobs_uri}/{self.job_id}")
         training = DistributedTrainingConfig(

@@ -97,6 +97,18 @@ def _not_found(dice: random.Random, operation: str) -> Fields:
     }  # fmt: skip
 
 
+def _hidden(dice: random.Random, resource: str, by: Sequence[str], most: float) -> Fields:
+    return {"resource": resource, "by": dice.choice(by), "seconds": dice.uniform(0.5, most)}
+
+
+def _no_workspace(dice: random.Random) -> Fields:
+    words = {"ResourceGroupNotFound": "Resource group 'dtrain-rg' could not be found."}
+    words["ParentResourceNotFound"] = "Parent resource 'dtrain-ws' not found."
+    code = dice.choice(sorted(words))
+    found = {"operation": dice.choice(("job.get", "compute.*", "*")), "status": 404, "count": dice.randint(1, 3)}
+    return {**found, "code": code, "message": words[code]}
+
+
 def _node_loss(dice: random.Random) -> Fields:
     return {
         "node": dice.randrange(NODES),
@@ -131,6 +143,23 @@ KINDS: tuple[FaultKind, ...] = (
     FaultKind("running job not found", "error", lambda dice: _not_found(dice, "job.get"), late=1.0),
     FaultKind("new compute not found", "error", lambda dice: _not_found(dice, "compute.get")),
     FaultKind("used compute not found", "error", lambda dice: _not_found(dice, "compute.get"), late=1.0),
+    # The same with the words of the service's own 404s, which name what they miss, and in lists.
+    FaultKind("new job hidden", "hide", lambda dice: _hidden(dice, "job", ("get", "both"), 6) | {"since": "put"}),
+    FaultKind("running job hidden", "hide", lambda dice: _hidden(dice, "job", ("get", "all"), 8), late=1.0),
+    FaultKind(
+        "running job hidden for long", "hide", lambda dice: _hidden(dice, "job", ("get",), 8) | {"seconds": 25},
+        may_end=LOST, late=1.0,
+    ),
+    FaultKind(
+        "new compute hidden", "hide",
+        lambda dice: _hidden(dice, "compute", ("get", "list", "both"), 6) | {"since": "put"},
+    ),
+    FaultKind("used compute hidden", "hide", lambda dice: _hidden(dice, "compute", ("get", "both"), 8), late=1.0),
+    FaultKind(
+        "lists lag", "hide",
+        lambda dice: _hidden(dice, dice.choice(("job", "compute")), ("list",), 15) | {"since": "put"},
+    ),
+    FaultKind("workspace not found for a while", "error", _no_workspace, may_end=NOT_BOUGHT, late=0.7),
     # Nodes that are not to be had.
     FaultKind(
         "refuse", "refuse",

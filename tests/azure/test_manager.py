@@ -101,6 +101,16 @@ def test_one_that_was_cancelled_or_failed_is_submitted_again_as_its_next_launch(
     assert "launch 2" in log
 
 
+def test_words_of_a_training_that_fails_by_itself_are_no_lost_nodes(stage: Stage) -> None:
+    """Azure repeats the end of its output in its own message."""
+    manager, spec = stage.run("raise RuntimeError('cannot evict: the node was lost, its peer unreachable, preempted')")
+    status = end(manager, spec)
+    assert status.state is JobState.FAILED
+    assert "for error details. Error: " in status.message
+    assert "cannot evict" in status.message
+    assert len(stage.jobs()) == 1
+
+
 def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whichever manager sees it, one that only looks included."""
     with web_hook() as (url, heard):

@@ -204,6 +204,8 @@ DOCUMENTS: Mapping[str, Check] = {
         confirmed=flag,
         cancel_asked_at=optional(moment),
         stopping=text,
+        missing_at=many(moment),
+        missing_cancel=text,
         nodes_ready=optional(count),
         excluded=many(record(sku=text, tier=optional(text))),
         retry_at=optional(moment),

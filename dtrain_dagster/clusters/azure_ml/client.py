@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtrain_dagster.clusters.azure_ml.absence import SETTINGS, Scope, find_missing_scope, names_resource
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.refusals import error_body_of
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
@@ -56,7 +58,21 @@ class ServiceRefused(ServiceError):
 
 
 class NotFound(ServiceRefused):
-    """The object that was asked for does not exist."""
+    """The service says 404 of something within the workspace. It says so for a while of what exists, too."""
+
+    body: Any = None
+    """The answer's body; None where it had none."""
+
+    def is_about(self, name: str) -> bool:
+        """Return whether the answer names this job or compute as what is missing."""
+        return names_resource(self.body if self.body is not None else self.reason, name)
+
+
+class ScopeMissing(ServiceUnreachable):
+    """The subscription, the resource group or the workspace is not found, so that nothing can be said of what lies in
+    it. ``scope``: which of them."""
+
+    scope: Scope
 
 
 class Service:
@@ -66,6 +82,7 @@ class Service:
         self.options = options
         self._client: MLClient | None = None
         self._credential: Any = None
+        self._has_answered = False
         self._lock = threading.Lock()
 
     @property
@@ -106,19 +123,21 @@ class Service:
 
     def call(self, what: str, ask: Callable[[], T], patience_seconds: float | None = None) -> T:
         """Return the result of ``ask``, which may be called several times; ``what``: words for messages. Raise
-        `ServiceUnreachable` when patience (None: that of the options) is over, `ServiceRefused` or `NotFound` where the
-        service refuses."""
+        `ServiceUnreachable` when patience (None: that of the options) is over, `ScopeMissing` where there is not even
+        the workspace, `ServiceRefused` or `NotFound` where the service refuses."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         try:
-            return replace(RETRIES, deadline_seconds=patience).call(
-                what, ask, lambda error: not isinstance(error, ClusterError) and passes(error),
+            found = replace(RETRIES, deadline_seconds=patience).call(
+                what, ask, lambda error: not isinstance(error, ClusterError) and self._may_pass(what, error),
                 asked_seconds=asked_pause, describe=words,
             )  # fmt: skip
+            self._has_answered = self._has_answered or self._client is not None
+            return found
         except ClusterError:
             raise
         except Exception as error:
             if not passes(error):
-                raise explain_refusal(what, error) from error
+                raise self._explain(what, error) from error
             raise ServiceUnreachable(
                 f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
                 f"{request_note(request_id_of(error))}",
@@ -126,6 +145,28 @@ class Service:
                 status_of(error),
                 request_id_of(error),
             ) from error
+
+    def _may_pass(self, what: str, error: BaseException) -> bool:
+        """Return whether to ask again. A workspace that has answered before is there, whatever one answer says."""
+        return passes(error) or (self._has_answered and isinstance(self._explain(what, error), ScopeMissing))
+
+    def _explain(self, what: str, error: BaseException) -> ServiceError:
+        refusal, options = explain_refusal(what, error), self.options
+        if not isinstance(refusal, NotFound):
+            return refusal
+        told = refusal.body if refusal.body is not None else {"code": refusal.code, "message": refusal.reason}
+        scope = find_missing_scope(told, options.workspace)
+        if scope is None:
+            return refusal
+        names = {"subscription": options.subscription_id, "resource group": options.resource_group}
+        missing = ScopeMissing(
+            f"{what}: the {scope} {names.get(scope, options.workspace)!r} is not found ({refusal.code}: "
+            f"{refusal.reason}). Look at {SETTINGS[scope]}, and whether this identity may see it; `dtrain azure "
+            f"doctor` tells more{request_note(refusal.request_id)}",
+            refusal.code, refusal.status, refusal.request_id,
+        )  # fmt: skip
+        missing.scope = scope
+        return missing
 
 
 def _note_request(answer: Any) -> None:
@@ -195,7 +236,10 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
         message += ". The identity lacks a role: deploy/azure lists what each one needs"
     make = NotFound if status == 404 else ServiceRefused
     request_id = request_id_of(error)
-    return make(message + request_note(request_id), reason, code, status, request_id)
+    refusal = make(message + request_note(request_id), reason, code, status, request_id)
+    if isinstance(refusal, NotFound):
+        refusal.body = error_body_of(error)
+    return refusal
 
 
 def status_of(error: BaseException) -> int | None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
-from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
+from dtrain_dagster.clusters.azure_ml.job_facts import gather_facts, job_patience
 from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
-from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
-from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.missing_job import MissingJobKeeper
+from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
-from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, phase_of
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job, phase_of
 from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
@@ -29,7 +29,7 @@ from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
-from trainer.rundir import RESULT, RunDir
+from trainer.rundir import RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class JobController:
         self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
+        self.missing = MissingJobKeeper(self.launches, jobs)
         self.traces = JobRecords(rundir, jobs)
         self.status = StatusFile(rundir, writes_reports=tends)
         self._looked_at = self._cancelled_at = float("-inf")
@@ -141,14 +142,17 @@ class JobController:
             self._own()
         try:
             job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
-            facts = self._facts(record, job, status)
+            record = self.missing.note(record, "own" if job is None else "found")
+            facts = gather_facts(record, job, status, self.rundir, self.provisioner)
         except ServiceError as error:
+            if isinstance(error, ScopeMissing):
+                record = self.missing.note(record, "scope")
             return self.status.report_unreachable(record, status, error)
-        decision = decide_job(facts, self._patience)
+        decision = decide_job(facts, job_patience(self.options))
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             record = self.launches.change(record["token"], **fields) or record
-        if not self.tends and not cancelling and decision.action not in ("settle", "report"):
+        if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
             return self.status.report(record, facts, decision, write=False)
         try:
             return self._act(record, facts, decision)
@@ -158,62 +162,17 @@ class JobController:
                 return job_status_of(ended)
             return self.status.report_unreachable(record, status, error)
 
-    @property
-    def _patience(self) -> Patience:
-        options = self.options
-        return Patience(
-            queue=options.queue_deadline_seconds,
-            allocation=options.allocation_patience_seconds,
-            silence=options.silence_seconds,
-            start=options.start_seconds,
-        )
-
-    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> JobFacts:
-        now = time.time()
-        look = job.look if job is not None else Look(status="")
-        phase = phase_of(look)
-        nodes = [node for node in self.rundir.nodes() if node.launch == record["launch"]]
-        since = record["submitted_at"]
-        if status.get("launch") == record["launch"] and phase not in ("submitting", "gone"):
-            since = status["phase_since"] if status.get("phase") == phase else now
-        ready, error = None, ""
-        patience = self.options.look_patience_seconds
-        if phase == "waiting":
-            there = self.provisioner.nodes(record["compute"], patience)
-            ready = sum(state in NODES_THERE and job_name in (None, "") for _, state, job_name in there)
-            if ready < record["node_count"]:
-                error = self.provisioner.allocation_error(record["compute"], patience)
-        return JobFacts(
-            look=look,
-            now=now,
-            launch=record["launch"],
-            node_count=record["node_count"],
-            elastic=record["elastic"],
-            submitted_at=record["submitted_at"],
-            phase_since=since,
-            seen=record["confirmed"],
-            result=self.rundir.read_json(RESULT),
-            heard_at=max((node.last_seen_at or node.started_at for node in nodes), default=None),
-            vanished=tuple(node.node_id for node in presences.find_latest_presences(nodes) if node.ended_at is None),
-            exit_codes=tuple(code for node in presences.find_latest_presences(nodes) for code in node.exit_codes),
-            cancel_asked=record["cancel_asked_at"] is not None,
-            stopping=record["stopping"],
-            never_began=record["nodes_ready"] == 0,
-            resubmissions_left=self.options.max_resubmissions - (record["launch"] - record["first_launch"]),
-            nodes_ready=ready,
-            allocation_error=error,
-            has_alternative=bool(self._alternatives(record)),
-        )
-
-    def _alternatives(self, record: Record) -> list[SkuChoice]:
-        here = SkuChoice(sku=record["sku"], tier=record["tier"])
-        return chain(record["sku"], self.options.chain, self.options.tiers, {here, *launch_records.excluded(record)})
-
     def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+        if decision.action == "wait":
+            return self.status.report_missing(record, self.status.read(), decision.message)
+        if decision.action == "make_sure":
+            return self._make_sure(record, facts, decision)
         if decision.action == "submit":
             self._put(record)
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
+            if not facts.look.status:
+                return self.status.report_missing(record, self.status.read(), decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, to go on", record["job_name"], decision.message)
@@ -232,6 +191,18 @@ class JobController:
             return self._settle(record, facts, replace(decision, message=message))
         return self.status.report(record, facts, decision)
 
+    def _make_sure(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+        """Cancel a job that seems to be gone, and decide again."""
+        current = self.missing.make_sure(record)
+        if current is None:  # another launch counts by now
+            return self.status.report_missing(record, self.status.read(), decision.message)
+        misses, answer = tuple(current.get("missing_at") or ()), current["missing_cancel"]
+        facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
+        decision = decide_job(facts, job_patience(self.options))
+        if decision.action == "next" and not self.tends:
+            return self.status.report_missing(current, self.status.read(), decision.message)
+        return self._act(current, facts, decision)
+
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
         now = time.time()
@@ -240,7 +211,7 @@ class JobController:
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
             return self.status.report(record, facts, replace(decision, message=message))
-        if read_cluster_trouble(facts.look.error_message) == "refused":
+        if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
             kinds = _with(record["excluded"], {"sku": record["sku"], "tier": record["tier"]})
             record = self.launches.change(record["token"], excluded=kinds) or record
         try:

@@ -16,7 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
+from dtrain_dagster.clusters.azure_ml.client import (
+    NotFound,
+    Service,
+    ServiceRefused,
+    ServiceUnreachable,
+    own_environment,
+)
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
@@ -35,6 +41,7 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
 OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
 SHARED_GIB_PER_RANK = 8
+_EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
 
@@ -66,14 +73,17 @@ class Jobs:
         self.service, self.options, self.audit = service, service.options, audit
 
     def get(self, name: str, patience_seconds: float | None = None) -> ServiceJob | None:
-        """Return the job, None where there is none. Raise `ServiceError` if that cannot be determined."""
+        """Return the job, None where the service says of this very job that there is none, which may be wrong for a
+        while. Raise `ServiceError` if that cannot be determined."""
         try:
             found = self.service.call(f"look at job {name}", lambda: self.service.ml.jobs.get(name), patience_seconds)
-        except NotFound:
+        except NotFound as error:
+            if not error.is_about(name):
+                raise
             return None
         job = _read(found)
         if job.look.status in ("Failed", "Canceled"):
-            code, message = self._why(name, patience_seconds)
+            code, message = self._why(name, job.look.ended_at, patience_seconds)
             look = Look(
                 status=job.look.status, started_at=job.look.started_at, ended_at=job.look.ended_at, error_code=code,
                 error_message=message,
@@ -88,24 +98,33 @@ class Jobs:
         """Return the launch of this record in the service: made, or found where it is already. Raise `NameTaken` where
         the name is another's."""
         name = record["job_name"]
-        found = self.get(name)
+        found = self._find(name)
         if found is None:
             try:
-                self._create(record, rundir)
-            except ServiceRefused:  # also what is said of a name that exists
-                found = self.get(name)
+                # The answer counts: for a while, a look may not find what was made just now.
+                found = self._create(record, rundir)
+            except ServiceRefused as error:  # also what is said of a name that exists
+                found = self._find(name, self.options.start_seconds if _EXISTS.search(error.reason) else 0.0)
                 if found is None:
                     raise
-            found = self.get(name)  # made here, by an answer that was lost, or by another orchestrator: all the same
-            if found is None:
-                raise ServiceError(f"job {name} was submitted, and the service does not know it", "NotFound")
         if found.tags.get(TOKEN_TAG) != record["token"]:
             raise NameTaken(
                 f"Azure ML has another job called {name} (of {found.tags.get(RUN_DIR_TAG, 'somebody else')})"
             )
         return found
 
-    def _create(self, record: Record, rundir: RunDir) -> None:
+    def _find(self, name: str, seconds: float = 0.0) -> ServiceJob | None:
+        """Return the job, or None where no look within so many seconds finds it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(NotFound):  # of something that it does not name: no reason not to make the job
+                if (found := self.get(name)) is not None:
+                    return found
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(min(self.options.poll_seconds, 2.0))
+
+    def _create(self, record: Record, rundir: RunDir) -> ServiceJob:
         if not self.options.image:
             raise ClusterError(
                 "DTRAIN_AZURE_IMAGE is not set: give the image that nodes run (deploy/azure has a Dockerfile), such as "
@@ -122,9 +141,10 @@ class Jobs:
                 raise ClusterError(str(error)) from error
             with self.audit.operation("job.submit", record["job_name"], **details):
                 job = self._describe(record, folder)
-                self.service.call(
+                made = self.service.call(
                     f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
                 )
+        return _read(made)
 
     def _describe(self, record: Record, folder: str) -> Any:
         from azure.ai.ml import command
@@ -174,9 +194,11 @@ class Jobs:
         """Cancel a job, and wait until the service says that it is over. Return False if it does not before the
         deadline (of `time.monotonic`)."""
         is_asked = False
-        while (job := self.get(job_name, patience)) is not None and not job.is_over:
+        while (job := self.get(job_name, patience)) is None or not job.is_over:
             if not is_asked:
-                self.cancel(job_name, reason, patience)
+                is_known = self.cancel(job_name, reason, patience)
+                if job is None and not is_known:  # two answers of two kinds; what runs all the same is listed again
+                    return True
                 is_asked = True
             elif time.monotonic() > deadline:
                 return False
@@ -189,21 +211,23 @@ class Jobs:
         with contextlib.suppress(OSError):
             open_storage(folder).delete(name)
 
-    def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
-        """Ask the service to end the job; nothing happens if it has ended, or does not exist."""
+    def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> bool:
+        """Ask the service to end the job; nothing happens if it has ended. Return False where the service says that
+        there is none."""
         with self.audit.operation("job.cancel", name, why=why):
             try:
                 self.service.call(
                     f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name), patience_seconds
                 )
             except NotFound:
-                return
+                return False
             except ServiceRefused as error:
                 if error.status not in (400, 409):  # what is over cannot be cancelled
                     raise
                 found = self.get(name, patience_seconds)
                 if found is not None and not found.is_over:
                     raise
+        return True
 
     def active(self, patience_seconds: float | None = None) -> list[ServiceJob]:
         """Return the jobs of this cluster that have not ended, as the workspace lists them."""
@@ -254,12 +278,16 @@ class Jobs:
             patience_seconds,
         )
 
-    def _why(self, name: str, patience_seconds: float | None) -> tuple[str, str]:
-        """Return (code, message) of a job that failed."""
+    def _why(self, name: str, ended_at: float | None, patience_seconds: float | None) -> tuple[str, str]:
+        """Return (code, message) of a job that failed. Raise `ServiceUnreachable` while its history is not there."""
         try:
             error = getattr(self._details(name, patience_seconds), "error", None)
-        except (NotFound, AttributeError):
+        except AttributeError:
             return "", ""
+        except NotFound as gone:
+            if ended_at is None or abs(time.time() - ended_at) > self.options.missing_seconds:
+                return "", ""
+            raise ServiceUnreachable(f"why job {name} failed is not known yet: {gone}", gone.code, 404) from gone
         root = getattr(error, "error", None)
         inner, code = getattr(root, "inner_error", None), str(getattr(root, "code", "") or "")
         while inner is not None:  # the innermost is the most precise

@@ -30,6 +30,8 @@ run_dir, asked_nodes: nodes that were asked for; node_count is what this launch 
 tier, compute, job_name, studio_url: where it runs, and under which name the service knows it.
 first_launch, first_submitted_at: since when its resubmissions are counted.
 confirmed: the service was seen to have it.
+missing_at: looks that count at which the service did not know it; missing_cancel: what became of its cancellation
+after that: "" not asked, "taken", "not found", or why it was refused. Old documents have neither.
 cancel_asked_at; stopping: why this launch is being ended to go on elsewhere, nodes_ready: nodes that it had then.
 excluded: kinds of nodes that did not come; retry_at, waiting_since: when capacity is asked for again, and since when.
 history: the launches before this one: launch, job_name, sku, tier, node_count, submitted_at, ended_at, reason.
@@ -162,6 +164,8 @@ def _where(got: Provisioned, now: float) -> Record:
         "studio_url": None,
         "confirmed": False,
         "stopping": "",
+        "missing_at": [],
+        "missing_cancel": "",
         "nodes_ready": None,
         "retry_at": None,
         "waiting_since": None,

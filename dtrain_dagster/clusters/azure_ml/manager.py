@@ -65,8 +65,8 @@ class AzureMLClusterManager(GPUClusterManager):
     """A cluster in one workspace. Any number of manager objects, in any process, see the same cluster and jobs.
 
     ``home``: folder of the audit log. ``dagster_run_id``: the run that it works for; jobs that it follows are that
-    run's. With ``tends=False`` looking at jobs buys and ends nothing, and only notes what has ended: it is for sensors
-    and lists.
+    run's. With ``tends=False`` looking at jobs buys and ends nothing, and only notes what has ended (what the service
+    denies for minutes is cancelled first): it is for sensors and lists.
     """
 
     python: ClassVar[str] = "python"

@@ -74,7 +74,9 @@ class AzureMLOptions:
     """Times that a job that has lost its nodes is submitted again before a person has to look."""
     start_seconds: float = 120.0
     """Duration of a submission, after which the process that follows the job makes it again. It is never bought
-    twice."""
+    twice. For as long the service may say 404 of what was made just now."""
+    missing_seconds: float = 180.0
+    """A job that the service says not to know, at three looks or more over this time, is gone."""
 
     poll_seconds: float = 5.0
     """Least time between two requests for a job's status."""
@@ -117,8 +119,8 @@ class AzureMLOptions:
                  "is not the resource id of a user-assigned identity")  # fmt: skip
         _require(self.max_resubmissions >= 0, "max_resubmissions", self.max_resubmissions, "must be 0 or more")
         for name in (
-            "queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "job_timeout_seconds",
-            "operation_seconds", "cancel_seconds", "patience_seconds", "look_patience_seconds",
+            "queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "missing_seconds",
+            "job_timeout_seconds", "operation_seconds", "cancel_seconds", "patience_seconds", "look_patience_seconds",
             "polling_interval_seconds",
         ):  # fmt: skip
             value = getattr(self, name)

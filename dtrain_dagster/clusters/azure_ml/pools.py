@@ -101,8 +101,8 @@ class Pools:
         `ClusterUse.giving_back`'s. Raise `InUseError` for one with work, `ServiceError` where the service does not do
         it."""
         compute = self.provisioner.settled(name, 0.0, self.patience)
-        if compute is None:
-            return True
+        if compute is None:  # one answer may be wrong; where the list has it, it is tried again
+            return name not in self.provisioner.computes(self.patience)
         is_deleted = force or compute.provisioning_state in BROKEN
         check()
         self.refuse_work(name, is_deleted)

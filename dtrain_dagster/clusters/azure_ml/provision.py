@@ -71,10 +71,6 @@ class Provisioned:
     max_nodes: int
     attempts: tuple[Attempt, ...]
 
-    def record(self) -> dict[str, Any]:
-        """Return the nodes and attempts for JSON."""
-        return asdict(self)
-
 
 class Provisioner:
     """The maker of computes, which also changes and deletes them. Only those of one cluster, which its tag marks."""
@@ -146,6 +142,8 @@ class Provisioner:
     ) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         refusal: SkuRefusal | None = None
+        if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
+            there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
         for turn in range(WAITS):
             if there is not None and self._fits(there, choice, node_count):
                 if late := self._late_refusal(name, is_new=False):
@@ -188,7 +186,7 @@ class Provisioner:
         The leftovers of a refusal are deleted."""
         failure: ServiceError | None = None
         before = self.settled(name)
-        is_new = before is None
+        is_new = before is None and name not in self.computes()  # a 404 alone may be wrong
         if before is not None and CLUSTER_TAG not in (before.tags or {}):
             message = f"compute {name} is somebody else's: give this cluster another name (DTRAIN_CLUSTER_NAME)"
             return SkuRefusal(code="NameTaken", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
@@ -200,6 +198,8 @@ class Provisioner:
             failure = error
         timed_out = failure is not None and failure.code == TIMED_OUT
         compute = self.settled(name, 0.0 if timed_out else None)
+        if compute is None and (failure is None or isinstance(failure, NotFound)):
+            failure, compute = None, self._await_made(name)
         state = compute.provisioning_state if compute is not None else ""
         if compute is not None and state == "Succeeded" and compute.max_instances == most:
             return self._late_refusal(name, is_new)  # whatever became of the answer
@@ -217,6 +217,13 @@ class Provisioner:
         told = error_body_of(failure) or {"code": failure.code, "message": reason}
         refusal = classify_refusal([told, shown], failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
+
+    def _await_made(self, name: str) -> AmlCompute | None:
+        """Return a compute that was asked for, as soon as the service knows it; None if it says 404 for too long."""
+        deadline = time.monotonic() + self.options.start_seconds
+        while (compute := self.settled(name)) is None and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        return compute
 
     def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:
         """Run a long-running operation to its end. Its state is in the compute; here only errors matter."""

@@ -6,25 +6,18 @@ where its last node was lost a moment later; and a job that "fails" because its 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience, is_absent
+from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, explain_service_loss, find_failure_cause
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.exit_policy import describe_exit, is_failure, is_loss
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
 WORKING = {"Running", "Finalizing"}
 ENDED = {"Completed", "Failed", "Canceled"}
 
 Phase = Literal["submitting", "waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
-
-_LOSS = re.compile(
-    r"(?i)(pre-?empt|node (was )?(lost|unusable|removed|evicted)|lost (its |the )?node|nodes? of this job|"
-    r"low.?priority|heartbeat|unreachable|evict|NodeLost|hardware failure|node .*(went away|disappeared))"
-)
-_EXIT_CODE = re.compile(r"(?i)exit(?:ed)?(?: with)?(?: status)?[ -]?codes?[:= ]*\[?(-?\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +45,11 @@ class JobFacts:
     phase_since: float
     """The time at which the phase began that `phase_of` gives for this look."""
     seen: bool = False
-    """Whether the service has ever shown this launch."""
+    """Whether the service has ever shown this launch, or one of its nodes was heard of."""
+    misses: tuple[float, ...] = ()
+    """Times of the looks that count at which the service did not know it, without one in between that found it."""
+    missing_cancel: str = ""
+    """What became of its cancellation after that: "" where it was not asked for yet (see `launch_record`)."""
     result: dict[str, Any] | None = None
     """``result.json``, of any launch."""
     heard_at: float | None = None
@@ -82,15 +79,17 @@ class Patience:
     allocation: float
     silence: float
     start: float
+    absence: AbsencePatience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDecision:
     """The action for a launch: ``report`` its state; ``submit`` one that was never submitted; ``cancel`` one that
     somebody wants cancelled; ``stop`` this launch, to continue in another; continue in the ``next`` one; ``settle`` one
-    that is over."""
+    that is over; ``wait`` for another look at one that the service does not know; ``make_sure`` that one which seems to
+    be gone does not run."""
 
-    action: Literal["report", "submit", "cancel", "stop", "next", "settle"]
+    action: Literal["report", "submit", "cancel", "stop", "next", "settle", "wait", "make_sure"]
     state: JobState
     message: str = ""
 
@@ -113,7 +112,7 @@ def phase_of(look: Look) -> Phase:
 def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
     """Return the decision about a launch."""
     phase = phase_of(facts.look)
-    if _says(facts, "succeeded") and phase in ("ended", "gone"):
+    if _says(facts, "succeeded") and phase == "ended":
         return JobDecision(action="settle", state=JobState.SUCCEEDED)
     if phase == "ended":
         return _ended(facts)
@@ -152,36 +151,31 @@ def _ended(facts: JobFacts) -> JobDecision:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
     if _says(facts, "failed"):
         return _failed(str((facts.result or {}).get("error", "")))
-    if facts.stopping:
+    # One that was cancelled because the service seemed not to know it may have failed before that.
+    if facts.stopping and not (facts.missing_cancel == CANCEL_TAKEN and look.status == "Failed"):
         return _lost(facts, facts.stopping)
-    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
-    if look.status == "Canceled" and not (_LOSS.search(said) or _says(facts, "stopped")):
+    was_lost = explain_service_loss(look.error_code, look.error_message)
+    if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
         return JobDecision(
             action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here"
         )
-    cause = loss(facts)
+    cause = explain_loss(facts)
     if cause and facts.elastic:
         return _lost(facts, cause)
+    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
     return _failed(said or cause or "the service does not say why")
 
 
-def loss(facts: JobFacts) -> str:
-    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
-
-    The service's word on nodes comes first; then the exit codes, of the nodes' own records or in the service's words;
-    then whether nodes vanished.
-    """
-    said = f"{facts.look.error_code}: {facts.look.error_message}"
-    if _LOSS.search(said) or read_cluster_trouble(said):
-        return said
-    found = [*facts.exit_codes, *(int(code) for code in _EXIT_CODE.findall(facts.look.error_message))]
-    if any(is_failure(code) for code in found):
-        return ""
-    if lost := [code for code in found if is_loss(code)]:
-        return ", ".join(dict.fromkeys(describe_exit(code) for code in lost))
-    if facts.vanished:
-        return f"node(s) {', '.join(map(str, facts.vanished))} went without a word"
-    return "its processes were told to end (SIGTERM)" if _says(facts, "stopped") else ""
+def explain_loss(facts: JobFacts) -> str:
+    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself."""
+    seen = FailureWitnesses(
+        exit_codes=facts.exit_codes,
+        error_code=facts.look.error_code,
+        error_message=facts.look.error_message,
+        vanished=facts.vanished,
+        was_stopped=_says(facts, "stopped"),
+    )
+    return find_failure_cause(seen).words
 
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:
@@ -196,11 +190,37 @@ def _failed(why: str) -> JobDecision:
 
 
 def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
-    """Return the decision where the service knows no such job."""
+    """Return the decision where the service says that it knows no such job."""
+    if not facts.seen and facts.missing_cancel != CANCEL_TAKEN:
+        return _unseen(facts, patience)
+    since = facts.now - facts.misses[0] if facts.misses else 0.0
+    if not is_absent(facts.misses, patience.absence):
+        words = f"the service does not know it since {since:.0f} s; such answers may be wrong, it is looked at again"
+        action: Literal["wait", "cancel"] = "cancel" if facts.cancel_asked else "wait"
+        return JobDecision(action=action, state=JobState.RUNNING, message=words)
+    if not facts.missing_cancel:
+        return JobDecision(action="make_sure", state=JobState.RUNNING, message="is not known to the service")
+    if _says(facts, "succeeded"):
+        return JobDecision(action="settle", state=JobState.SUCCEEDED)
+    if _says(facts, "budget") or _says(facts, "failed"):
+        return _failed(str((facts.result or {}).get("error", "")))
+    if facts.cancel_asked:
+        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
+    if facts.stopping:
+        return _lost(facts, facts.stopping)
+    also = "" if facts.missing_cancel == CANCEL_NOT_FOUND else f"; its cancellation was {facts.missing_cancel}"
+    return _failed(
+        f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, at "
+        f"{len(facts.misses)} looks{also}"
+    )
+
+
+def _unseen(facts: JobFacts, patience: Patience) -> JobDecision:
+    """Return the decision about a job that the service has never shown: most likely it was not submitted yet."""
+    if facts.cancel_asked and not facts.missing_cancel:
+        return JobDecision(action="make_sure", state=JobState.QUEUED, message="is being cancelled")
     if facts.cancel_asked:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
-    if facts.seen:
-        return _failed("the job was deleted from the workspace")
     if facts.now - facts.submitted_at < patience.start:
         return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
     return JobDecision(action="submit", state=JobState.QUEUED, message="its submitter ended before it could submit it")

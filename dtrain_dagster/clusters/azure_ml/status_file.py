@@ -53,7 +53,14 @@ class StatusFile:
         since = known.get("unreachable_since") or time.time()
         if self.writes_reports and known and not known.get("unreachable_since"):
             self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        message = f"cannot be reached since {time.time() - since:.0f} s: {error}"
+        return self._repeat(record, known, f"cannot be reached since {time.time() - since:.0f} s: {error}")
+
+    def report_missing(self, record: Record, status: Mapping[str, Any], message: str) -> JobStatus:
+        """Return the last seen status of a job that the service says not to know, with this message. It goes on from
+        there if it is found again, so nothing is written."""
+        return self._repeat(record, status if status.get("launch") == record["launch"] else {}, message)
+
+    def _repeat(self, record: Record, known: Mapping[str, Any], message: str) -> JobStatus:
         _log.warning("job %s: %s", record["job_name"], message)
         return JobStatus(
             job_id=record["job_id"],

@@ -11,6 +11,8 @@ but assumed here:
 - the codes and words of refusals of jobs, and of preemption; those of computes are as seen, see `refused`;
 - that quotas are refused with low priority, too (some saw it), and when ``errors`` of a compute tell that it never gets
   a node;
+- for how long something is 404 that exists, and that lists lag (see `faults`, ``hide``); which of the reported words
+  a job's 404 has today, and those of a compute's;
 - a scoring URI takes ``input_data`` only, and answers with the bare predictions;
 - every answer has an ``x-ms-request-id`` of its own, a GUID;
 - how long anything takes. Times in answers are those of the emulator's clock, tokens live by the real one.

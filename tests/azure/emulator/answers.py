@@ -37,8 +37,34 @@ def error_body(code: str, message: str) -> dict[str, Any]:
     }
 
 
+NOT_FOUND = {
+    # Reported: Azure/azureml-previews#267 (2021-04-22) of jobs, Azure/AutoML-vNext-Preview#3 (2021-04-23) of their
+    # history. The other words are assumed.
+    "job": ("UserError", "Job {name} not found."),
+    "run": ("UserError", "Run {name} was not found"),
+}
+
+
 def not_found(kind: str, name: str) -> Refusal:
-    return Refusal(404, "ResourceNotFound", f"Requested {kind} does not exist: {name}")
+    code, words = NOT_FOUND.get(kind, ("ResourceNotFound", f"Requested {kind} does not exist: {{name}}"))
+    return Refusal(404, code, words.format(name=name))
+
+
+def scope_not_found(word: str, name: str, path: str) -> Refusal:
+    """A subscription, a resource group or a workspace (``word``, as in the path) that is not there. The words are
+    from MicrosoftLearning/mslearn-azure-ml#27 (groups, and what lies in a workspace), hashicorp/terraform#8859 (the
+    workspace itself) and azure-powershell's tests (subscriptions)."""
+    if word == "subscriptions":
+        return Refusal(404, "SubscriptionNotFound", f"The subscription '{name}' could not be found.")
+    if word == "resourceGroups":
+        return Refusal(404, "ResourceGroupNotFound", f"Resource group '{name}' could not be found.")
+    if path.rstrip("/").endswith(f"/workspaces/{name}"):
+        parts = path.split("/")
+        group = parts[parts.index("resourceGroups") + 1] if "resourceGroups" in parts else ""
+        kind = f"Microsoft.MachineLearningServices/workspaces/{name}"
+        return Refusal(404, "ResourceNotFound", f"The Resource '{kind}' under resource group '{group}' was not found.")
+    why = f"Can not perform requested operation on nested resource. Parent resource '{name}' not found."
+    return Refusal(404, "ParentResourceNotFound", why)
 
 
 def resource_id(*parts: str) -> str:

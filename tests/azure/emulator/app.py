@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match, Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.azure.emulator.answers import Refusal
+from tests.azure.emulator.answers import Refusal, scope_not_found
 from tests.azure.emulator.certificates import Certificates
 from tests.azure.emulator.faults import Fault
 from tests.azure.emulator.identity import Identity
@@ -147,13 +147,11 @@ class Surface:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         self.identity.check(headers.get(b"authorization"), self.cloud.addresses.base)
         parts = record.path.split("/")
-        for word, expected, code in (
-            ("subscriptions", SUBSCRIPTION, "SubscriptionNotFound"),
-            ("resourceGroups", RESOURCE_GROUP, "ResourceGroupNotFound"),
-            ("workspaces", WORKSPACE, "ResourceNotFound"),
-        ):
+        for word, expected in (
+            ("subscriptions", SUBSCRIPTION), ("resourceGroups", RESOURCE_GROUP), ("workspaces", WORKSPACE),
+        ):  # fmt: skip
             if word in parts and (found := parts[parts.index(word) + 1]) != expected:
-                raise Refusal(404, code, f"There is no {word[:-1]} '{found}'; the emulator has '{expected}'.")
+                raise scope_not_found(word, found, record.path)
 
 
 def flat(routes: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tests.azure.emulator.answers import WS, Refusal, accepted, error_body, not_found, resource_id, resource_type
 from tests.azure.emulator.clock import duration_seconds, iso
+from tests.azure.emulator.consistency import is_hidden
 from tests.azure.emulator.faults import Fault
 from tests.azure.emulator.foreign import foreign_computes
 from tests.azure.emulator.refused import WrappedRefusal, refused_for_good, refused_later, wrapped
@@ -27,7 +28,9 @@ def compute_routes(cloud: Cloud) -> APIRouter:
 
     @router.get(PATH, name="compute.list")
     async def listed() -> dict[str, Any]:
-        own = [describe(cloud, compute) for compute in cloud.computes.values()]
+        known = cloud.computes.values()
+        shown = [it for it in known if not is_hidden(cloud, "compute", it.name, it.created, "list")]
+        own = [describe(cloud, compute) for compute in shown]
         return {"value": [*foreign_computes().values(), *own], "nextLink": None}
 
     @router.get(PATH + "/{name}", name="compute.get")
@@ -86,9 +89,10 @@ def compute_routes(cloud: Cloud) -> APIRouter:
 
 
 def _found(cloud: Cloud, name: str) -> Compute:
-    if name not in cloud.computes:
+    compute = cloud.computes.get(name)
+    if compute is None or is_hidden(cloud, "compute", name, compute.created, "get"):
         raise not_found("compute", name)
-    return cloud.computes[name]
+    return compute
 
 
 def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from fastapi import Request as HttpRequest
 
 from tests.azure.emulator.answers import WS
 from tests.azure.emulator.clock import iso
-from tests.azure.emulator.jobs import Job, find_job
+from tests.azure.emulator.consistency import find_job
+from tests.azure.emulator.jobs import Job
 from tests.azure.emulator.state import DATASTORE_CONTAINER, LOCATION, Cloud
 from tests.azure.emulator.storage import Blobs
 
@@ -23,7 +24,7 @@ def history_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
     @router.get(PATH + "/runs/{name}/details", name="history.details")
     @router.get(PATH + "/experiments/{experiment}/runs/{name}/details", name="history.details")
     async def details(name: str) -> dict[str, Any]:
-        job = find_job(cloud, name)
+        job = find_job(cloud, name, "history")
         prefix = f"ExperimentRun/dcid.{name}/"
         stored = sorted(job.logged)
         logs = await asyncio.to_thread(lambda: {log: blobs.signed(DATASTORE_CONTAINER, prefix + log) for log in stored})
@@ -32,13 +33,13 @@ def history_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
     @router.get(PATH + "/runs/{name}", name="history.run")
     @router.get(PATH + "/experiments/{experiment}/runs/{name}", name="history.run")
     async def run(name: str) -> dict[str, Any]:
-        return _run(cloud, find_job(cloud, name))
+        return _run(cloud, find_job(cloud, name, "history"))
 
     @router.patch(PATH + "/runs/{name}", name="history.patch")
     @router.patch(PATH + "/experiments/{experiment}/runs/{name}", name="history.patch")
     async def patch(name: str, request: HttpRequest) -> dict[str, Any]:
         """Tags and properties are merged, the rest is replaced."""
-        job, body = find_job(cloud, name), await request.json()
+        job, body = find_job(cloud, name, "history"), await request.json()
         for field in ("tags", "properties"):
             job.properties[field] = {**(job.properties.get(field) or {}), **(body.get(field) or {})}
         for field in ("displayName", "description"):
@@ -50,7 +51,7 @@ def history_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
 
     @router.post(PATH + "/rundata", name="history.rundata")
     async def rundata(request: HttpRequest) -> dict[str, Any]:
-        job = find_job(cloud, (await request.json())["runId"])
+        job = find_job(cloud, (await request.json())["runId"], "history")
         return {
             "runMetadata": _run(cloud, job),
             "runDefinition": None,

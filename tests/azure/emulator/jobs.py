@@ -13,8 +13,9 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from tests.azure.emulator.answers import WS, Refusal, not_found, resource_id, resource_type, system_data
+from tests.azure.emulator.answers import WS, Refusal, resource_id, resource_type, system_data
 from tests.azure.emulator.assets import ARTIFACTS, by_id
+from tests.azure.emulator.consistency import find_job, is_hidden
 from tests.azure.emulator.nodes import Shape, Slot
 from tests.azure.emulator.state import LOCATION, WORKSPACE_ID, Cloud
 
@@ -119,6 +120,8 @@ def job_routes(cloud: Cloud) -> APIRouter:
         def fits(job: Job) -> bool:
             tags = job.properties.get("tags") or {}
             tagged = not tag or (tag in tags and (not equals or tags[tag] == value))
+            if is_hidden(cloud, "job", job.name, job.created, "list"):
+                return False
             return tagged and bool(job.properties.get("isArchived")) in wanted
 
         newest_first = sorted(cloud.jobs.values(), key=lambda job: job.created, reverse=True)
@@ -144,7 +147,7 @@ def job_routes(cloud: Cloud) -> APIRouter:
     async def cancel(name: str) -> Response:
         """Accepted, not done: the processes get SIGTERM and their grace. For a job that has ended there is nothing
         to do, and the service says so with 400."""
-        job = find_job(cloud, name)
+        job = find_job(cloud, name, "cancel")
         if not job.live:
             raise Refusal(400, "UserError", f"Run {name} is in a terminal state ({job.status}); it cannot be canceled.")
         job.cancel_requested = True
@@ -155,19 +158,12 @@ def job_routes(cloud: Cloud) -> APIRouter:
 
     @router.delete(PATH + "/{name}", name="job.delete")
     async def delete(name: str) -> Response:
-        if find_job(cloud, name).live:
+        if find_job(cloud, name, "delete").live:
             raise Refusal(409, "Conflict", f"Job {name} has not ended; cancel it first.")
         del cloud.jobs[name]
         return Response(status_code=200)
 
     return router
-
-
-def find_job(cloud: Cloud, name: str) -> Job:
-    """`Refusal` (404) if there is none."""
-    if name not in cloud.jobs:
-        raise not_found("job", name)
-    return cloud.jobs[name]
 
 
 def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:

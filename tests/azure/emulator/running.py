@@ -33,6 +33,8 @@ from tests.azure.emulator.state import (
 from tests.azure.emulator.storage import Blobs, container_and_prefix
 from tests.azure.emulator.tracking import free_port
 
+LAST_WORDS = 500
+"""Characters of a user's output in the message of a job that failed."""
 LOG_SECONDS = 0.5
 """Between two looks at the logs; of the real clock."""
 # As reported in microsoft/MLOpsPython#346 and Azure/MachineLearningNotebooks#1242; ``policy`` has more, see `faults`.
@@ -251,9 +253,10 @@ class Runner:
         if bad := {rank: code for rank, code in codes.items() if code != 0}:
             rank, code = next(iter(bad.items()))
             why = f"Execution failed. Process {rank} exited with status code {code if code > 0 else 128 - code}."
-            self._fail(
-                job, "ExecutionFailed", f"{why} Please check log file '{log_name(job.shape, rank)}' for details."
-            )
+            # As reported in Azure/azureml-examples#2614: with the end of what the user's own code has written.
+            log = log_name(job.shape, rank)
+            why += f" Please check log file '{log}' for error details. Error: {_last_words(job, log)}"
+            self._fail(job, "ExecutionFailed", why)
             return
         if there and all(slot.work and slot.work.gone() for slot in there):
             job.outcome = "Completed"
@@ -366,6 +369,11 @@ def _sizes(job: Job) -> dict[str, int]:
         return {}
     root = job.folder.parent
     return {str(file.relative_to(root)): file.stat().st_size for file in (root / "user_logs").glob("*.txt")}
+
+
+def _last_words(job: Job, log: str) -> str:
+    assert job.folder is not None
+    return (job.folder.parent / log).read_text(errors="replace")[-LAST_WORDS:].strip()
 
 
 def _logged(job: Job, text: str | None) -> bool:

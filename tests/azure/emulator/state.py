@@ -71,6 +71,10 @@ class Timing:
     refusal_seconds: float = 0.0
     """How long after its creation a compute shows that it will never have a node."""
     delete_seconds: float = 0.2
+    visible_seconds: float = 0.0
+    """How long after its PUT a job or a compute is 404 to who asks for it; see `consistency`."""
+    listed_seconds: float = 0.0
+    """How long after its PUT it is in no list."""
     boot_seconds: float = 0.3
     """A node, from being allocated to being idle. Paid for."""
     leave_seconds: float = 0.2

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError, ServiceRefused
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, ServiceError, ServiceRefused
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.costs.prices import region_of
@@ -183,7 +183,7 @@ def judge_refused_read(check: str, operation: str, error: ServiceError, scope: s
             remedy=ASSIGN,
             command=assignment_command(principal, role_of_scope(scope), scope),
         )
-    if isinstance(error, NotFound):
+    if isinstance(error, (NotFound, ScopeMissing)):
         return DoctorLine(
             check=check,
             verdict="missing",

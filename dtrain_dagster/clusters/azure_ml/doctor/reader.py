@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from dtrain_dagster.clusters.azure_ml.client import Service, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, Service, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.doctor.surroundings import ImageName
 from trainer.secrets.redaction import redact
 
@@ -94,6 +94,8 @@ class AzureReader:
 
         try:
             return self.service.call(what, ask, self._patience_seconds)
+        except ScopeMissing:
+            raise
         except ServiceUnreachable:
             self._patience_seconds = 1.0  # one long wait for a service that does not answer is enough
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, ServiceError
 from dtrain_dagster.clusters.azure_ml.doctor import access, buying, surroundings
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.doctor.reader import STORAGE_SCOPE, AzureReader
@@ -106,7 +106,8 @@ class Rounds:
         try:
             self.workspace = self.reader.document("look at the workspace", scope, WORKSPACE_VERSION)
         except ServiceError as error:
-            self.is_absent, operation = isinstance(error, NotFound), f"{access.ML_NAMESPACE}workspaces/read"
+            self.is_absent = isinstance(error, (NotFound, ScopeMissing))
+            operation = f"{access.ML_NAMESPACE}workspaces/read"
             return [access.judge_refused_read("workspace", operation, error, scope, self.principal)]
         return access.judge_workspace(self.workspace, self.region, self.options)
 

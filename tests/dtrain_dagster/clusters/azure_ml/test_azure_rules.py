@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
@@ -32,7 +33,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     quota_of,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, loss
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, explain_loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
@@ -214,7 +215,10 @@ class TestOptions:
         assert done.stdout.strip() == "[]"
 
 
-PATIENCE = Patience(queue=100, allocation=50, silence=30, start=10)
+PREEMPTED = "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Reason: Received warning."
+PATIENCE = Patience(
+    queue=100, allocation=50, silence=30, start=10, absence=AbsencePatience(seconds=180, grace_seconds=10)
+)
 
 
 def facts(status: str, **fields: Any) -> JobFacts:
@@ -236,14 +240,14 @@ class TestStates:
         {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
     )
 
-    @pytest.mark.parametrize("why", [{}, {"error": "node was preempted"}, {"vanished": (1,)}, {"stopping": "silent"}])
+    @pytest.mark.parametrize("why", [{}, {"error": PREEMPTED}, {"vanished": (1,)}, {"stopping": "silent"}])
     def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
             found = decide_job(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
             assert found == JobDecision(action="settle", state=JobState.FAILED, message="stopped at its budget")
         before = {**spent, "launch": 1}
-        assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)
+        assert decided("Failed", result=before, error=PREEMPTED) == ("next", JobState.QUEUED)
 
     @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
@@ -271,11 +275,11 @@ class TestStates:
 
     def test_the_end_is_what_the_training_says(self) -> None:
         assert decided("Completed", result=self.done) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.done, error="node lost") == ("settle", JobState.SUCCEEDED)
+        assert decided("Failed", result=self.done, error=PREEMPTED) == ("settle", JobState.SUCCEEDED)
         assert decided("Completed", result=None) == ("settle", JobState.FAILED)
         assert decided("Completed", result={**self.done, "launch": 1}) == ("settle", JobState.FAILED)
         assert decided("Completed", elastic=False) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.failed, error="pre-empted") == ("settle", JobState.FAILED)
+        assert decided("Failed", result=self.failed, error=PREEMPTED) == ("settle", JobState.FAILED)
 
     @pytest.mark.parametrize(
         "how",
@@ -301,7 +305,7 @@ class TestStates:
         assert decided("Failed", **how) == ("settle", JobState.FAILED)
 
     def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
-        assert loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
+        assert explain_loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
 
     def test_what_was_cancelled_from_here_or_from_elsewhere(self) -> None:
         assert decided("Canceled", cancel_asked=True) == ("settle", JobState.CANCELLED)
@@ -321,8 +325,35 @@ class TestStates:
     def test_a_job_that_is_not_there(self) -> None:
         assert decided("", seen=False, submitted_at=995.0) == ("report", JobState.QUEUED)
         assert decided("", seen=False) == ("submit", JobState.QUEUED)
-        assert decided("", seen=True) == ("settle", JobState.FAILED)
-        assert decided("", seen=False, cancel_asked=True) == ("settle", JobState.CANCELLED)
+        assert decided("", seen=False, cancel_asked=True)[0] == "make_sure"
+        sure = {"seen": False, "missing_cancel": CANCEL_NOT_FOUND}
+        assert decided("", cancel_asked=True, **sure) == ("settle", JobState.CANCELLED)
+        assert decided("", cancel_asked=True, **{**sure, "missing_cancel": CANCEL_TAKEN})[0] == "cancel"
+
+    def test_a_job_that_is_not_there_any_more_is_looked_at_again_and_cancelled_before_it_is_given_up(self) -> None:
+        assert decided("")[0] == decided("", misses=(800.0, 980.0))[0] == decided("", misses=(900.0, 950.0, 1000.0))[0]
+        assert decided("")[0] == "wait"
+        assert decided("", cancel_asked=True)[0] == "cancel"
+        gone: dict[str, Any] = {"misses": (800.0, 900.0, 990.0)}
+        for more in ({}, {"cancel_asked": True}, {"stopping": "silent"}, {"result": self.done}, {"elastic": False}):
+            assert decided("", **gone, **more)[0] == "make_sure"
+        gone["missing_cancel"] = CANCEL_NOT_FOUND
+        assert decided("", **gone) == ("settle", JobState.FAILED)
+        assert decided("", **gone, cancel_asked=True) == ("settle", JobState.CANCELLED)
+        assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
+        assert decided("", **gone, result=self.failed) == ("settle", JobState.FAILED)
+        assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
+        refused = decide_job(facts("", misses=(800.0, 900.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
+        assert refused.state is JobState.FAILED
+        assert "refused: no role" in refused.message
+        assert "200 s, at 3 looks" in refused.message
+        taken = {**gone, "missing_cancel": CANCEL_TAKEN, "stopping": "was not known"}
+        assert decided("", **{**taken, "misses": ()})[0] == "wait"
+        assert decided("CancelRequested", **{**taken, "misses": ()})[0] == "report"
+        assert decided("Canceled", **{**taken, "misses": ()}) == ("next", JobState.QUEUED)
+        assert decided("", **taken) == ("next", JobState.QUEUED)
+        assert decided("Failed", **taken, exit_codes=(1,)) == ("settle", JobState.FAILED), "it had failed before that"
+        assert decided("Failed", **taken, exit_codes=(137,)) == ("next", JobState.QUEUED)
 
 
 RECORD = {"job_name": "j-l2", "launch": 2}

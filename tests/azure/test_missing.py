@@ -1,0 +1,236 @@
+"""What exists, and is answered 404 for a while; what is gone; and a workspace that is not there: with the real clients
+against the emulator."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing
+from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus
+from tests.azure.stage import DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
+from trainer.rundir import LAUNCH, RunDir
+
+pytestmark = pytest.mark.slow
+WAITS = """
+while not rundir.read_json("go.json"):
+    time.sleep(0.1)
+succeed()
+"""
+LONG = {"missing_seconds": 60.0}
+
+
+@pytest.fixture(autouse=True)
+def _prompt(stage: Stage) -> Any:
+    """Whatever a test sets of the emulator's times is taken back."""
+    yield
+    stage.control("timing", visible_seconds=0.0, listed_seconds=0.0)
+
+
+def is_running(stage: Stage, manager: Any, spec: Any) -> None:
+    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")
+    assert manager.job_status(spec.job_id).state is JobState.RUNNING
+
+
+def look_until(manager: Any, spec: Any, words: str) -> JobStatus:
+    def found() -> JobStatus | None:
+        status: JobStatus = manager.job_status(spec.job_id)
+        assert not status.state.is_final, status.message
+        return status if words in status.message else None
+
+    status: JobStatus = wait_for(found, f"the words «{words}»")
+    return status
+
+
+@pytest.mark.parametrize("by", ["get", "all"])
+def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: str) -> None:
+    manager, spec = stage.run(WAITS, **LONG)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by=by, seconds=3)
+    status = look_until(manager, spec, "does not know it since")
+    assert status.state is JobState.RUNNING, "as it was seen last"
+    wait_for(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
+    assert not stage.asked("job.cancel")
+    RunDir(spec.run_dir).write_json("go.json", {"go": True})
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+    assert RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"] == []
+
+
+@pytest.mark.parametrize("tends", [True, False])
+def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage, tends: bool) -> None:
+    """Looks are counted in the launch record, so another orchestrator goes on with them, or whoever lists the jobs."""
+    manager, spec = stage.run(FOREVER, missing_seconds=4.0)
+    is_running(stage, manager, spec)
+    began = time.time()
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=3600)
+    look_until(manager, spec, "does not know it since")
+    [first] = RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"]
+    status = end(stage.manager(run="run-2", tends=tends, missing_seconds=4.0), spec)
+    assert time.time() - began >= 4.0
+    assert status.state is JobState.FAILED
+    assert "deleted from the workspace" in status.message
+    record = RunDir(spec.run_dir).read_json(LAUNCH)
+    assert record["missing_at"][0] == first
+    assert len(record["missing_at"]) >= 3
+    assert record["missing_cancel"] == "not found"
+    assert len(stage.asked("job.cancel")) == 1
+    stage.control("clear")
+    assert manager.jobs.end(f"{spec.job_id}-l1", "the end of the test", 5.0, time.monotonic() + 30)
+
+
+def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: Stage) -> None:
+    manager, spec = stage.run(LAST_ONE_DONE, missing_seconds=3.0)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=6)
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert {name: job["status"] for name, job in stage.jobs().items()} == {
+        f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
+    }  # fmt: skip
+    assert "took its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
+
+
+def test_a_cancellation_is_not_confirmed_by_answers_that_there_is_no_job(stage: Stage) -> None:
+    manager, spec = stage.run(FOREVER, **LONG)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=4)
+    with pytest.raises(ClusterError, match="is not confirmed"):
+        manager._known(spec.job_id).cancel(1.0)
+    assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running"
+    manager = stage.manager(**LONG)
+    manager.cancel_job(spec.job_id)
+    assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Canceled"
+    assert manager.job_status(spec.job_id).state is JobState.CANCELLED
+
+
+def test_a_404_that_does_not_name_the_job_gives_no_job_up(stage: Stage) -> None:
+    manager, spec = stage.run(WAITS, missing_seconds=0.5)
+    is_running(stage, manager, spec)
+    for code in ("UserError", "ResourceNotFound"):
+        stage.control("fault", fault="error", operation="job.get", status=404, code=code, message="Not found", count=8)
+        look_until(manager, spec, "cannot be reached since")
+        with pytest.raises(NotFound):
+            manager.jobs.get(f"{spec.job_id}-l1")
+        stage.control("clear")
+    RunDir(spec.run_dir).write_json("go.json", {"go": True})
+    assert end(manager, spec).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "setting"),
+    [
+        ("SubscriptionNotFound", "The subscription could not be found.", "DTRAIN_AZURE_SUBSCRIPTION_ID"),
+        ("ResourceGroupNotFound", "Resource group 'dtrain-rg' could not be found.", "DTRAIN_AZURE_RESOURCE_GROUP"),
+        ("ParentResourceNotFound", "Parent resource 'dtrain-ws' not found.", "DTRAIN_AZURE_WORKSPACE"),
+    ],
+)
+def test_a_workspace_that_is_away_settles_no_job_and_names_its_setting(
+    stage: Stage, code: str, message: str, setting: str
+) -> None:
+    manager, spec = stage.run(WAITS, missing_seconds=0.5, look_patience_seconds=0.5)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="error", operation="*", status=404, code=code, message=message, count=None)
+    for _ in range(4):
+        status = look_until(manager, spec, setting)
+        time.sleep(0.5)
+    assert status.state is JobState.RUNNING
+    assert code in status.message
+    stage.control("clear")
+    RunDir(spec.run_dir).write_json("go.json", {"go": True})
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+
+
+def test_a_workspace_of_another_name_is_told_with_its_setting(stage: Stage) -> None:
+    for name, wrong, setting in (
+        ("workspace", "elsewhere", "DTRAIN_AZURE_WORKSPACE"),
+        ("resource_group", "elsewhere", "DTRAIN_AZURE_RESOURCE_GROUP"),
+        ("subscription_id", "00000000-0000-4000-8000-0000000000ff", "DTRAIN_AZURE_SUBSCRIPTION_ID"),
+    ):
+        manager = stage.manager(**{name: wrong})
+        with pytest.raises(ScopeMissing, match=f"'{wrong}' is not found .*Look at {setting}"):
+            manager.jobs.get("any-job")
+        with pytest.raises(ClusterError, match=setting):
+            manager.provision_cluster(1, V100)
+
+
+def test_a_submission_that_finds_no_workspace_settles_nothing(stage: Stage) -> None:
+    manager = stage.manager()
+    manager.provision_cluster(2, V100)
+    spec = stage.spec(manager, DONE)
+    gone = {"status": 404, "code": "ResourceGroupNotFound", "message": "Resource group 'dtrain-rg' could not be found."}
+    stage.control("fault", fault="error", operation="job.put", moment="after", **gone)
+    manager.submit_job(spec)  # a workspace that has answered before is asked again
+    stage.control("fault", fault="error", operation="job.*", count=None, **gone)
+    hasty = stage.manager(run="run-2", patience_seconds=0.2, look_patience_seconds=0.2)
+    assert not hasty.job_status(spec.job_id).state.is_final
+    stage.control("clear")
+    assert end(hasty, spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+
+
+def test_what_was_made_just_now_may_be_unknown_for_a_while(stage: Stage) -> None:
+    """The compute is used, not passed over; the job is neither given up nor bought again."""
+    stage.control("timing", visible_seconds=3.0, listed_seconds=4.0)
+    manager, spec = stage.run(start_seconds=30.0)
+    assert [attempt.decision for attempt in manager.attempts] == ["created"]
+    status = end(manager, spec)
+    assert status.state is JobState.SUCCEEDED, status.message
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+    assert len(stage.computes()) == 1
+
+
+def test_an_orchestrator_that_dies_after_its_request_leaves_a_job_that_another_finds(stage: Stage) -> None:
+    manager = stage.manager(patience_seconds=0.2)
+    manager.provision_cluster(2, V100)
+    stage.control("timing", visible_seconds=3.0)
+    stage.control("fault", fault="drop", operation="job.put", moment="after", count=None)
+    spec = stage.spec(manager)
+    with pytest.raises(ClusterError, match="cannot be reached"):
+        manager.submit_job(spec)
+    stage.control("clear")
+    assert end(stage.manager(run="run-2"), spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+
+
+def test_a_compute_that_lists_do_not_have_yet_is_not_made_smaller(stage: Stage) -> None:
+    manager = stage.manager()
+    manager.provision_cluster(4, V100)
+    [name] = stage.computes()
+    stage.control("fault", fault="hide", resource="compute", name=name, by="list", seconds=3600)
+    before = len(stage.asked("compute.put"))
+    other = stage.manager(run="run-2")
+    other.provision_cluster(2, V100)
+    assert [attempt.decision for attempt in other.attempts] == ["reused"]
+    assert len(stage.asked("compute.put")) == before
+
+
+def test_a_used_compute_that_is_not_found_for_a_while_is_not_given_up(stage: Stage) -> None:
+    manager, spec = stage.run(WAITS)
+    is_running(stage, manager, spec)
+    [name] = stage.computes()
+    stage.control("fault", fault="hide", resource="compute", name=name, by="get", seconds=4)
+    assert not manager.compute_pools.give_back(name, True, lambda: None), "one answer is no proof that it is gone"
+    assert manager.job_status(spec.job_id).state is JobState.RUNNING
+    RunDir(spec.run_dir).write_json("go.json", {"go": True})
+    assert end(manager, spec).state is JobState.SUCCEEDED
+
+
+def test_an_orphan_that_is_not_found_is_cancelled_all_the_same(stage: Stage) -> None:
+    manager, spec = stage.run(FOREVER)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=2)
+    assert manager.jobs.end(f"{spec.job_id}-l1", "nobody follows it", 5.0, time.monotonic() + 30)
+    assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Canceled"
+    manager.cancel_job(spec.job_id)
+
+
+def test_why_a_job_failed_is_asked_again_where_its_history_is_not_there_yet(stage: Stage) -> None:
+    stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=1, log="in launch 1")
+    gone = {"status": 404, "code": "UserError", "message": f"Run {stage.name}-job-l1 was not found"}
+    stage.control("fault", fault="error", operation="history.details", count=2, **gone)
+    manager, spec = stage.run(LAST_ONE_DONE)
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert len(stage.jobs()) == 2

@@ -1,0 +1,93 @@
+"""Why a launch failed: exit codes first, then the service's own words, and the words of the user's output never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.azure_ml.absence import AbsencePatience
+from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, find_failure_cause, read_service_words
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job
+from dtrain_dagster.clusters.base import JobState
+
+EXITED = (
+    "Execution failed. User process 'python' exited with status code {code}. Please check log file "
+    "'user_logs/std_log_process_00.txt' for error details. Error: {text}"
+)
+TRACEBACK = "Traceback (most recent call last): File \"train.py\", line 3, in <module> raise RuntimeError('{words}')"
+PREEMPTED = (
+    "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
+    "restarted. Reason: Received pre-emption warning signal."
+)
+WORDS = (
+    "cannot evict the cache", "the broker is unreachable", "no preemption point", "NodeLost", "heartbeat missed",
+    "Nodes of this job got pre-empted", "cluster is in failed state", "exited with status code 137", "hardware failure",
+    "low-priority queue is full", "PreemptionError: x", "The compute target x does not exist",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_of_a_users_output_decide_nothing(words: str) -> None:
+    text = TRACEBACK.format(words=words)
+    for message in (
+        EXITED.format(code=1, text=text),
+        EXITED.format(code=1, text=words),
+        f"User program failed with RuntimeError: {words}",
+        f"Process 'worker 0' exited with code 1 and error message '{words}'.",
+        f"AzureMLCompute job failed.\nExecutionFailed: {text}",
+    ):
+        found = find_failure_cause(FailureWitnesses(error_code="UserError", error_message=message))
+        assert found.kind in ("own", "unknown"), message
+        assert found.words == ""
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> None:
+    look = Look(status="Failed", error_code="ExecutionFailed", error_message=EXITED.format(code=1, text=words))
+    facts = JobFacts(
+        look=look, now=1000.0, launch=1, node_count=2, elastic=True, submitted_at=900.0, phase_since=990.0, seen=True,
+        resubmissions_left=3, exit_codes=(1,),
+    )  # fmt: skip
+    absence = AbsencePatience(seconds=180, grace_seconds=10)
+    patience = Patience(queue=100, allocation=50, silence=30, start=10, absence=absence)
+    decision: JobDecision = decide_job(facts, patience)
+    assert (decision.action, decision.state) == ("settle", JobState.FAILED)
+    assert words in decision.message, "people read all of it"
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "words"),
+    [
+        ({"exit_codes": (1,), "error_message": PREEMPTED}, "own", ""),
+        ({"exit_codes": (137, 75), "error_message": EXITED.format(code=1, text="")}, "own", ""),
+        ({"exit_codes": (137,)}, "lost", "137"),
+        ({"exit_codes": (0, 0), "error_message": PREEMPTED}, "lost", "got pre-empted"),
+        ({"error_message": EXITED.format(code=137, text=TRACEBACK)}, "lost", "137"),
+        ({"error_message": EXITED.format(code=1, text="x"), "vanished": (1,), "was_stopped": True}, "own", ""),
+        ({"error_code": "PreemptionError"}, "lost", "PreemptionError"),
+        ({"error_code": "UserError", "error_message": PREEMPTED}, "lost", "got pre-empted"),
+        ({"error_message": f"UserError: {PREEMPTED}"}, "lost", "got pre-empted"),
+        ({"error_message": PREEMPTED.replace(". Pre", ".\nPre")}, "lost", "got pre-empted"),
+        ({"error_message": "AzureMLCompute job failed. Node tvmps_1 became unreachable."}, "lost", "unreachable"),
+        ({"error_message": "NodeLost: The job lost its node."}, "lost", "lost its node"),
+        ({"error_message": "AzureMLCompute cluster deal-uat does not exist"}, "lost", "does not exist"),
+        ({"error_message": "cluster is in failed state"}, "lost", "failed state"),
+        ({"error_message": "no such image", "vanished": (1, 2)}, "lost", "1, 2 went without a word"),
+        ({"was_stopped": True}, "lost", "SIGTERM"),
+        ({"error_code": "JobTimeout", "error_message": "The job ran longer than its limit."}, "unknown", ""),
+        ({}, "unknown", ""),
+    ],
+    ids=str,
+)
+def test_the_first_witness_that_can_tell_decides(seen: dict[str, Any], kind: str, words: str) -> None:
+    found = find_failure_cause(FailureWitnesses(**seen))
+    assert found.kind == kind
+    assert words in found.words
+
+
+def test_the_services_words_end_where_the_users_begin() -> None:
+    said = EXITED.format(code=42, text=TRACEBACK)
+    assert read_service_words(said).endswith("for error details.")
+    assert read_service_words(PREEMPTED) == PREEMPTED
+    assert read_service_words("") == ""
