@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tests.azure.emulator.answers import WS, Refusal, not_found, resource_id, resource_type, system_data
 from tests.azure.emulator.assets import ARTIFACTS, by_id
+from tests.azure.emulator.foreign_jobs import find_foreign_job, foreign_jobs
 from tests.azure.emulator.nodes import Shape, Slot
 from tests.azure.emulator.state import LOCATION, WORKSPACE_ID, Cloud
 
@@ -122,12 +123,13 @@ def job_routes(cloud: Cloud) -> APIRouter:
             return tagged and bool(job.properties.get("isArchived")) in wanted
 
         newest_first = sorted(cloud.jobs.values(), key=lambda job: job.created, reverse=True)
-        found = [describe(cloud, job) for job in newest_first if fits(job)]
+        found = foreign_jobs(cloud.clock.now(), view, tag)
+        found += [describe(cloud, job) for job in newest_first if fits(job)]
         return {"value": found, "nextLink": None}
 
     @router.get(PATH + "/{name}", name="job.get")
     async def get(name: str) -> dict[str, Any]:
-        return describe(cloud, find_job(cloud, name))
+        return find_foreign_job(name, cloud.clock.now()) or describe(cloud, find_job(cloud, name))
 
     @router.put(PATH + "/{name}", name="job.put")
     async def put(name: str, request: HttpRequest) -> JSONResponse:
