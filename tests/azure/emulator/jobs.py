@@ -145,15 +145,15 @@ def job_routes(cloud: Cloud) -> APIRouter:
     @router.post(PATH + "/{name}/cancel", name="job.cancel")
     async def cancel(name: str) -> Response:
         """Accepted, not done: the processes get SIGTERM and their grace. For a job that has ended there is nothing
-        to do, and the service says so with 400."""
+        to do, and the service says 200 (azure-powershell, Stop-AzMLWorkspaceJob.Recording.json at 689c9cc2)."""
         job = find_job(cloud, name)
         if not job.live:
-            raise Refusal(400, "UserError", f"Run {name} is in a terminal state ({job.status}); it cannot be canceled.")
+            return Response(status_code=200)
         job.cancel_requested = True
         if job.status != "CancelRequested":
             job.to("CancelRequested", cloud.clock.now())
         where = f"{cloud.addresses.base}{WORKSPACE_ID}/jobs/{name}"
-        return Response(status_code=202, headers={"Location": where, "x-ms-retry-after-ms": "100"})
+        return Response(status_code=202, headers={"Location": where})
 
     @router.delete(PATH + "/{name}", name="job.delete")
     async def delete(name: str) -> Response:

@@ -65,8 +65,6 @@ def listed_name(vm_size: str) -> str:
 class Timing:
     """How long things take, in seconds of the emulator's clock, except where it says otherwise."""
 
-    retry_after_ms: int = 100
-    """What the answers ask of whoever polls; milliseconds of the real clock."""
     create_seconds: float = 0.3
     refusal_seconds: float = 0.0
     """How long after its creation a compute shows that it will never have a node."""
