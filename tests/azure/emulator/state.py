@@ -210,6 +210,8 @@ class Request:
     body: Any
     status: int | None = None
     fault: str | None = None
+    action: str = ""
+    """As roles name it."""
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     """As it is in the answer's header."""
 
@@ -231,6 +233,8 @@ class Cloud:
     folder: Path
     faults: Faults
     clock: Clock = field(default_factory=Clock)
+    denied: list[str] = field(default_factory=list)
+    """Patterns of actions that no identity has, whatever its roles say."""
     timing: Timing = field(default_factory=Timing)
     addresses: Addresses = field(default_factory=Addresses)
     sizes: dict[str, Size] = field(default_factory=read_sizes)
