@@ -32,6 +32,7 @@ RETRIES = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=30.0, jitte
 """Policy of retries, until the caller's patience is over."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 CHANGES = ("PUT", "POST", "PATCH", "DELETE")
+ROLE_REMEDY = "The identity lacks a role: deploy/azure lists what each one needs"
 REQUEST_ID = "x-ms-request-id"
 """Header of every answer, whose value Azure's support asks for."""
 _log = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
             f"DefaultAzureCredential says: {reason}"
         )
     elif status == 403 or "Authorization" in code:
-        message += ". The identity lacks a role: deploy/azure lists what each one needs"
+        message += f". {ROLE_REMEDY}"
     make = NotFound if status == 404 else ServiceRefused
     request_id = request_id_of(error)
     refusal = make(message + request_note(request_id), reason, code, status, request_id)

@@ -157,6 +157,8 @@ class JobController:
         try:
             return self._act(record, facts, decision)
         except ServiceError as error:
+            if cancelling and error.status == 403:
+                raise  # waiting grants no right; what was asked for stays noted, for whoever has it
             ended = self.status.read()
             if self.status.is_final(record, ended):
                 return job_status_of(ended)

@@ -24,6 +24,7 @@ from dtrain_dagster.clusters.azure_ml.client import (
     own_environment,
 )
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
+from dtrain_dagster.clusters.azure_ml.job_listing import list_every_job
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
@@ -243,11 +244,11 @@ class Jobs:
 
         def ask() -> list[ServiceJob]:
             found = []
-            for item in self.service.ml.jobs.list(list_view_type="All", **only):  # newest first, archived ones too
-                job = _read(item) if item is not None else None
-                if job is not None and (job.created_at or now) < now - OLDEST_SECONDS:
+            for item in list_every_job(self.service, **only):  # newest first
+                job = _read(item)
+                if (job.created_at or now) < now - OLDEST_SECONDS:
                     break
-                found += [job] if job is not None else []
+                found.append(job)
             return found
 
         now = time.time()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, Jobs, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
@@ -291,9 +291,9 @@ class AzureMLClusterManager(GPUClusterManager):
         """Mark jobs again that the service runs and whose mark was removed."""
         marked = {read_mark(mark)[0] for mark in self._active.marks() or ()}
         for job in active:
-            job_id = job.tags.get(JOB_TAG)
-            if job_id and job_id not in marked and job.tags.get(RUN_DIR_TAG) == f"{self.jobs_uri}/{job_id}":
-                self._mark(job_id)
+            is_ours = orphanage.is_launched_here(job.name, job.tags, self.jobs_uri)
+            if is_ours and job.tags[JOB_TAG] not in marked:
+                self._mark(job.tags[JOB_TAG])
 
     def _mark(self, job_id: str) -> str:
         """Mark a job that was found to run, and return the mark."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob
+from dtrain_dagster.clusters.azure_ml.launch_record import job_name
 from dtrain_dagster.clusters.base import OWNER, JobState, Orphan
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
@@ -52,28 +53,37 @@ def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: 
     return ""
 
 
+def is_launched_here(name: str, tags: Mapping[str, str], jobs_uri: str) -> bool:
+    """Return whether a job was submitted by an orchestrator that keeps its run directories there. Pure.
+
+    The tags alone do not tell: a copy that a person makes of a job in the Studio has its tags, and a name of its own.
+    """
+    job_id, launch = tags.get(JOB_TAG, ""), tags.get(LAUNCH_TAG, "")
+    if not job_id or not launch.isdecimal() or tags.get(RUN_DIR_TAG) != f"{jobs_uri}/{job_id}":
+        return False
+    return name == job_name(job_id, int(launch))
+
+
 def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
     """Return a job that runs in the service as an orphan, by its run directory; None where it has an owner."""
-    job_id = job.tags.get(JOB_TAG)
-    record, settled, owner = None, False, job.tags.get(RUN_TAG)
     # A job of another container in the same workspace is judged by the orchestrator that uses it.
-    if job.tags.get(RUN_DIR_TAG) != f"{jobs_uri}/{job_id}":
+    if not is_launched_here(job.name, job.tags, jobs_uri):
         return None
-    if job_id:
-        rundir = RunDir(f"{jobs_uri}/{job_id}")
-        try:
-            record = rundir.read_json(LAUNCH)
-            status = rundir.read_json(STATUS) or {}
-            known_owner = rundir.read_json(OWNER)
-        except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look
-            warn_once(f"{job.name} runs, and its owner cannot be determined: {error}")
-            return None
-        settled = (
-            record is not None
-            and status.get("launch") == record["launch"]
-            and JobState(status["state"]).is_final
-        )  # fmt: skip
-        owner = owner if known_owner is None else known_owner["dagster_run_id"]
+    job_id, owner = job.tags[JOB_TAG], job.tags.get(RUN_TAG)
+    rundir = RunDir(f"{jobs_uri}/{job_id}")
+    try:
+        record = rundir.read_json(LAUNCH)
+        status = rundir.read_json(STATUS) or {}
+        known_owner = rundir.read_json(OWNER)
+    except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look
+        warn_once(f"{job.name} runs, and its owner cannot be determined: {error}")
+        return None
+    settled = (
+        record is not None
+        and status.get("launch") == record["launch"]
+        and JobState(status["state"]).is_final
+    )  # fmt: skip
+    owner = owner if known_owner is None else known_owner["dagster_run_id"]
     reason = why_orphaned(job.name, record, settled, owner, live_runs)
     if not reason:
         return None

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.client import (
+    ROLE_REMEDY,
     NotFound,
     Service,
     ServiceError,
@@ -125,9 +126,9 @@ class Provisioner:
             said = ". ".join(filter(None, (refusal.message, explain_retired(choice.sku, today))))
             note(choice, refusal.verdict, refusal.code, said)
             if refusal.verdict == "fatal":
-                raise ClusterError(
-                    f"{choice} was refused for a reason that no other size changes ({refusal.code}): {refusal.message}"
-                )
+                remedy = f". {ROLE_REMEDY}" if refusal.code == "AuthorizationFailed" else ""
+                why = f"{refusal.code}): {refusal.message}{remedy}"
+                raise ClusterError(f"{choice} was refused for a reason that no other size changes ({why}")
             refusals.append(refusal)
         raise no_capacity(node_count, attempts, refusals)
 

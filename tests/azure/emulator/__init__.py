@@ -7,7 +7,7 @@ but assumed here:
 
 - the same PUT of a compute once more, while it is being created, gets the same operation; another one gets 409;
 - a second PUT of a job's name is 200 where nothing but tags, names and new properties differ, else 400 UserError;
-- cancelling a job that has ended is 400; a job for more nodes than its cluster may have fails instead of waiting;
+- a job for more nodes than its cluster may have fails instead of waiting;
 - the codes and words of refusals of jobs, and of preemption; those of computes are as seen, see `refused`;
 - that quotas are refused with low priority, too (some saw it), and when ``errors`` of a compute tell that it never gets
   a node;
@@ -117,6 +117,9 @@ class Emulator:
             if name != "PYTHONPATH":
                 monkeypatch.setenv(name, value)
         monkeypatch.setattr(socket, "getaddrinfo", socket.getaddrinfo)
+        from azure.core.polling.base_polling import LROBasePolling
+
+        monkeypatch.setattr(LROBasePolling, "_sleep", LROBasePolling._sleep)
         runpy.run_path(str(ROOT / "tests/azure/resolver/sitecustomize.py"))
 
 

@@ -92,17 +92,17 @@ def accepted(
     """The first answer of a long-running operation. ``path``: computeOperationsStatus, mfeOperationsStatus…"""
     version = request.query_params.get("api-version", "")
     there = f"{cloud.addresses.base}{LOCATION_ID}/{path}/{operation.id}?api-version={version}&service=new"
-    headers = {
-        "Azure-AsyncOperation": there,
-        "Location": there.replace("OperationsStatus", "OperationResults"),
-        "x-ms-async-operation-timeout": "PT4H",
-        "x-ms-retry-after-ms": str(cloud.timing.retry_after_ms),
-    }
+    # No Retry-After, so whoever polls waits as long as it likes. Computes: this header alone (azure-powershell,
+    # New-AzMLWorkspaceCompute.Recording.json at 70f1c487); all else has two more (WorkspaceCleanRemove at 49be303a).
+    headers = {"Azure-AsyncOperation": there}
+    if path == "mfeOperationsStatus":
+        headers["Location"] = there.replace("OperationsStatus", "OperationResults")
+        headers["x-ms-async-operation-timeout"] = "PT30M"
     return JSONResponse(body, status, headers)
 
 
-def operation_status(cloud: Cloud, operation: Operation) -> JSONResponse:
+def operation_status(operation: Operation) -> JSONResponse:
     body: dict[str, Any] = {"status": operation.status, "id": operation.id, "name": operation.id}
     if operation.status == "Failed":
         body["error"] = operation.error
-    return JSONResponse(body, 200, {"x-ms-retry-after-ms": str(cloud.timing.retry_after_ms)})
+    return JSONResponse(body, 200)

@@ -22,6 +22,7 @@ from tests.azure.emulator.answers import Refusal, scope_not_found
 from tests.azure.emulator.certificates import Certificates
 from tests.azure.emulator.faults import Fault
 from tests.azure.emulator.identity import Identity
+from tests.azure.emulator.permissions import action_of, refuse_unless_granted
 from tests.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, WORKSPACE, Cloud, Request
 
 WITHOUT_TOKEN = ("metadata.get", "discovery.get", "endpoint.score")
@@ -145,13 +146,16 @@ class Surface:
         if record.operation in WITHOUT_TOKEN:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        self.identity.check(headers.get(b"authorization"), self.cloud.addresses.base)
+        claims = self.identity.check(headers.get(b"authorization"), self.cloud.addresses.base)
         parts = record.path.split("/")
         for word, expected in (
             ("subscriptions", SUBSCRIPTION), ("resourceGroups", RESOURCE_GROUP), ("workspaces", WORKSPACE),
         ):  # fmt: skip
             if word in parts and (found := parts[parts.index(word) + 1]) != expected:
                 raise scope_not_found(word, found, record.path)
+        record.action = action_of(record.method, record.path)
+        if record.action:
+            refuse_unless_granted(claims, record.action, record.path, self.cloud.denied)
 
 
 def flat(routes: Any) -> Iterator[Any]:

@@ -74,7 +74,7 @@ def arm_routes(cloud: Cloud) -> APIRouter:
         async def status(id: str) -> Any:
             if id not in cloud.operations:
                 raise not_found("operation", id)
-            return operation_status(cloud, cloud.operations[id])
+            return operation_status(cloud.operations[id])
 
     return router
 

@@ -4,8 +4,9 @@
 ``clock``      ``advance_seconds``: move the emulator's clock forward; answers ``now`` (seconds since the epoch)
 ``fault``      one fault, or ``faults``: a list of them (see `tests.azure.emulator.faults`); answers with all
 ``faults``     the faults: what they are, how often they struck, how often they still will
-``clear``      forget all faults and quotas
+``clear``      forget all faults and quotas, and what was denied
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
+``deny``       ``actions``: patterns of actions (``*/jobs/write``) that no identity has from now on
 ``quota``      ``family`` (or ``low_priority``, ``dedicated``: see `state.Cloud.quota`) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
 ``requests``   what was asked of the ARM surface, ``operation`` (a pattern) narrows it
@@ -35,6 +36,7 @@ def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
         "faults": lambda asked: [fault.describe() for fault in cloud.faults.all],
         "clear": lambda asked: _clear(cloud),
         "timing": lambda asked: _timing(cloud, asked),
+        "deny": lambda asked: _deny(cloud, asked["actions"]),
         "quota": lambda asked: _quota(cloud, asked),
         "bought": lambda asked: bought(cloud),
         "requests": lambda asked: _requests(cloud, asked.get("operation", "*")),
@@ -65,7 +67,13 @@ def _fault(cloud: Cloud, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [fault.describe() for fault in cloud.faults.all]
 
 
+def _deny(cloud: Cloud, actions: list[str]) -> list[str]:
+    cloud.denied = actions
+    return actions
+
+
 def _clear(cloud: Cloud) -> None:
+    cloud.denied = []
     cloud.faults.clear()
     cloud.quota.clear()
 

@@ -55,21 +55,21 @@ class Identity:
             "client_id": claims["appid"],
         }
 
-    def check(self, authorization: str | None, base: str) -> str:
-        """Who is asking. `Refusal` (401) without a token of ours for this service."""
+    def check(self, authorization: str | None, base: str) -> dict[str, str]:
+        """Who is asking, as the token says (``name``, ``oid``…). `Refusal` (401) without a token of ours for this service."""
         scheme, _, token = (authorization or "").partition(" ")
         challenge = {"WWW-Authenticate": f'Bearer authorization_uri="{ISSUER}"'}
         if scheme.lower() != "bearer" or not token:
             raise Refusal(401, "AuthenticationFailed", "Authentication failed: no bearer token.", challenge)
         try:
-            claims = jwt.decode(
+            claims: dict[str, str] = jwt.decode(
                 token, self._key, algorithms=["HS256"], issuer=ISSUER, audience=[base, f"{base}/", *_slashed(AUDIENCES)]
             )
         except jwt.InvalidTokenError as error:
             raise Refusal(
                 401, "InvalidAuthenticationToken", f"The access token is invalid: {error}", challenge
             ) from None
-        return str(claims["name"])
+        return claims
 
 
 def _slashed(audiences: tuple[str, ...]) -> list[str]:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from tests.azure.emulator.answers import WS, Refusal, resource_id, resource_type, system_data
 from tests.azure.emulator.assets import ARTIFACTS, by_id
 from tests.azure.emulator.consistency import find_job, is_hidden
+from tests.azure.emulator.foreign_jobs import find_foreign_job, foreign_jobs
 from tests.azure.emulator.nodes import Shape, Slot
 from tests.azure.emulator.state import LOCATION, WORKSPACE_ID, Cloud
 
@@ -125,12 +126,13 @@ def job_routes(cloud: Cloud) -> APIRouter:
             return tagged and bool(job.properties.get("isArchived")) in wanted
 
         newest_first = sorted(cloud.jobs.values(), key=lambda job: job.created, reverse=True)
-        found = [describe(cloud, job) for job in newest_first if fits(job)]
+        found = foreign_jobs(cloud.clock.now(), view, tag)
+        found += [describe(cloud, job) for job in newest_first if fits(job)]
         return {"value": found, "nextLink": None}
 
     @router.get(PATH + "/{name}", name="job.get")
     async def get(name: str) -> dict[str, Any]:
-        return describe(cloud, find_job(cloud, name))
+        return find_foreign_job(name, cloud.clock.now()) or describe(cloud, find_job(cloud, name))
 
     @router.put(PATH + "/{name}", name="job.put")
     async def put(name: str, request: HttpRequest) -> JSONResponse:
@@ -146,15 +148,15 @@ def job_routes(cloud: Cloud) -> APIRouter:
     @router.post(PATH + "/{name}/cancel", name="job.cancel")
     async def cancel(name: str) -> Response:
         """Accepted, not done: the processes get SIGTERM and their grace. For a job that has ended there is nothing
-        to do, and the service says so with 400."""
+        to do, and the service says 200 (azure-powershell, Stop-AzMLWorkspaceJob.Recording.json at 689c9cc2)."""
         job = find_job(cloud, name, "cancel")
         if not job.live:
-            raise Refusal(400, "UserError", f"Run {name} is in a terminal state ({job.status}); it cannot be canceled.")
+            return Response(status_code=200)
         job.cancel_requested = True
         if job.status != "CancelRequested":
             job.to("CancelRequested", cloud.clock.now())
         where = f"{cloud.addresses.base}{WORKSPACE_ID}/jobs/{name}"
-        return Response(status_code=202, headers={"Location": where, "x-ms-retry-after-ms": "100"})
+        return Response(status_code=202, headers={"Location": where})
 
     @router.delete(PATH + "/{name}", name="job.delete")
     async def delete(name: str) -> Response:

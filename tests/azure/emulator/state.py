@@ -65,8 +65,6 @@ def listed_name(vm_size: str) -> str:
 class Timing:
     """How long things take, in seconds of the emulator's clock, except where it says otherwise."""
 
-    retry_after_ms: int = 100
-    """What the answers ask of whoever polls; milliseconds of the real clock."""
     create_seconds: float = 0.3
     refusal_seconds: float = 0.0
     """How long after its creation a compute shows that it will never have a node."""
@@ -216,6 +214,8 @@ class Request:
     body: Any
     status: int | None = None
     fault: str | None = None
+    action: str = ""
+    """As roles name it."""
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     """As it is in the answer's header."""
 
@@ -237,6 +237,8 @@ class Cloud:
     folder: Path
     faults: Faults
     clock: Clock = field(default_factory=Clock)
+    denied: list[str] = field(default_factory=list)
+    """Patterns of actions that no identity has, whatever its roles say."""
     timing: Timing = field(default_factory=Timing)
     addresses: Addresses = field(default_factory=Addresses)
     sizes: dict[str, Size] = field(default_factory=read_sizes)

@@ -1,0 +1,81 @@
+"""Who may do what: each request to Azure Resource Manager is held against the roles that deploy/azure gives an identity.
+
+The action of a request follows from its method and path, as Azure derives it (GET: ``read``, PUT and PATCH: ``write``,
+DELETE: ``delete``, POST: its last word and ``action``); the words of a refusal are as reported
+(microsoft/mlops-template-for-azureml-sdk-v2, issue 9). Assumed: where code and models are uploaded to is told to whoever
+may write them, since the documented least role for submitting has no action for it. The workspace's own services
+(history, tracking) are not checked: what they ask for is not told by their paths.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+from tests.azure.emulator.answers import Refusal
+
+MODULES = Path(__file__).parents[3] / "deploy/azure/modules"
+ROLES = {
+    "orchestrator": (("roles.bicep", "orchestrates"), ("location_role.bicep", "readsLocations"),
+                     ("roles.bicep", "joinsSubnet")),
+    "node": (("roles.bicep", "reportsMetrics"),),
+}  # fmt: skip
+"""Identity → its roles: the file and the name there."""
+WORDS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
+_ACTIONS = re.compile(r"^ +actions: \[\n(.*?)^ +\]", re.M | re.S)
+
+
+def refuse_unless_granted(claims: Mapping[str, str], action: str, scope: str, denied: Collection[str]) -> None:
+    """`Refusal` (403) for an identity (the claims of its token) whose roles do not have the action, or whose ``denied``
+    patterns do."""
+    granted = any(_matches(action, pattern) for pattern in granted_actions(claims["name"]))
+    if granted and not any(_matches(action, pattern) for pattern in denied):
+        return
+    who = claims["oid"]
+    raise Refusal(
+        403,
+        "AuthorizationFailed",
+        f"The client '{who}' with object id '{who}' does not have authorization to perform action '{action}' over "
+        f"scope '{scope}' or the scope is invalid. If access was recently granted, please refresh your credentials.",
+    )
+
+
+def action_of(method: str, path: str) -> str:
+    """Such as ``Microsoft.MachineLearningServices/workspaces/jobs/read``; "" for what no provider offers."""
+    if not path.startswith("/subscriptions/"):
+        return ""
+    before, found, rest = path.rpartition("/providers/")
+    if not found:
+        return ""
+    if path.count("/") == 4:  # /subscriptions/{id}/providers/{namespace}: about the provider itself
+        return "Microsoft.Resources/subscriptions/providers/read"
+    namespace, *parts = rest.strip("/").split("/")
+    kinds = parts[::2]
+    if method != "POST":
+        return "/".join((namespace, *kinds, WORDS[method]))
+    # Of type, name, …, verb the verb is where a type would be.
+    if kinds[-1] == "startPendingUpload":
+        return "/".join((namespace, *kinds[:-1], "write"))
+    return "/".join((namespace, *kinds, "action"))
+
+
+@cache
+def granted_actions(who: str) -> tuple[str, ...]:
+    """Of the roles in the templates; everything for an identity that has none there."""
+    if who not in ROLES:
+        return ("*",)
+    return tuple(action for file, role in ROLES[who] for action in _role_actions(file, role))
+
+
+def _role_actions(file: str, role: str) -> list[str]:
+    text = (MODULES / file).read_text().partition(f"resource {role} ")[2]
+    found = _ACTIONS.search(text)
+    assert found, f"{file} has no role {role}"
+    return re.findall(r"^ +'([^']+)'$", found[1], re.M)
+
+
+def _matches(action: str, pattern: str) -> bool:
+    return fnmatchcase(action.lower(), pattern.lower())

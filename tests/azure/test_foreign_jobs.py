@@ -1,0 +1,78 @@
+"""Jobs of other people, of every kind, beside ours: they hide none of ours, and none of them is touched."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from azure.ai.ml import command
+from azure.ai.ml.entities import Environment
+
+from dtrain_dagster.clusters.azure_ml.job_listing import ListedJob, list_every_job, read_listed_job
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, tags
+from dtrain_dagster.clusters.base import JobState
+from tests.azure.emulator.foreign_jobs import FOREIGN, KINDS, foreign_jobs
+from tests.azure.stage import FOREVER, Stage, wait_for
+
+
+def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
+    manager, spec = stage.run(FOREVER)
+    listed = {job.name: job for job in list_every_job(manager.service)}
+    theirs = {name: job.kind for name, job in listed.items() if name.startswith(FOREIGN)}
+    assert theirs.keys() == {job["name"] for job in foreign_jobs(0.0)}
+    assert {*KINDS, ""} == {*theirs.values()}
+    assert listed[f"{spec.job_id}-l1"].tags[JOB_TAG] == spec.job_id
+    assert listed[f"{spec.job_id}-l1"].kind == "Command"
+    assert listed[f"{FOREIGN}quantumannealing"].status == "Superposed"
+    [compute] = stage.computes()
+    assert manager.jobs.on_compute(compute) == [f"{spec.job_id}-l1"]
+    assert manager.jobs.on_compute("their-young-cluster") == [f"{FOREIGN}command", f"{FOREIGN}sweep"]
+    assert [job.name for job in manager.jobs.active()] == [f"{spec.job_id}-l1"]
+
+
+def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage: Stage) -> None:
+    manager, spec = stage.run()
+    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
+    [compute] = stage.computes()
+    wait_for(lambda: [node["state"] for node in stage.computes()[compute]["nodes"]] == ["idle"] * 2, "idle nodes")
+    wait_for(lambda: manager.active_jobs() == [] and manager._active.marks() == [], "the end, noted")
+    [orphan] = manager.find_orphans({"run-1"})
+    assert (orphan.kind, orphan.name) == ("compute", compute)
+    assert manager.end_orphan(orphan), "after a look through all users' jobs"
+    assert compute not in stage.computes()
+    touched = [
+        seen["path"]
+        for seen in stage.control("requests")
+        if seen["method"] in ("PUT", "POST", "PATCH", "DELETE") and f"/jobs/{FOREIGN}" in seen["path"]
+    ]
+    assert touched == []
+
+
+def test_a_copy_of_our_job_that_somebody_made_is_not_ours(stage: Stage) -> None:
+    """The Studio's «resubmit» copies a job with its tags, under a name of its own."""
+    manager, spec = stage.run(FOREVER)
+    record: Any = manager._record(spec.job_id)
+    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    copied = f"{stage.name}-witty-owl"
+    stage.control("fault", fault="queue", job=copied)
+    theirs = command(
+        name=copied, command=f"{sys.executable} -c pass", compute=record["compute"], tags=tags(record),
+        environment=Environment(image="x/y:1"),
+    )  # fmt: skip
+    manager.service.ml.jobs.create_or_update(theirs)
+    assert {job.name for job in manager.jobs.active()} >= {copied}
+    assert manager.find_orphans({"run-1"}) == []
+    manager.cancel_job(spec.job_id)
+    assert stage.jobs()[copied]["status"] not in ("Canceled", "CancelRequested")
+    manager.service.ml.jobs.begin_cancel(copied).wait()
+
+
+@pytest.mark.parametrize("properties", [None, "absent"])
+def test_a_job_without_properties_is_read_as_empty(properties: Any) -> None:
+    class Bare:
+        name = "child"
+
+    if properties is None:
+        Bare.properties = None  # type: ignore[attr-defined]
+    assert read_listed_job(Bare()) == ListedJob(name="child", kind="")

@@ -1,0 +1,102 @@
+"""Each operation of Azure Resource Manager is held against the roles of deploy/azure: they suffice, and where an action
+is missing the error names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.azure_ml import jobs
+from dtrain_dagster.clusters.azure_ml.doctor.access import NEEDED_OPERATIONS
+from dtrain_dagster.clusters.base import ClusterError, JobState
+from dtrain_dagster.support.user_code import stage_for_nodes
+from tests.azure.emulator.permissions import action_of, granted_actions
+from tests.azure.stage import FOREVER, V100, Stage, wait_for
+
+ML = "Microsoft.MachineLearningServices"
+OF_A_TRAINING = {
+    f"{ML}/locations/computeOperationsStatus/read",
+    f"{ML}/locations/usages/read",
+    f"{ML}/locations/vmSizes/read",
+    f"{ML}/workspaces/read",
+    f"{ML}/workspaces/codes/versions/read",
+    f"{ML}/workspaces/codes/versions/write",
+    f"{ML}/workspaces/computes/delete",
+    f"{ML}/workspaces/computes/listNodes/action",
+    f"{ML}/workspaces/computes/read",
+    f"{ML}/workspaces/computes/write",
+    f"{ML}/workspaces/environments/versions/write",
+    f"{ML}/workspaces/jobs/cancel/action",
+    f"{ML}/workspaces/jobs/read",
+    f"{ML}/workspaces/jobs/write",
+}
+"""Actions that a training asks for, from its nodes to their end."""
+
+
+def train(stage: Stage) -> None:
+    """Nodes, a job, a look through the workspace, and the end of it all."""
+    manager = stage.manager(look_patience_seconds=3.0)
+    manager.provision_cluster(2, V100)
+    spec = stage.spec(manager, FOREVER)
+    manager.submit_job(spec)
+    manager.job_status(spec.job_id)
+    manager.pools()
+    manager.find_orphans({"run-1"})
+    manager.cancel_job(spec.job_id)
+    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.CANCELLED, "the end of the cancellation")
+    manager.cleanup_cluster()
+
+
+def test_the_roles_suffice_for_a_training(stage: Stage) -> None:
+    before = len(stage.control("requests"))
+    train(stage)
+    seen = [request for request in stage.control("requests")[before:] if request["action"]]
+    assert {request["action"] for request in seen} == OF_A_TRAINING
+    assert not [request for request in seen if request["status"] == 403]
+    assert {action.lower() for action in OF_A_TRAINING} - {name.lower() for name in NEEDED_OPERATIONS} <= {
+        f"{ML}/workspaces/{name}/read".lower() for name in ("codes/versions", "computes", "jobs")
+    } | {f"{ML}/locations/{name}/read".lower() for name in ("computeOperationsStatus", "usages", "vmSizes")}
+
+
+@pytest.mark.parametrize("action", sorted(OF_A_TRAINING))
+def test_the_error_names_the_action_that_is_missing(stage: Stage, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage_other_code(folder: Path, names: Any) -> None:
+        stage_for_nodes(folder, names)
+        (folder / "new.txt").write_text(action)
+
+    monkeypatch.setattr(jobs, "stage_for_nodes", stage_other_code)  # code that the workspace has is not sent again
+    stage.control("deny", actions=[action])
+    with pytest.raises(ClusterError) as caught:
+        train(stage)
+    assert f"'{action}'" in str(caught.value)
+    assert "deploy/azure lists what each one needs" in str(caught.value)
+
+
+def test_nodes_may_neither_buy_nor_cancel() -> None:
+    nodes = granted_actions("node")
+    assert f"{ML}/workspaces/experiments/runs/write" in nodes
+    assert not [name for name in nodes if "/computes/" in name or "/jobs/" in name]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "action"),
+    [
+        ("GET", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/jobs", "workspaces/jobs/read"),
+        ("POST", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/jobs/j/cancel", "workspaces/jobs/cancel/action"),
+        ("PUT", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/codes/c/versions/1", "workspaces/codes/versions/write"),
+        ("GET", f"/subscriptions/s/providers/{ML}/locations/l/vmSizes", "locations/vmSizes/read"),
+    ],
+)  # fmt: skip
+def test_the_action_of_a_request(method: str, path: str, action: str) -> None:
+    assert action_of(method, path) == f"{ML}/{action}"
+
+
+def test_a_permission_is_asked_for_where_it_is_looked_at() -> None:
+    base = f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/providers/Microsoft.Authorization"
+    assert action_of("GET", f"{base}/permissions") == "Microsoft.Authorization/permissions/read"
+    assert action_of("GET", f"/subscriptions/s/providers/{ML}") == "Microsoft.Resources/subscriptions/providers/read"
+    assert action_of("GET", "/metadata/endpoints") == ""
+    found: Any = granted_actions("orchestrator")
+    assert f"{ML}/workspaces/jobs/*" in found
