@@ -17,7 +17,15 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
 from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
+from dtrain_dagster.clusters.azure_ml.jobs import (
+    JOB_TAG,
+    LAUNCH_TAG,
+    RUN_DIR_TAG,
+    RUN_TAG,
+    ServiceJob,
+    command_line,
+    parse_time,
+)
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import busy
@@ -384,7 +392,7 @@ class TestOrphans:
         jobs_uri = f"{tmp_path}/jobs"
         rundir = RunDir(f"{jobs_uri}/j")
         rundir.write_json(LAUNCH, RECORD)
-        tags = {JOB_TAG: "j", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
+        tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         look = Look(status="Running")
         job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
         assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
