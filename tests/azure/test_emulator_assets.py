@@ -165,6 +165,10 @@ def test_metrics_reach_the_workspace_and_jobs_are_runs(
     token = client._credential.get_token(f"{base}/.default").token
     address = client.workspaces.get(emulator.environment["DTRAIN_AZURE_WORKSPACE"]).mlflow_tracking_uri
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "none of ours")
+    with pytest.raises(MlflowException, match="azureml"):  # not without the package azureml-mlflow
+        mlflow.MlflowClient(address).get_run("logs-metrics")
+    assert address.startswith("azureml://")
+    address = address.replace("azureml://", "https://")
     tracking = mlflow.MlflowClient(address)
     with pytest.raises(MlflowException, match="InvalidAuthenticationToken"):
         tracking.get_run("logs-metrics")
