@@ -70,6 +70,8 @@ def test_a_deployment_serves_its_model(emulator: Emulator, client: Any, model: P
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint, Model
     from azure.core.exceptions import HttpResponseError
 
+    emulator.control("grant", actions=["*/onlineEndpoints/*/action"])  # keys and tokens, which the roles have not
+
     registered = client.models.create_or_update(Model(name="served", path=str(model), type="mlflow_model"))
     client.online_endpoints.begin_create_or_update(ManagedOnlineEndpoint(name="sums-here", auth_mode="key")).result()
     deployment = ManagedOnlineDeployment(

@@ -157,7 +157,7 @@ class Surface:
                 raise Refusal(404, code, f"There is no {word[:-1]} '{found}'; the emulator has '{expected}'.")
         record.action = action_of(record.method, record.path)
         if record.action:
-            refuse_unless_granted(claims, record.action, record.path, self.cloud.denied)
+            refuse_unless_granted(claims, record.action, record.path, self.cloud.granted, self.cloud.denied)
 
 
 def flat(routes: Any) -> Iterator[Any]:

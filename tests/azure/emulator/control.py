@@ -7,6 +7,7 @@
 ``clear``      forget all faults and quotas, what was denied, and how datastores reach storage
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
 ``datastore``  ``auth``: ``key``, ``sas`` or ``identity``, how the workspace's datastores reach the storage account
+``grant``      ``actions``: patterns of actions (``*/listKeys/action``) that each identity has beside its roles
 ``deny``       ``actions``: patterns of actions (``*/jobs/write``) that no identity has from now on
 ``quota``      ``family`` (or ``low_priority``, ``dedicated``: see `state.Cloud.quota`) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
@@ -39,6 +40,7 @@ def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
         "clear": lambda asked: _clear(cloud),
         "timing": lambda asked: _timing(cloud, asked),
         "datastore": lambda asked: _datastore_auth(cloud, asked["auth"]),
+        "grant": lambda asked: _grant(cloud, asked["actions"]),
         "deny": lambda asked: _deny(cloud, asked["actions"]),
         "quota": lambda asked: _quota(cloud, asked),
         "bought": lambda asked: bought(cloud),
@@ -77,13 +79,18 @@ def _datastore_auth(cloud: Cloud, auth: str) -> str:
     return auth
 
 
+def _grant(cloud: Cloud, actions: list[str]) -> list[str]:
+    cloud.granted = actions
+    return actions
+
+
 def _deny(cloud: Cloud, actions: list[str]) -> list[str]:
     cloud.denied = actions
     return actions
 
 
 def _clear(cloud: Cloud) -> None:
-    cloud.denied, cloud.datastore_auth = [], "key"
+    cloud.granted, cloud.denied, cloud.datastore_auth = [], [], "key"
     cloud.faults.clear()
     cloud.quota.clear()
 

@@ -233,6 +233,8 @@ class Cloud:
     folder: Path
     faults: Faults
     clock: Clock = field(default_factory=Clock)
+    granted: list[str] = field(default_factory=list)
+    """Patterns of actions that each identity has beside those of its roles."""
     denied: list[str] = field(default_factory=list)
     """Patterns of actions that no identity has, whatever its roles say."""
     timing: Timing = field(default_factory=Timing)
