@@ -70,6 +70,8 @@ def test_a_deployment_serves_its_model(emulator: Emulator, client: Any, model: P
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint, Model
     from azure.core.exceptions import HttpResponseError
 
+    emulator.control("grant", actions=["*/onlineEndpoints/*/action"])  # keys and tokens, which the roles have not
+
     registered = client.models.create_or_update(Model(name="served", path=str(model), type="mlflow_model"))
     client.online_endpoints.begin_create_or_update(ManagedOnlineEndpoint(name="sums-here", auth_mode="key")).result()
     deployment = ManagedOnlineDeployment(
@@ -165,6 +167,10 @@ def test_metrics_reach_the_workspace_and_jobs_are_runs(
     token = client._credential.get_token(f"{base}/.default").token
     address = client.workspaces.get(emulator.environment["DTRAIN_AZURE_WORKSPACE"]).mlflow_tracking_uri
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "none of ours")
+    with pytest.raises(MlflowException, match="azureml"):  # not without the package azureml-mlflow
+        mlflow.MlflowClient(address).get_run("logs-metrics")
+    assert address.startswith("azureml://")
+    address = address.replace("azureml://", "https://")
     tracking = mlflow.MlflowClient(address)
     with pytest.raises(MlflowException, match="InvalidAuthenticationToken"):
         tracking.get_run("logs-metrics")

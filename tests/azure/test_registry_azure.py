@@ -411,6 +411,9 @@ def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace
         ManagedOnlineEndpoint(name=config.name, auth_mode="key")
     ).result()
     endpoint = scoring_endpoint(workspace.client, config, "version-1")
+    with pytest.raises(ServingError, match="this identity gets no key of it.*listKeys/action"):
+        endpoint.headers()
+    workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
     key = workspace.client.online_endpoints.get_keys(config.name).primary_key
     assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
     assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}

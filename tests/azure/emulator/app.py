@@ -155,7 +155,7 @@ class Surface:
                 raise scope_not_found(word, found, record.path)
         record.action = action_of(record.method, record.path)
         if record.action:
-            refuse_unless_granted(claims, record.action, record.path, self.cloud.denied)
+            refuse_unless_granted(claims, record.action, record.path, self.cloud.granted, self.cloud.denied)
 
 
 def flat(routes: Any) -> Iterator[Any]:

@@ -106,7 +106,9 @@ def _workspace(cloud: Cloud) -> dict[str, Any]:
             "provisioningState": "Succeeded",
             "workspaceId": "00000000-0000-4000-8000-00000000000b",
             "discoveryUrl": f"{base}/discovery/workspaces/{WORKSPACE}",
-            "mlFlowTrackingUri": f"{base}/mlflow/v1.0{WORKSPACE_ID}",
+            # With a scheme of its own, as the Tracking service of jobs is recorded (azure-powershell,
+            # Get-AzMLWorkspaceJob.Recording.json at 49be303a).
+            "mlFlowTrackingUri": f"{base.replace('https://', 'azureml://')}/mlflow/v1.0{WORKSPACE_ID}",
             "notebookInfo": None,
             "tenantId": TENANT,
         },

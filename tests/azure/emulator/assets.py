@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
-from tests.azure.azurite import ACCOUNT, KEY
+from tests.azure.azurite import ACCOUNT
 from tests.azure.emulator.answers import WS, Refusal, not_found, resource_id, resource_type, system_data
 from tests.azure.emulator.state import DATASTORE, DATASTORE_CONTAINER, Asset, Cloud
-from tests.azure.emulator.storage import Blobs
+from tests.azure.emulator.storage import DATASTORE_AUTHS, Blobs
 
 ARTIFACTS = "workspaceartifactstore"
 """The datastore for what runs leave; in the same container here."""
@@ -58,9 +58,12 @@ def asset_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
         return _datastore(cloud, name)
 
     @router.post(WS + "/datastores/{name}/listSecrets", name="datastores.secrets")
-    async def secrets(name: str) -> dict[str, Any]:
+    async def secrets(name: str, request: HttpRequest) -> dict[str, str]:
         _datastore(cloud, name)
-        return {"secretsType": "AccountKey", "key": KEY}
+        asked = await request.json() if await request.body() else {}
+        return await asyncio.to_thread(
+            blobs.datastore_secrets, cloud.datastore_auth, bool(asked.get("expirableSecret"))
+        )
 
     return router
 
@@ -175,7 +178,7 @@ def _datastore(cloud: Cloud, name: str) -> dict[str, Any]:
         "type": resource_type("datastores"),
         "properties": {
             "description": None, "tags": {}, "properties": None, "isDefault": name == DATASTORE,
-            "credentials": {"credentialsType": "AccountKey"}, "intellectualProperty": None, "resourceGroup": None,
+            "credentials": {"credentialsType": DATASTORE_AUTHS[cloud.datastore_auth]}, "intellectualProperty": None, "resourceGroup": None,
             "subscriptionId": None, "datastoreType": "AzureBlob", "accountName": ACCOUNT,
             "containerName": DATASTORE_CONTAINER, "endpoint": cloud.addresses.storage_suffix, "protocol": "https",
             "serviceDataAccessAuthIdentity": "None",

@@ -4,8 +4,10 @@
 ``clock``      ``advance_seconds``: move the emulator's clock forward; answers ``now`` (seconds since the epoch)
 ``fault``      one fault, or ``faults``: a list of them (see `tests.azure.emulator.faults`); answers with all
 ``faults``     the faults: what they are, how often they struck, how often they still will
-``clear``      forget all faults and quotas, and what was denied
+``clear``      forget all faults and quotas, what was denied, and how datastores reach storage
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
+``datastore``  ``auth``: ``key``, ``sas`` or ``identity``, how the workspace's datastores reach the storage account
+``grant``      ``actions``: patterns of actions (``*/listKeys/action``) that each identity has beside its roles
 ``deny``       ``actions``: patterns of actions (``*/jobs/write``) that no identity has from now on
 ``quota``      ``family`` (or ``low_priority``, ``dedicated``: see `state.Cloud.quota`) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
@@ -26,6 +28,7 @@ from fastapi import APIRouter, Request
 
 from tests.azure.emulator.answers import Refusal
 from tests.azure.emulator.state import Cloud
+from tests.azure.emulator.storage import DATASTORE_AUTHS
 
 
 def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
@@ -36,6 +39,8 @@ def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
         "faults": lambda asked: [fault.describe() for fault in cloud.faults.all],
         "clear": lambda asked: _clear(cloud),
         "timing": lambda asked: _timing(cloud, asked),
+        "datastore": lambda asked: _datastore_auth(cloud, asked["auth"]),
+        "grant": lambda asked: _grant(cloud, asked["actions"]),
         "deny": lambda asked: _deny(cloud, asked["actions"]),
         "quota": lambda asked: _quota(cloud, asked),
         "bought": lambda asked: bought(cloud),
@@ -67,13 +72,25 @@ def _fault(cloud: Cloud, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [fault.describe() for fault in cloud.faults.all]
 
 
+def _datastore_auth(cloud: Cloud, auth: str) -> str:
+    if auth not in DATASTORE_AUTHS:
+        raise ValueError(f"{auth!r} is none of {', '.join(DATASTORE_AUTHS)}")
+    cloud.datastore_auth = auth
+    return auth
+
+
+def _grant(cloud: Cloud, actions: list[str]) -> list[str]:
+    cloud.granted = actions
+    return actions
+
+
 def _deny(cloud: Cloud, actions: list[str]) -> list[str]:
     cloud.denied = actions
     return actions
 
 
 def _clear(cloud: Cloud) -> None:
-    cloud.denied = []
+    cloud.granted, cloud.denied, cloud.datastore_auth = [], [], "key"
     cloud.faults.clear()
     cloud.quota.clear()
 

@@ -19,6 +19,8 @@ from tests.azure.emulator.consistency import find_job, is_hidden
 from tests.azure.emulator.foreign_jobs import find_foreign_job, foreign_jobs
 from tests.azure.emulator.nodes import Shape, Slot
 from tests.azure.emulator.state import LOCATION, WORKSPACE_ID, Cloud
+from tests.azure.emulator.system_marks import TAGS as SYSTEM_TAGS
+from tests.azure.emulator.system_marks import system_properties
 
 PATH = WS + "/jobs"
 TERMINAL = ("Completed", "Failed", "Canceled")
@@ -225,9 +227,10 @@ def describe(cloud: Cloud, job: Job) -> dict[str, Any]:
             **sent,
             "properties": {
                 **sent.get("properties", {}),
-                "_azureml.ComputeTargetType": "amlctrain",
+                **system_properties(job.compute),
                 **{name: _plain(value) for name, value in times.items() if value is not None},
             },
+            "tags": {**sent.get("tags", {}), **SYSTEM_TAGS},
             "displayName": sent.get("displayName") or job.name,
             "status": job.visible(now),
             "services": {

@@ -28,11 +28,13 @@ WORDS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELET
 _ACTIONS = re.compile(r"^ +actions: \[\n(.*?)^ +\]", re.M | re.S)
 
 
-def refuse_unless_granted(claims: Mapping[str, str], action: str, scope: str, denied: Collection[str]) -> None:
-    """`Refusal` (403) for an identity (the claims of its token) whose roles do not have the action, or whose ``denied``
-    patterns do."""
-    granted = any(_matches(action, pattern) for pattern in granted_actions(claims["name"]))
-    if granted and not any(_matches(action, pattern) for pattern in denied):
+def refuse_unless_granted(
+    claims: Mapping[str, str], action: str, scope: str, granted: Collection[str], denied: Collection[str]
+) -> None:
+    """`Refusal` (403) for an identity (the claims of its token) whose roles do not have the action, nor the ``granted``
+    patterns beside them, or where the ``denied`` patterns have it."""
+    has_it = any(_matches(action, pattern) for pattern in (*granted_actions(claims["name"]), *granted))
+    if has_it and not any(_matches(action, pattern) for pattern in denied):
         return
     who = claims["oid"]
     raise Refusal(

@@ -237,11 +237,15 @@ class Cloud:
     folder: Path
     faults: Faults
     clock: Clock = field(default_factory=Clock)
+    granted: list[str] = field(default_factory=list)
+    """Patterns of actions that each identity has beside those of its roles."""
     denied: list[str] = field(default_factory=list)
     """Patterns of actions that no identity has, whatever its roles say."""
     timing: Timing = field(default_factory=Timing)
     addresses: Addresses = field(default_factory=Addresses)
     sizes: dict[str, Size] = field(default_factory=read_sizes)
+    datastore_auth: str = "key"
+    """How the workspace's datastores reach the storage account: ``key``, ``sas`` or ``identity``."""
     quota: dict[str, int] = field(default_factory=dict)
     """vCPUs by family; ``low_priority`` and ``dedicated``: all of that tier together; ``low_priority:FAMILY``: what is
     shown for a family there. A family that is not here has `DEFAULT_QUOTA`."""

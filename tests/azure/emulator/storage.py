@@ -14,6 +14,10 @@ from tests.azure.emulator.state import Addresses
 SAS_LIFE = datetime.timedelta(hours=2)
 
 
+DATASTORE_AUTHS = {"key": "AccountKey", "sas": "Sas", "identity": "None"}
+"""Ways in which a datastore reaches its account, and what its ``credentialsType`` says then."""
+
+
 class Blobs:
     """By key, as the workspace's system has it."""
 
@@ -47,6 +51,25 @@ class Blobs:
         )
         address = f"{self.account_url}/{name}"
         return address, f"{address}?{sas}"
+
+    def datastore_secrets(self, auth: str, is_expirable: bool) -> dict[str, str]:
+        """As `listSecrets` answers: by key the key, or a SAS to whoever asks for a secret that expires (azure-sdk-assets,
+        test_command_job_serverless.json at 0f205ad0: with its question mark, for blobs and files); a SAS as it is; no
+        secret where an identity is needed (assumed: the clients of today do not ask then)."""
+        from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
+
+        if auth == "identity":
+            return {"secretsType": "None"}
+        if auth == "key" and not is_expirable:
+            return {"secretsType": "AccountKey", "key": KEY}
+        sas = generate_account_sas(
+            ACCOUNT,
+            account_key=KEY,
+            resource_types=ResourceTypes(container=True, object=True),
+            permission=AccountSasPermissions(read=True, create=True, update=True, write=True, delete=True, list=True),
+            expiry=datetime.datetime.now(datetime.UTC) + SAS_LIFE,
+        )
+        return {"secretsType": "Sas", "sasToken": f"?{sas}"}
 
     def signed(self, container: str, blob: str) -> str:
         """A blob's address that may be read for a while."""
