@@ -16,6 +16,7 @@ from tests.azure.emulator.permissions import action_of, granted_actions
 from tests.azure.stage import FOREVER, V100, Stage, wait_for
 
 ML = "Microsoft.MachineLearningServices"
+OURS = f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w"
 OF_A_TRAINING = {
     f"{ML}/locations/computeOperationsStatus/read",
     f"{ML}/locations/usages/read",
@@ -83,9 +84,9 @@ def test_nodes_may_neither_buy_nor_cancel() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "action"),
     [
-        ("GET", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/jobs", "workspaces/jobs/read"),
-        ("POST", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/jobs/j/cancel", "workspaces/jobs/cancel/action"),
-        ("PUT", f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/codes/c/versions/1", "workspaces/codes/versions/write"),
+        ("GET", f"{OURS}/jobs", "workspaces/jobs/read"),
+        ("POST", f"{OURS}/jobs/j/cancel", "workspaces/jobs/cancel/action"),
+        ("PUT", f"{OURS}/codes/c/versions/1", "workspaces/codes/versions/write"),
         ("GET", f"/subscriptions/s/providers/{ML}/locations/l/vmSizes", "locations/vmSizes/read"),
     ],
 )  # fmt: skip

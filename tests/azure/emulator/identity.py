@@ -56,7 +56,8 @@ class Identity:
         }
 
     def check(self, authorization: str | None, base: str) -> dict[str, str]:
-        """Who is asking, as the token says (``name``, ``oid``…). `Refusal` (401) without a token of ours for this service."""
+        """Who is asking, as the token says (``name``, ``oid``…). `Refusal` (401) without a token of ours for this
+        service."""
         scheme, _, token = (authorization or "").partition(" ")
         challenge = {"WWW-Authenticate": f'Bearer authorization_uri="{ISSUER}"'}
         if scheme.lower() != "bearer" or not token:

@@ -1,10 +1,10 @@
-"""Who may do what: each request to Azure Resource Manager is held against the roles that deploy/azure gives an identity.
+"""Who may do what: each request to Azure Resource Manager is held against the roles that deploy/azure gives somebody.
 
 The action of a request follows from its method and path, as Azure derives it (GET: ``read``, PUT and PATCH: ``write``,
 DELETE: ``delete``, POST: its last word and ``action``); the words of a refusal are as reported
-(microsoft/mlops-template-for-azureml-sdk-v2, issue 9). Assumed: where code and models are uploaded to is told to whoever
-may write them, since the documented least role for submitting has no action for it. The workspace's own services
-(history, tracking) are not checked: what they ask for is not told by their paths.
+(microsoft/mlops-template-for-azureml-sdk-v2, issue 9). Assumed: where code and models are uploaded to is told to
+whoever may write them, since the documented least role for submitting has no action for it. The workspace's own
+services (history, tracking) are not checked: what they ask for is not told by their paths.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def action_of(method: str, path: str) -> str:
     """Such as ``Microsoft.MachineLearningServices/workspaces/jobs/read``; "" for what no provider offers."""
     if not path.startswith("/subscriptions/"):
         return ""
-    before, found, rest = path.rpartition("/providers/")
+    _, found, rest = path.rpartition("/providers/")
     if not found:
         return ""
     if path.count("/") == 4:  # /subscriptions/{id}/providers/{namespace}: about the provider itself
