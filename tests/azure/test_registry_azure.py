@@ -32,6 +32,7 @@ from dtrain_dagster.registry.azure_endpoint import (
     scoring_endpoint,
 )
 from dtrain_dagster.registry.azure_operations import usd_per_hour
+from dtrain_dagster.registry.server import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
@@ -411,7 +412,7 @@ def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace
         ManagedOnlineEndpoint(name=config.name, auth_mode="key")
     ).result()
     endpoint = scoring_endpoint(workspace.client, config, "version-1")
-    with pytest.raises(ServingError, match="this identity gets no key of it.*listKeys/action"):
+    with pytest.raises(ServingError, match=r"this identity gets no key of it.*listKeys/action"):
         endpoint.headers()
     workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
     key = workspace.client.online_endpoints.get_keys(config.name).primary_key

@@ -178,8 +178,8 @@ def _datastore(cloud: Cloud, name: str) -> dict[str, Any]:
         "type": resource_type("datastores"),
         "properties": {
             "description": None, "tags": {}, "properties": None, "isDefault": name == DATASTORE,
-            "credentials": {"credentialsType": DATASTORE_AUTHS[cloud.datastore_auth]}, "intellectualProperty": None, "resourceGroup": None,
-            "subscriptionId": None, "datastoreType": "AzureBlob", "accountName": ACCOUNT,
+            "credentials": {"credentialsType": DATASTORE_AUTHS[cloud.datastore_auth]},
+            "intellectualProperty": None, "resourceGroup": None, "subscriptionId": None, "datastoreType": "AzureBlob", "accountName": ACCOUNT,
             "containerName": DATASTORE_CONTAINER, "endpoint": cloud.addresses.storage_suffix, "protocol": "https",
             "serviceDataAccessAuthIdentity": "None",
         },

@@ -53,9 +53,9 @@ class Blobs:
         return address, f"{address}?{sas}"
 
     def datastore_secrets(self, auth: str, is_expirable: bool) -> dict[str, str]:
-        """As `listSecrets` answers: by key the key, or a SAS to whoever asks for a secret that expires (azure-sdk-assets,
-        test_command_job_serverless.json at 0f205ad0: with its question mark, for blobs and files); a SAS as it is; no
-        secret where an identity is needed (assumed: the clients of today do not ask then)."""
+        """As `listSecrets` answers: by key the key, or a SAS to whoever asks for a secret that expires
+        (azure-sdk-assets, test_command_job_serverless.json at 0f205ad0: with its question mark, for blobs and files); a
+        SAS as it is; no secret where an identity is needed (assumed: the clients of today do not ask then)."""
         from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
 
         if auth == "identity":
