@@ -179,8 +179,8 @@ def _datastore(cloud: Cloud, name: str) -> dict[str, Any]:
         "properties": {
             "description": None, "tags": {}, "properties": None, "isDefault": name == DATASTORE,
             "credentials": {"credentialsType": DATASTORE_AUTHS[cloud.datastore_auth]},
-            "intellectualProperty": None, "resourceGroup": None, "subscriptionId": None, "datastoreType": "AzureBlob", "accountName": ACCOUNT,
-            "containerName": DATASTORE_CONTAINER, "endpoint": cloud.addresses.storage_suffix, "protocol": "https",
+            "intellectualProperty": None, "resourceGroup": None, "subscriptionId": None,
+            "datastoreType": "AzureBlob", "accountName": ACCOUNT, "containerName": DATASTORE_CONTAINER, "endpoint": cloud.addresses.storage_suffix, "protocol": "https",
             "serviceDataAccessAuthIdentity": "None",
         },
         "systemData": system_data(1.76e9),
