@@ -111,7 +111,7 @@ def test_a_job_runs_its_processes_as_azure_does(
 ) -> None:
     submit("two-by-two", nodes=2, per_node=2, environment_variables={"DTRAIN_LAUNCH": "1"}, tags={"run": "r1"})
     client.jobs.stream("two-by-two")
-    # Not its text: azure-ai-ml 1.34 signs the log's address with the SAS of the datastore as if that were the key.
+    # Not its text: azure-ai-ml 1.35.2 signs the log's address with the SAS of the datastore as if that were the key.
     assert "Streaming user_logs/std_log_process_00.txt" in capsys.readouterr().out
     job = client.jobs.get("two-by-two")
     assert (job.status, job.tags["run"], job.experiment_name) == ("Completed", "r1", "trials")
