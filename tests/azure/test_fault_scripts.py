@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -107,7 +108,7 @@ def test_scripts_are_those_of_their_seeds_and_have_every_kind() -> None:
         ({"counted_minutes": 2.0}, []),  # a node's processes start after the node
         ({"troubles": ["cleaning up: 403"]}, ["keeps_calm"]),
     ],
-    ids=str,
+    ids=lambda value: json.dumps(value, default=sorted),
 )  # fmt: skip
 def test_each_invariant_is_violated_by_what_it_forbids(changes: dict[str, Any], violated: list[str]) -> None:
     assert list(find_violations(replace(CALM, **changes))) == violated
