@@ -24,6 +24,20 @@ ROLES = {
     "node": (("roles.bicep", "reportsMetrics"),),
 }  # fmt: skip
 """Identity → its roles: the file and the name there."""
+BUILT_IN = {
+    "blobContributor": ("Microsoft.Storage/storageAccounts/blobServices/containers/read",
+                        "Microsoft.Storage/storageAccounts/blobServices/containers/write",
+                        "Microsoft.Storage/storageAccounts/blobServices/containers/delete",
+                        "Microsoft.Storage/storageAccounts/blobServices/generateUserDelegationKey/action"),
+    "secretsUser": (),
+    "imagePull": ("Microsoft.ContainerRegistry/registries/pull/read",),
+    "identityOperator": ("Microsoft.ManagedIdentity/userAssignedIdentities/*/read",
+                         "Microsoft.ManagedIdentity/userAssignedIdentities/*/assign/action",
+                         "Microsoft.Authorization/*/read", "Microsoft.Resources/subscriptions/resourceGroups/read"),
+}  # fmt: skip
+"""Azure's own roles under the names that roles.bicep gives them → their actions, as published (those for alerts,
+deployments and support left out; data actions are the stores' own)."""
+PRINCIPALS = {"orchestrator": "orchestratorPrincipalId", "node": "nodesPrincipalId"}
 WORDS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 _ACTIONS = re.compile(r"^ +actions: \[\n(.*?)^ +\]", re.M | re.S)
 
@@ -69,7 +83,11 @@ def granted_actions(who: str) -> tuple[str, ...]:
     """Of the roles in the templates; everything for an identity that has none there."""
     if who not in ROLES:
         return ("*",)
-    return tuple(action for file, role in ROLES[who] for action in _role_actions(file, role))
+    ours = [action for file, role in ROLES[who] for action in _role_actions(file, role)]
+    assigned = re.findall(
+        rf"principalId: {PRINCIPALS[who]}\b[^}}]*?builtIn\.(\w+)", (MODULES / "roles.bicep").read_text()
+    )
+    return (*ours, *(action for role in assigned for action in BUILT_IN[role]))
 
 
 def _role_actions(file: str, role: str) -> list[str]:
@@ -80,4 +98,7 @@ def _role_actions(file: str, role: str) -> list[str]:
 
 
 def _matches(action: str, pattern: str) -> bool:
-    return fnmatchcase(action.lower(), pattern.lower())
+    """``a/*/read`` grants ``a/read`` too: of the operations that «Managed Identity Operator» names so, Azure has only
+    ``userAssignedIdentities/read`` and ``userAssignedIdentities/assign/action``."""
+    forms = (pattern, pattern.replace("/*/", "/"))
+    return any(fnmatchcase(action.lower(), form.lower()) for form in forms)
