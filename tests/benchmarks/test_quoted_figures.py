@@ -104,7 +104,7 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
 
 def _word(number: int) -> str:
     """A small number as text has it."""
-    return {2: "two", 4: "four", 6: "six", 10: "ten"}.get(number, f"{number:,}")
+    return {2: "two", 4: "four", 6: "six", 8: "eight", 10: "ten"}.get(number, f"{number:,}")
 
 
 @pytest.mark.parametrize(
