@@ -188,3 +188,11 @@ def test_a_job_is_given_what_nccl_needs_on_its_size(stage: Stage) -> None:
     assert {name: value for name, value in variables.items() if name.startswith("NCCL")} == {
         "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth",
     }  # fmt: skip
+
+
+def test_what_was_begun_and_refused_is_deleted_though_a_404_hid_it(stage: Stage) -> None:
+    """The service keeps a compute that it could not make, and may say for a while that there is none."""
+    stage.control("fault", fault="refuse", vm_size=A100, how="async", code="NoRoom")
+    stage.control("fault", fault="hide", resource="compute", by="both", since="put", seconds=2)
+    assert stage.manager(chain=(A100, H100), start_seconds=20.0).provision_cluster(2, A100).gpu_type == H100
+    assert len(stage.computes()) == 1

@@ -201,6 +201,8 @@ class Provisioner:
         compute = self.settled(name, 0.0 if timed_out else None)
         if compute is None and (failure is None or isinstance(failure, NotFound)):
             failure, compute = None, self._await_made(name)
+        elif compute is None and is_new and failure is not None and (failure.status or 400) < 400:
+            compute = self._await_made(name)  # begun and then refused, so it exists: the 404 is wrong
         state = compute.provisioning_state if compute is not None else ""
         if compute is not None and state == "Succeeded" and compute.max_instances == most:
             return self._late_refusal(name, is_new)  # whatever became of the answer
