@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast lint format train dashboard tensorboard mlflow clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube lint format train dashboard tensorboard mlflow clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,14 @@ test-all: test  ## the tests, then the long ones: repetitions of proofs, loads o
 
 test-fast: setup  ## tests that start no world of processes and no browser
 	@python -m pytest -m "not slow and not browser and not long"
+
+KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
+
+kube: setup  ## tests on a real Kubernetes (Linux, root, Debian); its programs are built once, in about 25 minutes, if not given
+	@test -x "$(KUBE_CACHE)/kubectl" -o -d "$${DTRAIN_KUBERNETES_BINARIES:-../shared/kube}" || \
+	  ./tests/engines/kubernetes_build.sh "$(KUBE_CACHE)"
+	@python -m tests.engines.kubernetes_parts
+	@python -m pytest -n0 tests/engines/test_kubernetes_*.py
 
 lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo

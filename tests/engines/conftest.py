@@ -1,0 +1,19 @@
+"""The engines that tests run for real: each is started once per file of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.kubernetes_cluster import KubernetesCluster
+from tests.engines.kubernetes_parts import missing
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Iterator[KubernetesCluster]:
+    """A Kubernetes with two machines; skips, and says why, where none can run."""
+    if why := missing():
+        pytest.skip(why)
+    with KubernetesCluster(nodes=2) as cluster:
+        yield cluster
