@@ -1,0 +1,1 @@
+"""Nodes as pods of a Kubernetes cluster: one Job of one pod per incarnation of a node."""

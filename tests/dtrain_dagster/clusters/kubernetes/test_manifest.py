@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from kubernetes_validate import utils as schemas
+
+from dtrain_dagster.clusters.kubernetes import manifest
+from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.settings.kubernetes import read_selector, read_tolerations, read_volumes
+
+VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
+LAUNCH = {"job_id": "prices/of stocks", "token": "a" * 48, "launch": 3, "env": {}}
+PLAIN = KubernetesOptions.read({"image": "registry.example/dtrain:1"})
+FULL = KubernetesOptions.read({
+    "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research", "spread": "require", "host_network": True,
+    "pull_secrets": ["registry"], "env_secrets": ["storage"], "service_account": "trainer", "priority_class": "low",
+    "node_selector": read_selector("gpu=a100"), "tolerations": read_tolerations("gpu=yes:NoSchedule,spot"),
+    "volumes": read_volumes("pvc:shared:/data,nfs:files.example:/export:/nfs:ro,host:/mnt/disk:/disk"), "user": 0,
+})  # fmt: skip
+
+
+def job(options: KubernetesOptions = PLAIN, **changes: Any) -> dict[str, Any]:
+    given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "owner_uid": "uid-1", "grace_seconds": 20.0}
+    return manifest.node_object(options, LAUNCH, **{**given, **changes})
+
+
+def pod(options: KubernetesOptions) -> dict[str, Any]:
+    return job(options)["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
+def test_objects_are_what_kubernetes_takes(options: KubernetesOptions, version: str):
+    for made in (job(options), manifest.group_object(options, LAUNCH, "/data/jobs/one")):
+        schemas.validate(made, version, strict=True)
+
+
+def test_the_validation_finds_a_field_that_does_not_exist():
+    made = job()
+    made["spec"]["template"]["spec"]["restartpolicy"] = "Never"
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(made, VERSIONS[-1], strict=True)
+
+
+def test_a_job_runs_its_pod_once_and_is_found_and_deleted_with_its_launch():
+    made = job()
+    assert made["spec"]["backoffLimit"] == 0
+    assert pod(PLAIN)["restartPolicy"] == "Never"
+    labels = {"dtrain/job": "prices_of_stocks", "dtrain/launch": manifest.name_launch(LAUNCH), "dtrain/node": "1",
+              "dtrain/incarnation": "2"}  # fmt: skip
+    assert labels.items() <= made["metadata"]["labels"].items()
+    assert labels.items() <= made["spec"]["template"]["metadata"]["labels"].items()
+    group = manifest.group_object(PLAIN, LAUNCH, "/data/jobs/one")
+    owner = made["metadata"]["ownerReferences"][0]
+    assert (owner["kind"], owner["name"], owner["uid"]) == (group["kind"], group["metadata"]["name"], "uid-1")
+
+
+def test_names_differ_by_launch_node_and_incarnation_and_are_short_enough():
+    others = [LAUNCH, {**LAUNCH, "launch": 4}, {**LAUNCH, "token": "b" * 48}]
+    names = {manifest.name_job(launch, node, number) for launch in others for node in (0, 1) for number in (1, 2)}
+    assert len(names) == 12
+    assert len(manifest.name_job({**LAUNCH, "launch": 999}, 999, 999)) <= 63
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
+
+
+@pytest.mark.parametrize("text", ["a" * 90, "-a-", "é/ü", "…x…"])
+def test_labels_hold_any_job_id(text: str):
+    assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", manifest.label_of(text))
+
+
+def test_a_pod_has_no_rights_that_it_does_not_need():
+    spec = pod(PLAIN)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    own = spec["containers"][0]["securityContext"]
+    assert own == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert "hostNetwork" not in spec
+
+
+def test_what_the_settings_ask_for_is_in_the_pod():
+    spec = pod(FULL)
+    container = spec["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert container["envFrom"] == [{"secretRef": {"name": "storage"}}]
+    mounts = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
+    assert mounts.items() >= {"/data": False, "/nfs": True, "/disk": False}.items()
+    assert spec["nodeSelector"] == {"gpu": "a100"}
+    assert {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"} in spec["tolerations"]
+    assert job(FULL)["metadata"]["labels"][manifest.QUEUE] == "research"
+    assert job(FULL)["spec"]["suspend"] is True
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in spec["affinity"]["podAntiAffinity"]
+
+
+def test_a_machine_is_given_up_after_the_stated_time_only():
+    seconds = {item["key"]: item.get("tolerationSeconds") for item in pod(PLAIN)["tolerations"]}
+    assert seconds == {"node.kubernetes.io/not-ready": 20, "node.kubernetes.io/unreachable": 20}
