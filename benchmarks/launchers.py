@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import psutil
 
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.environment import node_mark
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.local.processes import marked
 from trainer.elastic.membership import generations
+from trainer.node.environment import node_mark
+from trainer.node.processes import marked
 from trainer.rundir import LAUNCH, RunDir
 
 NODES = 3

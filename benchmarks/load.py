@@ -40,12 +40,12 @@ from scipy.stats import theilslopes
 
 from benchmarks.host import Workplace, in_parts, note, stop_on_signals, tell
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.processes import marked
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job, start_job
 from trainer.config import JobConfig
 from trainer.engine.finalize import MODEL, WEIGHTS
+from trainer.node.processes import marked
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SAMPLE_SECONDS = 5.0
@@ -274,7 +274,7 @@ def held(token: str) -> dict[str, dict[str, float]]:
     for pid in marked(token):
         with contextlib.suppress(OSError):  # the process may have just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"dtrain_dagster.clusters.local.supervisor" in command:
+            if b"dtrain_dagster.clusters.supervise" in command:
                 supervisors.append(pid)
                 continue
             variables = dict(

@@ -41,6 +41,12 @@ RELEASES_NODES = "DTRAIN_RELEASES_NODES"
 process that ends in order does not end the others."""
 
 
+def is_loss(code: int) -> bool:
+    """Return whether a process was killed, was evicted, or lost its peers. Codes above 128 are a shell's form of a
+    signal."""
+    return code < 0 or code == LOST or code > 128
+
+
 def describe_exit_codes() -> str:
     """Return the exit codes as lines of a command's help, one for each code."""
     lines = []

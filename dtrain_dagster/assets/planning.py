@@ -139,11 +139,11 @@ def cost_estimate(
 ):  # no annotation, see assets.common
     """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
     limit."""
-    from dtrain_dagster.clusters.local.gpus import explain_local_gpus, visible_gpus
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.planning.history import knows
     from dtrain_dagster.planning.probe_cost import charge_usd
+    from trainer.node.gpus import explain_local_gpus, visible_gpus
 
     limits = limits_of(config)
     with refusing_mistakes():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNUSABLE
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNUSABLE, is_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,6 @@ def decide_plainly(nodes: Sequence[NodeFacts]) -> ExitDecision:
     if any(node.runs or node.gone_seconds is None for node in nodes):
         return WAIT
     return ExitDecision(action="succeed")
-
-
-def is_loss(code: int) -> bool:
-    """Return whether a process was killed, was evicted, or lost its peers. Codes above 128 are a shell's form of a
-    signal."""
-    return code < 0 or code == LOST or code > 128
 
 
 def is_killing(code: int | None) -> bool:

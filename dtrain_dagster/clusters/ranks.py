@@ -1,14 +1,14 @@
 """The number of ranks of a node: one for each of its GPUs, unless it is stated.
 
-The GPUs of this machine are counted and divided in `dtrain_dagster.clusters.local.gpus`.
+The GPUs of this machine are counted and divided in `trainer.node.gpus`.
 """
 
 from __future__ import annotations
 
 import os
 
-from dtrain_dagster.clusters.local.gpus import visible_gpus
 from dtrain_dagster.costs.prices import SkuPrice, price_of
+from trainer.node.gpus import visible_gpus
 
 
 def ranks_per_node(stated: int | None, kind: str, gpu_type: str, node_count: int) -> int:

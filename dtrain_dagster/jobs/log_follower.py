@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local.line_log import logs_of, open_log, readable
 from trainer.documents.reader import LOG_BYTES
+from trainer.node.line_log import logs_of, open_log, readable
 
 PIECE_BYTES = 4 << 20
 """Bytes of a log that are read at once."""

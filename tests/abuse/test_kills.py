@@ -22,8 +22,7 @@ from benchmarks.abuse import killed_checkpoints, killed_registrations, kills
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.local.processes import MARK
-from dtrain_dagster.clusters.local.settle import new_token, signal_supervisor, supervisor_of, sweep
+from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
 from dtrain_dagster.data.building import LEFT_SECONDS, building_in
 from dtrain_dagster.registry import register_model
 from dtrain_dagster.registry.packed import PACKED_TAG
@@ -32,6 +31,7 @@ from dtrain_dagster.settings.home import make_home
 from tests.dtrain_dagster import small_job
 from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError
+from trainer.node.processes import MARK
 from trainer.observability.mlflow_sqlite import make_tables, opening
 from trainer.rundir import RunDir
 

@@ -92,7 +92,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
 
 def test_what_starts_nodes_and_what_only_answers_import_next_to_nothing():
     """The supervisor of a job, and `dtrain --help`."""
-    assert of_others(loaded("import dtrain_dagster.clusters.local.supervisor")) <= {"psutil"}
+    assert of_others(loaded("import dtrain_dagster.clusters.supervise")) <= {"psutil"}
     help_only = "from dtrain_dagster.cli.main import main; main(['--help'], standalone_mode=False)"
     assert of_others(loaded(help_only)) == {"click"}
 

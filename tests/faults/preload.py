@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ ENVIRONMENT = {
     "DTRAIN_FACTORY_MODULES": "paced",
 }
 _MODULES = (
-    "dtrain_dagster.clusters.local.supervisor", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
+    "dtrain_dagster.clusters.supervise", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
     "trainer.evaluation.baselines", "trainer.engine.trainer", "trainer.storage.file_swap",
 )  # fmt: skip
 _POLL_SECONDS = 0.05
@@ -84,7 +85,7 @@ def _children(pid: int) -> list[int]:
 def _supervise(order: Mapping[str, Any]) -> int:
     """In a process of its own: the life of a supervisor and its reaper, as its `main` does it."""
     from dtrain_dagster.clusters import presence
-    from dtrain_dagster.clusters.local.reaper import supervised
+    from dtrain_dagster.clusters.supervision.reaper import supervised
     from dtrain_dagster.support.job_lock import acquire
     from trainer.rundir import LAUNCH, RunDir
 
@@ -101,11 +102,16 @@ def _supervise(order: Mapping[str, Any]) -> int:
 
 
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
+    from dtrain_dagster.clusters.local.placer import LocalPlacer
+    from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
     from trainer.comm.launch_secret import SecretFile
+    from trainer.rundir import RunDir
 
+    rundir = RunDir(order["run_dir"])
+    clock = begin_clock(rundir)
     secret = SecretFile(Path(f"{order['run_dir']}-secrets/launch"))
-    supervisor = _supervisor_class()(order["run_dir"], secret, reaper)
-    supervisor.order = order
+    placer = LocalPlacer(rundir, secret, clock, reaper, spawn=partial(_fork, order))
+    supervisor = Supervisor(rundir, placer, clock, reaper)
     _note(order, {"supervisor": os.getpid(), "time": time.time()})
     try:
         state = supervisor.run()
@@ -116,32 +122,23 @@ def _work(order: Mapping[str, Any], reaper: Any) -> int:
     return 0
 
 
-def _supervisor_class() -> Any:
-    from dtrain_dagster.clusters.local.supervisor import Supervisor
-
-    class ForkingSupervisor(Supervisor):
-        """Forks its nodes."""
-
-        order: Mapping[str, Any]
-
-        def _spawn(
-            self, command: Sequence[str], environment: Mapping[str, str], pipe: int, group: int | None
-        ) -> _Child:
-            node, me = int(environment["NODE_RANK"]), os.getpid()
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                _be_node(command, {**environment, **_address(self.order, node)}, pipe, group, me, self.order, node)
-            with contextlib.suppress(OSError):  # whichever of the two comes first
-                os.setpgid(pid, group or pid)
-            incarnation = {
-                "launch": int(environment["DTRAIN_LAUNCH"]),
-                "incarnation": int(environment["DTRAIN_INCARNATION"]),
-            }
-            _note(self.order, {"node": node, **incarnation, "pid": pid, "time": time.time()})
-            return _Child(pid)
-
-    return ForkingSupervisor
+def _fork(
+    order: Mapping[str, Any], command: Sequence[str], environment: Mapping[str, str], pipe: int, group: int | None
+) -> _Child:
+    """Start a process of a node as a fork of this one."""
+    node, me = int(environment["NODE_RANK"]), os.getpid()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _be_node(command, {**environment, **_address(order, node)}, pipe, group, me, order, node)
+    with contextlib.suppress(OSError):  # whichever of the two comes first
+        os.setpgid(pid, group or pid)
+    incarnation = {
+        "launch": int(environment["DTRAIN_LAUNCH"]),
+        "incarnation": int(environment["DTRAIN_INCARNATION"]),
+    }
+    _note(order, {"node": node, **incarnation, "pid": pid, "time": time.time()})
+    return _Child(pid)
 
 
 class _Child:

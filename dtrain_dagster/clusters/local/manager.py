@@ -31,8 +31,8 @@ from dtrain_dagster.clusters.base import (
     Orphan,
 )
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.local.line_log import last_lines, logs_of, text_of
-from dtrain_dagster.clusters.local.settle import (
+from dtrain_dagster.clusters.local.size import RANKS_PER_CORE, check_size, most_ranks
+from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
     end_supervised,
     observe,
@@ -41,13 +41,7 @@ from dtrain_dagster.clusters.local.settle import (
     sweep,
     wait_for_change,
 )
-from dtrain_dagster.clusters.local.submit import (
-    RANKS_PER_CORE,
-    check_size,
-    describe_launch,
-    most_ranks,
-    start_supervisor,
-)
+from dtrain_dagster.clusters.supervision.submit import describe_launch, start_supervisor
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
@@ -55,6 +49,7 @@ from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once
 from trainer.errors import DamagedError
+from trainer.node.line_log import last_lines, logs_of, text_of
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage.open import open_storage
 

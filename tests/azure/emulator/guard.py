@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from dtrain_dagster.clusters.local.processes import descendants, kill_all, signal_all
+from trainer.node.processes import descendants, kill_all, signal_all
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 10.0

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.local import gpus as local_gpus
-from dtrain_dagster.clusters.local.environment import merge_environment, rank_environment
-from dtrain_dagster.clusters.local.gpus import VISIBLE, explain_local_gpus, share_gpus, visible_gpus
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from trainer.node import gpus as local_gpus
+from trainer.node.environment import Seat, merge_environment, rank_environment
+from trainer.node.gpus import VISIBLE, explain_local_gpus, share_gpus, visible_gpus
 
 FOUR, EIGHT = "Standard_NC24s_v3", "Standard_ND40rs_v2"
 
@@ -53,18 +53,18 @@ def test_no_two_ranks_of_this_machine_get_the_same_gpu(gpus: Any):
     launch = {"node_count": 3, "processes_per_node": 2, "threads_per_rank": None, "env": {}, "elastic": True,
               "launch": 1, "token": "t"}  # fmt: skip
     found = [
-        merge_environment({}, launch, rank_environment(launch, node, rank, 5555))[VISIBLE]
+        merge_environment({}, launch, Seat(node_id=node), rank_environment(launch, Seat(node_id=node), rank))[VISIBLE]
         for node in range(3)
         for rank in range(2)
     ]
     assert found == ["0,1", "0,1", "2,3", "2,3", "4,5", "4,5"], "a node's ranks choose by LOCAL_RANK among its own"
     own = launch | {"env": {VISIBLE: "7"}}
-    assert merge_environment({}, own, rank_environment(own, 0, 0, 5555))[VISIBLE] == "7"
+    assert merge_environment({}, own, Seat(node_id=0), rank_environment(own, Seat(node_id=0), 0))[VISIBLE] == "7"
     assert visible_gpus({VISIBLE: "5, 6"}) == ("5", "6")
     assert share_gpus(("5", "6"), 1, 2, 1) == ("6",)
     assert share_gpus(("0",), 0, 3, 1) == (), "one GPU for three nodes: none has it alone"
     gpus(0)
-    assert VISIBLE not in merge_environment({}, launch, rank_environment(launch, 0, 0, 5555))
+    assert VISIBLE not in merge_environment({}, launch, Seat(node_id=0), rank_environment(launch, Seat(node_id=0), 0))
 
 
 def test_gpus_that_are_paid_and_idle_are_told_with_their_dollars():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.exit_policy import Failure
-from dtrain_dagster.clusters.local.failure_message import explain_failure
 from dtrain_dagster.clusters.resume_advice import memory_advice, name_larger_skus
+from dtrain_dagster.clusters.supervision.failure_message import explain_failure
 from dtrain_dagster.costs.prices import price_table
 from trainer.rundir import RESULT, RunDir
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.line_log import PIPE_BYTES, LineLog
+from trainer.node.line_log import PIPE_BYTES, LineLog
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def in_supervisors(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Run this in every supervisor that is started from now on, before anything else."""
     folder = tmp_path / "site"
     folder.mkdir()
-    start = "import os, sys\nif 'dtrain_dagster.clusters.local.supervisor' in sys.orig_argv:\n"
+    start = "import os, sys\nif 'dtrain_dagster.clusters.supervise' in sys.orig_argv:\n"
     (folder / "sitecustomize.py").write_text(start + textwrap.indent(code, "    "))
     monkeypatch.setenv("PYTHONPATH", str(folder))
 

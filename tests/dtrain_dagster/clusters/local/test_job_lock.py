@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtrain_dagster.clusters.local.processes import group_alive, signal_group
-from dtrain_dagster.clusters.local.settle import is_supervisor, supervisor_of
+from dtrain_dagster.clusters.supervision.settle import is_supervisor, supervisor_of
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.errors import DamagedError
+from trainer.node.processes import group_alive, signal_group
 
 
 def test_a_link_in_the_place_of_the_lock_is_damage_in_words(tmp_path: Path):
@@ -32,7 +32,7 @@ def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
         sys.executable,
         "-c",
         "import sys; sys.stdin.read()",
-        "dtrain_dagster.clusters.local.supervisor",
+        "dtrain_dagster.clusters.supervise",
         str(tmp_path),
     ]
     lock = acquire(tmp_path)

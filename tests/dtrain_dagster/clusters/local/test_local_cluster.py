@@ -16,7 +16,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.local.submit import with_package
+from dtrain_dagster.clusters.supervision.submit import with_package
 from dtrain_dagster.support.job_lock import acquire, is_held
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
@@ -47,7 +47,7 @@ def submit_in_another_process(cluster, spec: JobSpec, first: str = "", then: str
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.local.submit import with_package
+from dtrain_dagster.clusters.supervision.submit import with_package
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}
 """
@@ -64,7 +64,7 @@ def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(clu
     mine.chmod(mode)
     before = mine.stat()
     by_hand = subprocess.run(
-        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.local.supervisor", str(folder)],
+        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervise", str(folder)],
         env={**with_package(os.environ), SECRET_FILE: str(mine)},
         capture_output=True,
         text=True,
@@ -236,7 +236,7 @@ def test_processes_die_even_if_supervisor_and_reaper_are_killed_together(cluster
         cluster.wait_for_file(f"up-{rank}")
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # killing one may end the other
-            if "dtrain_dagster.clusters.local.supervisor" in process.cmdline():
+            if "dtrain_dagster.clusters.supervise" in process.cmdline():
                 process.kill()
     assert cluster.wait("both").state is JobState.FAILED
     cluster.wait_for(lambda: cluster.processes() == [], "the processes to die")
@@ -249,7 +249,7 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
     monkeypatch.setattr("dtrain_dagster.clusters.local.manager.END_SECONDS", 0.1)
     assert not cluster.manager.end_orphan(Orphan(kind="job", name="stuck", reason="")), "a sensor has no time to wait"
-    monkeypatch.setattr("dtrain_dagster.clusters.local.settle.FORCE_SECONDS", 0.5)
+    monkeypatch.setattr("dtrain_dagster.clusters.supervision.settle.FORCE_SECONDS", 0.5)
     cluster.manager.cancel_job("stuck")
     assert cluster.processes() == []
     assert cluster.manager.job_status("stuck").state is JobState.FAILED

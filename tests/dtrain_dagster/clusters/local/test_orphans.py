@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.processes import MARK, descendants, kill_all, marked
+from trainer.node.processes import MARK, descendants, kill_all, marked
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]

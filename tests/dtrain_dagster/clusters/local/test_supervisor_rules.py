@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
-from dtrain_dagster.clusters.local.environment import LaunchError, choose_port, merge_environment, rank_environment
-from dtrain_dagster.clusters.local.line_log import LineLog, last_lines, text_of
-from dtrain_dagster.clusters.local.processes import MARK
-from dtrain_dagster.clusters.local.submit import with_package
 from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
+from dtrain_dagster.clusters.supervision.submit import with_package
+from trainer.node.environment import LaunchError, Seat, choose_port, merge_environment, rank_environment
+from trainer.node.line_log import LineLog, last_lines, text_of
+from trainer.node.processes import MARK
 from trainer.rundir import NodePresence
 
 LAUNCH = {
@@ -80,26 +80,29 @@ def test_last_lines_are_read_from_the_end_of_any_log(tmp_path: Path):
 
 
 def test_what_wins_in_the_environment():
-    place = rank_environment(LAUNCH, node_id=2, local_rank=1, port=5555)
+    seat = Seat(node_id=2, master_port=5555)
+    place = rank_environment(LAUNCH, seat, 1)
     assert (place["RANK"], place["WORLD_SIZE"], place["NODE_RANK"]) == (5, 6, 2)
     inherited = {"RANK": "9", "OMP_NUM_THREADS": "7", "A": "shell", "B": "shell"}
-    merged = merge_environment(inherited, LAUNCH | {"env": {"B": "job", "WORLD_SIZE": "1"}}, place)
+    merged = merge_environment(inherited, LAUNCH | {"env": {"B": "job", "WORLD_SIZE": "1"}}, seat, place)
     assert (merged["A"], merged["B"], merged["RANK"], merged["WORLD_SIZE"]) == ("shell", "job", "5", "6")
     assert merged["OMP_NUM_THREADS"] == "7"
-    assert merge_environment(inherited, LAUNCH | {"threads_per_rank": 2}, place)["OMP_NUM_THREADS"] == "2"
+    assert merge_environment(inherited, LAUNCH | {"threads_per_rank": 2}, seat, place)["OMP_NUM_THREADS"] == "2"
     own = LAUNCH | {"threads_per_rank": 2, "env": {"OMP_NUM_THREADS": "5"}}
-    assert merge_environment(inherited, own, place)["OMP_NUM_THREADS"] == "5"
-    assert merge_environment({}, LAUNCH, place)["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert merge_environment(inherited, own, seat, place)["OMP_NUM_THREADS"] == "5"
+    assert merge_environment({}, LAUNCH, seat, place)["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert set(map(type, merged.values())) == {str}
 
 
 def test_launch_and_stay_are_told_to_who_can_regroup_and_to_nobody_else():
-    elastic = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555, incarnation=3)
+    elastic = rank_environment(LAUNCH | {"elastic": True}, Seat(node_id=2, master_port=5555, incarnation=3), 1)
     assert (elastic["DTRAIN_LAUNCH"], elastic["DTRAIN_INCARNATION"]) == (4, 3)
     outer = {"DTRAIN_LAUNCH": "9", "DTRAIN_INCARNATION": "9"}  # of a job that submits this one
-    plain = merge_environment(outer, LAUNCH, rank_environment(LAUNCH, node_id=2, local_rank=1, port=5555))
+    plain = merge_environment(
+        outer, LAUNCH, Seat(node_id=2), rank_environment(LAUNCH, Seat(node_id=2, master_port=5555), 1)
+    )
     assert not set(outer) & set(plain)
-    first = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555)
+    first = rank_environment(LAUNCH | {"elastic": True}, Seat(node_id=2, master_port=5555), 1)
     assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_INCARNATION", MARK}
 
 
@@ -152,7 +155,7 @@ def test_a_line_waits_for_its_end_but_not_for_ever(tmp_path: Path, monkeypatch: 
     log.pump()
     path = tmp_path / "logs" / "node-0.log"
     assert path.read_text() == "--- start ---\nsecond\nfirst line\n"
-    monkeypatch.setattr("dtrain_dagster.clusters.local.line_log.PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr("trainer.node.line_log.PATIENCE_SECONDS", -1.0)
     log.pump()
     assert path.read_text().endswith("first line\nthird")
     monkeypatch.undo()

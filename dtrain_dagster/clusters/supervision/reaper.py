@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Container
 from typing import Any
 
-from dtrain_dagster.clusters.local.processes import descendants, group_alive, kill_all, marked, signal_group
+from trainer.node.processes import descendants, group_alive, kill_all, marked, signal_group
 
 LIMIT_SECONDS = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,7 +60,7 @@ def supervised(
     exit code, negative for a signal. ``on_launch`` is called on a thread of its own with what the child has announced
     (`Reaper.announce_launch`).
 
-    ``token``: the mark of the processes of this job, see `dtrain_dagster.clusters.local.processes.MARK`.
+    ``token``: the mark of the processes of this job, see `trainer.node.processes.MARK`.
     """
     _take_in_orphans()
     codes: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The start of a job of the local cluster: its size is checked, its launch described, its supervisor started.
+"""The start of a supervised job: its launch is described, its supervisor started.
 
 All that follows, up to the end of the job, belongs in `supervisor`; `settle` decides whether it may start.
 """
@@ -15,34 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec
-from dtrain_dagster.clusters.local.line_log import last_lines
-from dtrain_dagster.clusters.local.processes import MARK
-from dtrain_dagster.clusters.local.settle import POLL_SECONDS, SUPERVISOR_LOG, new_token, sweep
+from dtrain_dagster.clusters.supervision.settle import POLL_SECONDS, SUPERVISE, SUPERVISOR_LOG, new_token, sweep
+from trainer.node.line_log import last_lines
+from trainer.node.processes import MARK
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
-RANKS_PER_CORE = 8
 START_SECONDS = 30.0
 """Seconds that a supervisor may take to record that it has the job."""
-
-
-def most_ranks() -> int:
-    """Return the largest number of processes that this machine is asked to carry."""
-    return RANKS_PER_CORE * (os.cpu_count() or 1)
-
-
-def check_size(node_count: int, processes_per_node: int) -> None:
-    """Raise `ClusterError` for a cluster size that this machine cannot have."""
-    if node_count < 1:
-        raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
-    if processes_per_node < 1:
-        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
-    ranks = node_count * processes_per_node
-    if ranks > most_ranks():
-        raise ClusterError(
-            f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
-            f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, {most_ranks()} here: "
-            "set fewer"
-        )
 
 
 def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
@@ -61,21 +40,23 @@ def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, An
     }
 
 
-def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secret: Path) -> None:
+def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secret: Path, resumes: bool = False) -> None:
     """Start a supervisor in a session of its own, hand it the lock, and wait until it records that it has the job.
 
-    ``lock``: the descriptor that holds the job's lock. ``secret``: the file for the secret of the launch. Raise
-    `ClusterError` if the supervisor ends at once or does not answer in time; no process of it is left then.
+    ``lock``: the descriptor that holds the job's lock. ``secret``: the file for the secret of the launch. ``resumes``:
+    go on with the nodes of one that died. Raise `ClusterError` if the supervisor ends at once or does not answer in
+    time; no process of it is left then.
     """
     folder = rundir.storage.local_path()
     rundir.write_json(LAUNCH, launch)
+    before = (rundir.read_json(STATUS) or {}).get("pid")
     log_path = folder / LOGS / SUPERVISOR_LOG
     log_path.parent.mkdir(exist_ok=True)
     with open(log_path, "ab") as log:
         # -P: no module of the working directory may shadow one of the standard library.
-        command = [sys.executable, "-P", "-m", "dtrain_dagster.clusters.local.supervisor"]
+        command = [sys.executable, "-P", "-m", SUPERVISE]
         process = subprocess.Popen(
-            [*command, str(folder), str(lock), str(secret)],
+            [*command, str(folder), str(lock), str(secret), *(["--resume"] if resumes else [])],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -86,8 +67,8 @@ def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secre
     # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
     threading.Thread(target=process.wait, daemon=True).start()
     deadline = time.monotonic() + START_SECONDS
-    while rundir.read_json(STATUS) is None:
-        if process.returncode is not None and rundir.read_json(STATUS) is None:
+    while (rundir.read_json(STATUS) or {}).get("pid") == before:
+        if process.returncode is not None and (rundir.read_json(STATUS) or {}).get("pid") == before:
             raise ClusterError(
                 f"the supervisor of job {launch['job_id']!r} ended at once (exit code {process.returncode}); the end "
                 f"of {log_path}:\n{last_lines(log_path, 12)}"

@@ -1,4 +1,4 @@
-"""The actions of processes other than its supervisor on a job of this machine: lock, watch, settle and end it.
+"""The actions of processes other than its supervisor on a job: lock, watch, settle and end it.
 
 `submit` starts a job; its supervisor's own work is in `supervisor`.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import psutil
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.job_notices import tell_of_end
-from dtrain_dagster.clusters.local.environment import STOP_GRACE
-from dtrain_dagster.clusters.local.line_log import last_lines
-from dtrain_dagster.clusters.local.processes import (
+from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
+from trainer.node.environment import STOP_GRACE
+from trainer.node.line_log import last_lines
+from trainer.node.processes import (
     command_of,
     has_open,
     kill_all,
@@ -29,7 +30,6 @@ from dtrain_dagster.clusters.local.processes import (
     parent_of,
     signal_if,
 )
-from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 SWEEP_SECONDS = 10.0
@@ -40,8 +40,26 @@ FORCE_SECONDS = 15.0
 NOTICE_SECONDS = 0.1
 """Seconds until the end of a followed job is noticed. Each look reads the date of one file."""
 SUPERVISOR_LOG = "supervisor.log"
+SUPERVISE = "dtrain_dagster.clusters.supervise"
+"""The module that is a supervisor's process; its command line is known by this name."""
 TOKEN_LENGTH = 16 + 32
 """Digits of a launch's token: those of its run directory's digest, and random ones."""
+
+
+Revive = Callable[[int], None]
+"""Start another supervisor for a job whose nodes outlive theirs, and hand it this descriptor, which holds the job's
+lock."""
+
+
+def outlives_supervisor(launch: Mapping[str, Any]) -> bool:
+    """Return whether the nodes of this launch go on when their supervisor dies: an engine runs them."""
+    return launch.get("engine", "local") != "local"
+
+
+def has_ended(rundir: RunDir) -> bool:
+    """Return whether the job's status says that it has ended, or there is none."""
+    status = rundir.read_json(STATUS)
+    return status is None or JobState(status["state"]).is_final
 
 
 def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
@@ -79,8 +97,9 @@ def settle_status(rundir: RunDir, sweeps: bool = True) -> dict[str, Any] | None:
     return status
 
 
-def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
-    """Return ``status.json`` and whether a supervisor lives, both of one moment; settled where the supervisor died."""
+def observe(rundir: RunDir, revive: Revive | None = None) -> tuple[dict[str, Any] | None, bool]:
+    """Return ``status.json`` and whether a supervisor lives, both of one moment. Where the supervisor died, the job is
+    settled, or, if its nodes go on, given another one (``revive``)."""
     folder = rundir.storage.local_path()
     while True:
         status = rundir.read_json(STATUS)
@@ -94,7 +113,9 @@ def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
         lock = acquire(folder)  # nobody may start it while its end is being written
         if lock is not None:
             try:
-                return settle_status(rundir), False
+                if revive is None or not outlives_supervisor(rundir.read_json(LAUNCH) or {}):
+                    return settle_status(rundir), False
+                revive(lock)
             finally:
                 os.close(lock)
 
@@ -111,7 +132,7 @@ def wait_for_change(rundir: RunDir, state: JobState, seconds: float) -> None:
         time.sleep(NOTICE_SECONDS)
 
 
-def end_supervised(rundir: RunDir, patience_seconds: float) -> bool:
+def end_supervised(rundir: RunDir, patience_seconds: float, revive: Revive | None = None) -> bool:
     """Request the end of a job from its supervisor and wait at most that long; return whether it has ended. A
     supervisor that takes much longer than its grace is killed, and the end that it could not write is written here."""
     folder = rundir.storage.local_path()
@@ -124,7 +145,9 @@ def end_supervised(rundir: RunDir, patience_seconds: float) -> bool:
         late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
         signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(POLL_SECONDS)
-    observe(rundir)  # settles it, had the supervisor to be killed
+    status, runs = observe(rundir, revive)  # settles it, had the supervisor to be killed
+    if runs and status is not None:  # its nodes went on without one: the new one is asked
+        return end_supervised(rundir, patience_seconds - (time.monotonic() - asked_at), revive)
     return True
 
 
@@ -159,7 +182,7 @@ def is_supervisor(pid: int, folder: Path) -> bool:
     it has the lock open, which none of its children inherits."""
     command = command_of(pid)
     return (
-        "dtrain_dagster.clusters.local.supervisor" in command
+        SUPERVISE in command
         and any(_is_same(argument, folder) for argument in command)
         and has_open(pid, folder / LOCK)
     )

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
-from dtrain_dagster.clusters.local.line_log import last_lines
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
+from trainer.node.line_log import last_lines
 from trainer.rundir import LOGS, RunDir
 
 LOG_TAIL_LINES = 12

@@ -1,4 +1,7 @@
-"""The environment variables that a process of a job gets."""
+"""The environment variables that a process of a job gets.
+
+Its place in the world, its GPUs and threads belong here; how a cluster describes a launch does not.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.clusters.local.gpus import VISIBLE, share_gpus, visible_gpus
-from dtrain_dagster.clusters.local.processes import MARK
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.exit_codes import RELEASES_NODES
+from trainer.node.gpus import VISIBLE, share_gpus, visible_gpus
+from trainer.node.processes import MARK
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
@@ -20,8 +24,32 @@ STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 _OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", RELEASES_NODES, SECRET_FILE)
 
 
+LOOPBACK = "127.0.0.1"
+HOST = "DTRAIN_HOST"
+"""Variable: the address under which other nodes reach this one."""
+
+
 class LaunchError(ValueError):
     """The requested launch cannot be started. The message names the setting and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """The place of one incarnation of a node in its launch."""
+
+    node_id: int
+    incarnation: int = 1
+    host: str = LOOPBACK
+    """The address under which other nodes reach it."""
+    master_addr: str = LOOPBACK
+    """The address of the node with rank 0. Processes that regroup find each other in storage; it then only tells which
+    network they use."""
+    master_port: int = 0
+    secret: str = ""
+    """The path of the file with this launch's secret."""
+    is_alone: bool = False
+    """Whether a scheduler has given it a machine, or a share of one, of its own; else all nodes of the launch are this
+    machine, and divide it."""
 
 
 def read_duration(name: str, default: float, *environments: Mapping[str, str]) -> float:
@@ -52,18 +80,15 @@ def choose_port(wanted: int | None) -> int:
 
 
 def node_mark(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
-    """Return the mark of all processes of one incarnation of a node, see
-    `dtrain_dagster.clusters.local.processes.MARK`."""
+    """Return the mark of all processes of one incarnation of a node, see `trainer.node.processes.MARK`."""
     return f"{launch['token']}-l{launch['launch']}-n{node_id}-s{incarnation}-"
 
 
-def rank_environment(
-    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, incarnation: int = 1, secret: str = ""
-) -> dict[str, Any]:
-    """Return torchrun's variables for one process; for a process that regroups, also the launch and the incarnation.
-    ``secret``: the path of the file with this launch's secret."""
-    per_node, count = launch["processes_per_node"], launch["node_count"]
-    of_launch = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": incarnation, RELEASES_NODES: 1}
+def rank_environment(launch: Mapping[str, Any], seat: Seat, local_rank: int) -> dict[str, Any]:
+    """Return torchrun's variables for one process; for a process that regroups, also the launch and the
+    incarnation."""
+    per_node, count, node_id = launch["processes_per_node"], launch["node_count"], seat.node_id
+    of_launch = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": seat.incarnation, RELEASES_NODES: 1}
     elastic = of_launch if launch["elastic"] else {}
     return {
         "RANK": node_id * per_node + local_rank,
@@ -72,30 +97,39 @@ def rank_environment(
         "GROUP_RANK": node_id,
         "WORLD_SIZE": count * per_node,
         "LOCAL_WORLD_SIZE": per_node,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_ADDR": seat.master_addr,
+        "MASTER_PORT": seat.master_port,
+        **({HOST: seat.host} if seat.is_alone else {}),
         "PYTHONUNBUFFERED": 1,
-        MARK: node_mark(launch, node_id, incarnation),
-        **({SECRET_FILE: secret} if secret else {}),
+        MARK: node_mark(launch, node_id, seat.incarnation),
+        **({SECRET_FILE: seat.secret} if seat.secret else {}),
         **elastic,
     }
 
 
 def merge_environment(
-    inherited: Mapping[str, str], launch: Mapping[str, Any], variables: Mapping[str, Any]
+    inherited: Mapping[str, str], launch: Mapping[str, Any], seat: Seat, variables: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the environment of a process. Later sources win: defaults, the submitter's environment, the setting for
-    threads, its GPUs of this machine, the job's own variables, its place in the world."""
-    ranks = launch["node_count"] * launch["processes_per_node"]
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # or every rank takes all cores
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # all nodes are on this machine
-    }
+    """Return the environment of a process. Later sources win: defaults, the environment of the process that starts it,
+    the setting for threads, its GPUs of this machine, the job's own variables, its place in the world."""
+    nodes_here = 1 if seat.is_alone else launch["node_count"]
+    ranks = nodes_here * launch["processes_per_node"]
+    defaults = {"OMP_NUM_THREADS": str(max(1, _usable_cores(seat) // ranks))}  # or every rank takes all cores
+    if not seat.is_alone:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"  # all nodes are on this machine
     threads = {"OMP_NUM_THREADS": str(launch["threads_per_rank"])} if launch["threads_per_rank"] else {}
     places = {name: str(value) for name, value in variables.items()}
     # A job may be submitted from within another: that one's launch is not this one's.
     outer = {name: value for name, value in inherited.items() if name not in _OF_A_LAUNCH}
     gpus = visible_gpus(outer)
-    mine = share_gpus(gpus, int(variables["NODE_RANK"]), launch["node_count"], launch["processes_per_node"])
+    here = 0 if seat.is_alone else seat.node_id
+    mine = share_gpus(gpus, here, nodes_here, launch["processes_per_node"])
     devices = {VISIBLE: ",".join(mine)} if gpus else {}
     return {**defaults, **outer, **threads, **devices, **launch["env"], **places}
+
+
+def _usable_cores(seat: Seat) -> int:
+    """Return the cores for all ranks on this machine: those that a scheduler has bound the node to, else all."""
+    if seat.is_alone and hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,98 @@
+"""The supervisor's process: ``python -m dtrain_dagster.clusters.supervise DIR`` (see `supervision.supervisor`).
+
+It chooses the placer by the launch, and stands above the rooms of all kinds of clusters for that. The manager of a
+cluster starts it (`supervision.submit`) and knows it by its name only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, notice_addresses, tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.supervision.placer import Placer
+from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
+from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status
+from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
+from dtrain_dagster.support.job_lock import acquire
+from trainer.comm.descriptors import raise_descriptor_limit
+from trainer.comm.launch_secret import SecretFile, file_by_hand
+from trainer.errors import ConfigError
+from trainer.exit_codes import UNUSABLE
+from trainer.rundir import LAUNCH, RunDir
+from trainer.runtime.clock import SteadyClock
+
+RESUME = "--resume"
+"""The argument of a supervisor that goes on with the nodes of one that died."""
+
+
+def make_placer(
+    launch: Mapping[str, Any], rundir: RunDir, secret: SecretFile, clock: SteadyClock, reaper: Reaper
+) -> Placer:
+    """Return the placer of a launch: that of its ``engine``, else this machine's."""
+    from dtrain_dagster.clusters.local.placer import LocalPlacer
+
+    return LocalPlacer(rundir, secret, clock, reaper)
+
+
+def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
+    """Run a supervisor's whole life, under its reaper, and return the exit code."""
+    placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock, reaper)
+    supervisor = Supervisor(rundir, placer, clock, reaper)
+    try:
+        state = supervisor.run(resumes)
+    except Exception as error:
+        supervisor.abandon(error)
+        raise
+    _say(json.dumps({"state": state}))
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the supervisor and return its exit code.
+
+    ``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds, and
+    the file for the secrets of launches. ``--resume`` at the end: go on with the nodes of a supervisor that died.
+    """
+    rundir = RunDir(arguments[0])
+    lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
+    if lock is None:
+        _say("another supervisor has this job")
+        return 1
+    try:
+        secret = SecretFile(Path(arguments[2])) if len(arguments) > 2 else file_by_hand(os.environ)
+    except ConfigError as error:
+        _say(str(error))
+        return UNUSABLE
+    launch = rundir.read_json(LAUNCH) or {}
+    clock = begin_clock(rundir)
+    raise_descriptor_limit()
+
+    def afterwards() -> None:
+        if outlives_supervisor(launch) and not has_ended(rundir):
+            return  # its nodes go on, and whoever looks at the job next starts another supervisor
+        secret.remove()
+        presences.close(rundir, clock.now())
+        if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
+            settle_status(rundir, sweeps=False)
+
+    work = partial(supervise, rundir, secret, clock, RESUME in arguments)
+    code = supervised(work, launch["token"], afterwards, partial(tell_of_launch, rundir, retries=RETRIES))
+    if has_end_to_tell(rundir):
+        os.close(lock)  # the job may be started again meanwhile
+        tell_of_end(rundir, RETRIES)
+    return code
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - the supervisor's log
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
