@@ -104,7 +104,8 @@ class LocalPlacer:
 
     def sweep(self, seconds: float) -> None:
         """Kill the processes that descend from this job's, in no node's group."""
-        kill_all(self._strays, seconds)
+        if self.launch:  # else nothing was started
+            kill_all(self._strays, seconds)
 
     def _strays(self) -> set[int]:
         """Return the processes that descend from this job's, in no node's group and without its mark."""

@@ -1,0 +1,95 @@
+"""The interface to an engine that runs the nodes of a job for us: SLURM, Kubernetes, Ray.
+
+An engine runs one-node jobs, one for each incarnation of a node; each runs the node agent (`trainer.node.agent`). It
+submits, lists and cancels them, and says of each what it knows. What follows from that is in `agent_placer`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+NAME_DIGITS = 24
+"""Digits of a launch's token in the names of its jobs: 96 random bits, short enough for a label of Kubernetes."""
+
+
+class EngineUnreachableError(OSError):
+    """The engine did not answer: its control plane restarts, or the network is down. The same request may succeed
+    later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineJob:
+    """One job of an engine: one incarnation of one node, as the engine describes it now."""
+
+    id: str
+    node_id: int
+    incarnation: int
+    state: Literal["pending", "running", "ended"]
+    reason: str = ""
+    """Why it waits, with the remedy where one is known, or why it ended; "" where there is nothing to say."""
+    host: str = ""
+    """The machine that it runs on, as the engine calls it."""
+    exit_code: int | None = None
+    """The exit code of the agent, or minus the number of the signal; None while it runs, or where it is unknown."""
+    lost: bool = False
+    """Whether the engine took the node away, or lost it: preempted, evicted, at the end of its time limit, machine not
+    there. Such an end is nobody's failure."""
+    is_planned: bool = False
+    """Whether that end was known from the start, as that of a time limit is: it counts for no replacement."""
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    ends_at: float | None = None
+    """The time at which the engine will end it whatever it does; None where there is no such limit. All times are Unix
+    seconds."""
+
+
+class Engine(Protocol):
+    """What runs one-node jobs. Every call returns within half a minute, and raises `EngineUnreachableError` where the
+    engine cannot be asked now."""
+
+    poll_seconds: float
+    """Seconds between two calls of `list_jobs`."""
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+        """Start the agent of one incarnation of a node, and return the id of its job. A job of `name_job` that is there
+        already is returned, and not bought twice. Raise `trainer.node.environment.LaunchError` where the engine refuses
+        it for good, with the setting and the remedy."""
+        ...
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> Sequence[EngineJob]:
+        """Return the jobs of this launch (same token and number) that the engine still knows."""
+        ...
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        """Ask the engine to end these jobs: with SIGTERM first, or, with ``force``, at once and without waiting for the
+        machine's answer. Jobs that have ended, or that it does not know, are passed over."""
+        ...
+
+    def read_log(self, job_id: str) -> str | None:
+        """Return what the agent printed, as far as the engine keeps it; None where it has nothing."""
+        ...
+
+
+def name_launch(launch: Mapping[str, Any]) -> str:
+    """Return a name of this launch that no other has, of lower-case letters, digits and hyphens."""
+    return f"dtrain-{launch['token'][-NAME_DIGITS:]}-l{launch['launch']}"
+
+
+def name_job(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    """Return the name of one incarnation's job, of at most 63 lower-case letters, digits and hyphens for numbers below
+    1000."""
+    return f"{name_launch(launch)}-n{node_id}-s{incarnation}"
+
+
+def agent_command(
+    launch: Mapping[str, Any], run_dir: str, node_id: int, incarnation: int, python: str = sys.executable
+) -> list[str]:
+    """Return the command that an engine runs on a node. ``python``: the interpreter there."""
+    return [
+        *(python, "-P", "-m", "trainer.node", run_dir),
+        *("--launch", str(launch["launch"]), "--node", str(node_id), "--incarnation", str(incarnation)),
+    ]
