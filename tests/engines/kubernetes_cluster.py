@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -126,12 +126,25 @@ class KubernetesCluster:
             raise
         return json.loads(text) if text.startswith(b"{") else text.decode()
 
+    def wait(self, holds: Callable[[], object], what: str, program: str = "") -> None:
+        """Return when this holds; a request that fails does not. RuntimeError, with the program's last words, where it
+        takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                if holds():
+                    return
+            if time.monotonic() > deadline:
+                said = f" {program}:\n{self.log(program)[-3000:]}" if program else ""
+                raise RuntimeError(f"not seen within {START_SECONDS:.0f} s: {what}.{said}")
+            time.sleep(0.1)
+
     def wait_for_api(self) -> None:
-        self._wait(lambda: self.ask("GET", "/readyz") == "ok", "the API server", "kube-apiserver")
+        self.wait(lambda: self.ask("GET", "/readyz") == "ok", "the API server", "kube-apiserver")
 
     def wait_for_node(self, name: str, ready: bool = True) -> None:
         """Return when the control plane takes this machine for ready, or not ready."""
-        self._wait(lambda: self.node_is_ready(name) == ready, f"{name} (ready: {ready})", f"kubelet-{name}")
+        self.wait(lambda: self.node_is_ready(name) == ready, f"{name} (ready: {ready})", f"kubelet-{name}")
 
     def node_is_ready(self, name: str) -> bool:
         conditions = self.ask("GET", f"/api/v1/nodes/{name}")["status"].get("conditions", [])
@@ -184,7 +197,7 @@ class KubernetesCluster:
         self.start("kube-scheduler")
         for node in self.nodes:
             self.wait_for_node(node)
-        self._wait(lambda: self.ask("GET", "/api/v1/namespaces/default/serviceaccounts/default"), "accounts",
+        self.wait(lambda: self.ask("GET", "/api/v1/namespaces/default/serviceaccounts/default"), "accounts",
                    "kube-controller-manager")  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
@@ -209,18 +222,6 @@ class KubernetesCluster:
         if not line:
             raise RuntimeError(f"the cluster's first process has ended ({self.process.wait()})")
         return json.loads(line)
-
-    def _wait(self, holds: Any, what: str, program: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                if holds():
-                    return
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{what}: not seen within {START_SECONDS:.0f} s. {program}:\n{self.log(program)[-3000:]}"
-                )
-            time.sleep(0.1)
 
     def _command(self, name: str) -> list[str]:
         here, api = self.folder, f"{init.NETWORK}.0.1"

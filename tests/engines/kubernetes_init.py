@@ -167,14 +167,19 @@ def node(folder: Path, name: str, index: int, programs: Path) -> None:
         time.sleep(0.1)
     for image in sorted(folder.glob("images/*.tar")):
         run(*ctr, "images", "import", str(image))
+    # Often enough for controllers that miss a machine after seconds; there is no flag for it.
+    often = {"nodeLeaseDurationSeconds": 4, "nodeStatusUpdateFrequency": "1s", "nodeStatusReportFrequency": "2s"}
+    kind = {"apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration"}
+    (here / "kubelet.json").write_text(json.dumps(kind | often))
     watched.add(spawn([
-        "kubelet", f"--kubeconfig={folder / 'inside.yaml'}", f"--hostname-override={name}", f"--node-ip={address}",
+        "kubelet", f"--config={here / 'kubelet.json'}", f"--kubeconfig={folder / 'inside.yaml'}",
+        f"--hostname-override={name}", f"--node-ip={address}",
         f"--address={address}", "--container-runtime=remote",
         f"--container-runtime-endpoint=unix://{socket_path}", "--pod-infra-container-image=localhost/pause:test",
         "--cgroup-driver=cgroupfs", "--cgroups-per-qos=false", "--enforce-node-allocatable=", "--fail-swap-on=false",
         f"--root-dir={here / 'kubelet'}", f"--cert-dir={here / 'kubelet' / 'pki'}", "--read-only-port=0",
         "--healthz-port=0", "--authorization-mode=AlwaysAllow", "--anonymous-auth=true", "--resolv-conf=",
-        "--node-status-update-frequency=2s", "--make-iptables-util-chains=false", "--eviction-hard=",
+        "--make-iptables-util-chains=false", "--eviction-hard=",
         "--image-gc-high-threshold=100", "--image-gc-low-threshold=99", "--register-node=true", "--max-pods=30",
         f"--node-labels=dtrain.test/index={index}",
     ], folder / "logs" / f"kubelet-{name}.log"))  # fmt: skip

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests.engines.kubernetes_parts import CGROUPS, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 PODS = "/api/v1/namespaces/default/pods"
-WAIT_SECONDS = 90.0
 
 
 def pod(name: str, node: str, folder: Path, program: str) -> dict[str, Any]:
@@ -39,13 +36,6 @@ def pod(name: str, node: str, folder: Path, program: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {WAIT_SECONDS:.0f} s: {what}"
-        time.sleep(0.1)
-
-
 def test_pods_of_two_machines_share_a_folder_and_a_network(kubernetes: KubernetesCluster, tmp_path: Path) -> None:
     serve = (
         "import socket, os; s = socket.create_server(('', 4000)); open('address', 'w').write(socket.gethostbyname("
@@ -58,7 +48,7 @@ def test_pods_of_two_machines_share_a_folder_and_a_network(kubernetes: Kubernete
     )
     kubernetes.ask("POST", PODS, pod("server", "node-0", tmp_path, serve))
     kubernetes.ask("POST", PODS, pod("caller", "node-1", tmp_path, call))
-    wait_for(lambda: kubernetes.ask("GET", f"{PODS}/caller")["status"]["phase"] == "Succeeded", "the call")
+    kubernetes.wait(lambda: kubernetes.ask("GET", f"{PODS}/caller")["status"]["phase"] == "Succeeded", "the call")
     said = kubernetes.ask("GET", f"{PODS}/caller/log")
     server, caller = said if isinstance(said, list) else json.loads(said)
     assert server.startswith(f"{NETWORK}.1.")
@@ -69,7 +59,7 @@ def test_a_machine_that_is_killed_takes_its_pods_along_and_comes_back(
     kubernetes: KubernetesCluster, tmp_path: Path
 ) -> None:
     kubernetes.ask("POST", PODS, pod("sleeper", "node-1", tmp_path, "import time; 'a sleeper'; time.sleep(1000)"))
-    wait_for(lambda: bool(kubernetes.processes("a sleeper")), "the pod's process")
+    kubernetes.wait(lambda: bool(kubernetes.processes("a sleeper")), "the pod's process")
     kubernetes.kill("node-1")
     assert not kubernetes.processes("a sleeper")
     kubernetes.wait_for_node("node-1", ready=False)

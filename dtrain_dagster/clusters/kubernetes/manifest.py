@@ -7,12 +7,12 @@ What the answers of a cluster mean belongs in `answers`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.clusters.supervision.engine import name_job, name_launch
 
 JOB, LAUNCH, NODE, INCARNATION = "dtrain/job", "dtrain/launch", "dtrain/node", "dtrain/incarnation"
 """Labels of everything that belongs to a node: the job's id as far as a label can hold it, the name of its launch, and
@@ -22,17 +22,6 @@ SCRATCH = "/tmp"
 """The only folder of a pod's own that can be written to; it goes with the pod."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 _LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-
-
-def name_launch(launch: Mapping[str, Any]) -> str:
-    """Return the name of a launch's objects, which no other launch has: at most 33 letters, digits and hyphens for
-    numbers below 1000."""
-    return f"dtrain-{hashlib.sha256(launch['token'].encode()).hexdigest()[:20]}-l{launch['launch']}"
-
-
-def name_job(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
-    """Return the name of the Job of one incarnation of a node. Names of Jobs have at most 63 characters."""
-    return f"{name_launch(launch)}-n{node_id}-i{incarnation}"
 
 
 def label_of(text: str) -> str:

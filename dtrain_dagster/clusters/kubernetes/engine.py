@@ -1,0 +1,267 @@
+"""Kubernetes as an engine that runs one-node jobs: what is asked of the API, and how its refusals are told.
+
+What the objects look like belongs in `manifest`, what the answers mean in `answers`, and what follows from them in
+`dtrain_dagster.clusters.supervision`. The client is Kubernetes' own; it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.kubernetes.answers import first_pod, read_node
+from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH, group_object, node_object
+from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
+from trainer.node.environment import LaunchError
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+TIMEOUT_SECONDS = (5.0, 15.0)
+"""For a connection, and for an answer."""
+MAX_LOG_BYTES = 4 * 2**20
+_NEEDED = (
+    ("batch", "jobs", "create"),
+    ("batch", "jobs", "delete"),
+    ("", "configmaps", "create"),
+    ("", "pods", "delete"),
+)
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
+_REFUSALS = {
+    0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
+    401: "the cluster does not know who asks: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
+    403: "this identity may not do it, or a quota is used up: deploy/kubernetes has the rights that are needed",
+    404: "there is no such namespace: create it, or set DTRAIN_KUBERNETES_NAMESPACE",
+    422: "the cluster takes no such object: correct the DTRAIN_KUBERNETES_ setting that it names",
+}
+
+
+class KubernetesError(ClusterError, LaunchError):
+    """The cluster cannot be used as it is configured, or refuses a request for good. The message has the remedy."""
+
+
+def refusal(what: str, status: int, said: str) -> KubernetesError:
+    """Return the error of a request that the cluster has refused: its own words, and the remedy. Pure."""
+    remedy = _REFUSALS.get(status, "see DTRAIN_KUBERNETES_ in the settings")
+    return KubernetesError(f"cannot {what}: {said} ({status}); {remedy}")
+
+
+class KubernetesEngine:
+    """One cluster, as the environment's kubeconfig or the pod's own service account reaches it."""
+
+    def __init__(
+        self,
+        options: KubernetesOptions,
+        run_dir: str,
+        command: Callable[[Mapping[str, Any], int, int], Sequence[str]],
+        grace_seconds: float = 30.0,
+    ) -> None:
+        """``command``: returns what the pod of an incarnation runs, for launch, node and incarnation."""
+        self.options, self.run_dir, self.command = options, run_dir, command
+        self.grace_seconds = grace_seconds
+        self.poll_seconds = options.poll_seconds
+        self._pods: dict[str, str] = {}
+        """The pod of each Job that was seen, by uid: a Job whose pod is deleted may make another, which is refused."""
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+        """Create the Job of an incarnation, and return its name; one that is there already is returned, not made twice.
+        Raise `KubernetesError` where the cluster refuses it."""
+        command = self.command(launch, node_id, incarnation)
+        body = node_object(self.options, launch, node_id, incarnation, command, self._group(launch), self.grace_seconds)
+        name = body["metadata"]["name"]
+        with self._asking(f"submit node {node_id}", pass_over=(409,)):
+            self._batch.create_namespaced_job(self._space, body, **_RAW)
+        return str(name)
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        """Return the nodes of a launch that the cluster still knows. A pod that was made in the place of a deleted one
+        is deleted, with its Job: an incarnation runs once."""
+        selector = f"{LAUNCH}={name_launch(launch)}"
+        jobs = self._items("list the jobs", self._batch.list_namespaced_job, label_selector=selector)
+        pods = self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector)
+        by_job: dict[str, list[dict[str, Any]]] = {}
+        for pod in pods:
+            by_job.setdefault(pod["metadata"]["labels"].get("job-name", ""), []).append(pod)
+        waits = any(pod["status"].get("phase") == "Pending" for pod in pods) or len(by_job) < len(jobs)
+        warnings = self._warnings() if waits else []
+        now, found = time.time(), []
+        for job in jobs:
+            name = job["metadata"]["name"]
+            own = by_job.get(name, [])
+            found.append(read_node(job, own, warnings, now, self._pods.get(name)))
+            if (first := first_pod(own)) is not None:
+                known = self._pods.setdefault(name, first["metadata"]["uid"])
+                if any(each["metadata"]["uid"] != known for each in own):
+                    self._delete(name, force=False)
+        return found
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        """End these Jobs and their pods: with SIGTERM first, or, with ``force``, without waiting for the machine."""
+        for name in ids:
+            self._delete(name, force)
+
+    def read_log(self, job_id: str) -> str | None:
+        """Return what the node printed, at most its last `MAX_LOG_BYTES`; None where nothing is kept."""
+        selector = f"job-name={job_id}"
+        pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
+        if pod is None:
+            return None
+        with self._asking("read a log", pass_over=(400, 404)):
+            answer = self._core.read_namespaced_pod_log(pod["metadata"]["name"], self._space, **_RAW)
+            return bytes(answer.data)[-MAX_LOG_BYTES:].decode(errors="replace")
+        return None
+
+    def forget(self, launch: Mapping[str, Any]) -> None:
+        """Delete all that is left of a launch: its Jobs, their pods, and what owns them."""
+        with self._asking("delete a launch", pass_over=(404,)):
+            self._core.delete_namespaced_config_map(
+                name_launch(launch), self._space, propagation_policy="Background", **_RAW
+            )
+
+    def check(self) -> None:
+        """Raise `KubernetesError` where this cluster cannot be used: not reached, no namespace, or no right to create
+        Jobs. Nothing is created."""
+        with self._asking("look at the namespace"):
+            self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
+        for group, resource, verb in (
+            ("batch", "jobs", "create"),
+            ("", "configmaps", "create"),
+            ("", "pods", "delete"),
+        ):
+            attributes = {"namespace": self._space, "group": group, "resource": resource, "verb": verb}
+            body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+            with self._asking("ask for the rights"):
+                answer = self._authorization.create_self_subject_access_review(
+                    {**body, "spec": {"resourceAttributes": attributes}}, **_RAW
+                )
+                if not json.loads(answer.data)["status"].get("allowed"):
+                    raise refusal(f"{verb} {resource} in {self._space}", 403, "not allowed")
+
+    # ---
+
+    @property
+    def _space(self) -> str:
+        return self.options.namespace
+
+    @functools.cached_property
+    def _client(self) -> ApiClient:
+        try:
+            from kubernetes import client, config
+            from kubernetes.config.config_exception import ConfigException
+        except ImportError:
+            raise KubernetesError(
+                "DTRAIN_CLUSTER=kubernetes needs the package kubernetes: pip install 'dtrain[kubernetes]'"
+            ) from None
+        configuration = client.Configuration()
+        try:
+            if self.options.kubeconfig is None and self.options.context is None and _in_cluster():
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                config.load_kube_config(
+                    self.options.kubeconfig, self.options.context, client_configuration=configuration,
+                    persist_config=False,
+                )  # fmt: skip
+        except (ConfigException, OSError) as error:
+            raise KubernetesError(
+                f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
+            ) from None
+        configuration.retries = False  # asked again by whoever polls
+        return client.ApiClient(configuration)
+
+    @functools.cached_property
+    def _core(self) -> Any:
+        from kubernetes.client import CoreV1Api
+
+        return CoreV1Api(self._client)
+
+    @functools.cached_property
+    def _batch(self) -> Any:
+        from kubernetes.client import BatchV1Api
+
+        return BatchV1Api(self._client)
+
+    @functools.cached_property
+    def _authorization(self) -> Any:
+        from kubernetes.client import AuthorizationV1Api
+
+        return AuthorizationV1Api(self._client)
+
+    def _group(self, launch: Mapping[str, Any]) -> str:
+        """Return the uid of the launch's ConfigMap, which is made where it is not there."""
+        with self._asking("submit a launch", pass_over=(409,)):
+            body = group_object(self.options, launch, self.run_dir)
+            answer = self._core.create_namespaced_config_map(self._space, body, **_RAW)
+            return str(json.loads(answer.data)["metadata"]["uid"])
+        with self._asking("look at a launch"):
+            answer = self._core.read_namespaced_config_map(name_launch(launch), self._space, **_RAW)
+            return str(json.loads(answer.data)["metadata"]["uid"])
+        raise AssertionError("unreachable")
+
+    def _delete(self, name: str, force: bool) -> None:
+        # In the foreground the Job stays until its pod has ended, so that its end can be seen.
+        policy = "Background" if force else "Foreground"
+        with self._asking("end a node", pass_over=(404,)):
+            self._batch.delete_namespaced_job(name, self._space, propagation_policy=policy, **_RAW)
+        if force:
+            selector = f"job-name={name}"
+            for pod in self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector):
+                with self._asking("end a pod", pass_over=(404,)):
+                    self._core.delete_namespaced_pod(
+                        pod["metadata"]["name"], self._space, grace_period_seconds=0, **_RAW
+                    )
+
+    def _warnings(self) -> list[dict[str, Any]]:
+        return self._items("list the events", self._core.list_namespaced_event, field_selector="type=Warning")
+
+    def _items(self, what: str, ask: Callable[..., Any], **arguments: Any) -> list[dict[str, Any]]:
+        with self._asking(what):
+            return list(json.loads(ask(self._space, **arguments, **_RAW).data)["items"])
+        raise AssertionError("unreachable")
+
+    @contextmanager
+    def _asking(self, what: str, pass_over: Sequence[int] = ()) -> Iterator[None]:
+        """Tell what went wrong with a request in the project's own errors; a status of ``pass_over`` is no fault, and
+        ends the block."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            try:
+                yield
+            except AttributeError as error:  # the client stumbles over its own errors of TLS, which have no body
+                if isinstance(error.__context__, ApiException):
+                    raise error.__context__ from None
+                raise
+        except ApiException as error:
+            if error.status in pass_over:
+                return
+            said = _message(error.body) or str(error.reason)
+            if "CERTIFICATE_VERIFY_FAILED" in said:
+                raise refusal(what, 0, said) from None
+            if error.status in _TRANSIENT or not error.status:
+                raise EngineUnreachableError(f"cannot {what} now: {said}") from error
+            raise refusal(what, error.status, said) from None
+        except HTTPError as error:
+            raise EngineUnreachableError(f"cannot {what}: the cluster does not answer ({error})") from error
+
+
+_RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": TIMEOUT_SECONDS}
+"""Answers as the cluster gave them: what this client's version does not know must not be lost or refused."""
+
+
+def _in_cluster() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+
+
+def _message(body: Any) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return ""

@@ -1,0 +1,51 @@
+"""The namespace and the rights of `deploy/kubernetes` on the test cluster, and the engine as that service account."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from tests.engines.kubernetes_cluster import KubernetesCluster
+from tests.engines.kubernetes_image import IMAGE
+
+NAMESPACE = "dtrain"
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "kubernetes"
+
+
+def deploy(cluster: KubernetesCluster) -> Path:
+    """Apply `deploy/kubernetes` as its first line says. Return a kubeconfig of its service account."""
+    command = [cluster.programs / "bin" / "kubectl", f"--kubeconfig={cluster.kubeconfig}", "apply", "-k", DEPLOYED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
+    for account in ("dtrain", "dtrain-node", "default"):
+        cluster.wait(lambda account=account: cluster.ask("GET", f"{accounts}/{account}").get("secrets"), account)
+    name = cluster.ask("GET", f"{accounts}/dtrain")["secrets"][0]["name"]
+    secret = cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+    path = cluster.folder / "dtrain.yaml"
+    path.write_text(cluster.write_kubeconfig(base64.b64decode(secret["data"]["token"]).decode(), cluster.url))
+    return path
+
+
+def make_options(kubeconfig: Path, **changes: Any) -> KubernetesOptions:
+    """The options of quick, small nodes."""
+    given = {
+        "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never", "cpu": "100m",
+        "memory": "64Mi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.2,
+    }  # fmt: skip
+    return KubernetesOptions.read(json.loads(json.dumps(given | changes)))
+
+
+def make_engine(options: KubernetesOptions, script: str = "exit 0") -> KubernetesEngine:
+    """An engine whose nodes run a line of shell, with ``$NODE`` and ``$INCARNATION``."""
+
+    def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
+        return ["/bin/sh", "-c", f"NODE={node_id}; INCARNATION={incarnation}; {script}"]
+
+    return KubernetesEngine(options, "/data/jobs/one", command, grace_seconds=5.0)

@@ -1,0 +1,237 @@
+"""The engine against a real control plane and real kubelets, as the service account of `deploy/kubernetes`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
+from tests.engines.kubernetes_cluster import KubernetesCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+_tokens = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def access(kubernetes: KubernetesCluster) -> Path:
+    return deploy(kubernetes)
+
+
+@pytest.fixture
+def launch() -> dict[str, Any]:
+    return {"job_id": "job", "token": f"{next(_tokens):048x}", "launch": 1, "env": {}}
+
+
+def watch(
+    cluster: KubernetesCluster, engine: KubernetesEngine, launch: dict[str, Any], holds: Callable[[EngineJob], bool]
+) -> EngineJob:
+    """The only job of a launch, as soon as this holds of it."""
+    seen: list[EngineJob] = []
+
+    def look() -> bool:
+        seen[:] = engine.list_jobs(launch)
+        return len(seen) == 1 and holds(seen[0])
+
+    cluster.wait(look, f"a state of the node; it was {seen}")
+    return seen[0]
+
+
+@pytest.mark.parametrize(("script", "code"), [("echo said; exit 0", 0), ("echo said; exit 7", 7)])
+def test_a_node_runs_once_and_its_end_its_times_and_its_output_are_told(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any], script: str, code: int
+) -> None:
+    engine = make_engine(make_options(access), script)
+    name = engine.submit(launch, 3, 2)
+    ended = watch(kubernetes, engine, launch, lambda job: job.state == "ended")
+    assert (ended.id, ended.node_id, ended.incarnation, ended.exit_code, ended.lost) == (name, 3, 2, code, False)
+    assert ended.host in kubernetes.nodes
+    assert ended.submitted_at is not None and ended.started_at is not None and ended.ended_at is not None  # noqa: PT018
+    assert ended.submitted_at <= ended.started_at <= ended.ended_at
+    assert engine.read_log(name) == "said\n"
+
+
+def test_a_node_that_is_submitted_twice_is_bought_once(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine, other = make_engine(make_options(access)), make_engine(make_options(access))
+    assert engine.submit(launch, 0, 1) == other.submit(launch, 0, 1) == engine.submit(launch, 0, 1)
+    watch(kubernetes, engine, launch, lambda job: job.state == "ended")
+    pods = kubernetes.ask("GET", f"{PODS}?labelSelector=dtrain/launch={name_launch(launch)}")["items"]
+    assert len(pods) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cpu": "1000"}, "lower DTRAIN_KUBERNETES_CPU"),
+        ({"gpus": 1}, "nvidia.com/gpu"),
+        ({"node_selector": {"gpu": "a100"}}, "check DTRAIN_KUBERNETES_NODE_SELECTOR"),
+        ({"image": "localhost/absent:1"}, "DTRAIN_KUBERNETES_PULL_POLICY is Never"),
+        ({"image": "127.0.0.1:1/absent:1", "pull_policy": "Always"}, "check DTRAIN_KUBERNETES_IMAGE"),
+        ({"service_account": "nobody"}, "change DTRAIN_KUBERNETES_SERVICE_ACCOUNT"),
+        ({"priority_class": "absent"}, "change DTRAIN_KUBERNETES_PRIORITY_CLASS"),
+        ({"env_secrets": ["absent"]}, "Secrets of DTRAIN_KUBERNETES_ENV_SECRETS"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_node_that_waits_says_why_and_what_helps(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    engine = make_engine(make_options(access, **changes))
+    name = engine.submit(launch, 0, 1)
+    waits = watch(kubernetes, engine, launch, lambda job: said in job.reason)
+    assert waits.state == "pending"
+    engine.cancel([name], force=True)
+    kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of a node that waited")
+
+
+def test_a_quota_is_named_with_the_settings_that_ask_for_less(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    quotas = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"requests.cpu": "0"}}}
+    kubernetes.ask("POST", quotas, {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
+    try:
+        kubernetes.wait(lambda: kubernetes.ask("GET", f"{quotas}/none").get("status", {}).get("hard"), "the quota")
+        engine = make_engine(make_options(access))
+        engine.submit(launch, 0, 1)
+        watch(
+            kubernetes,
+            engine,
+            launch,
+            lambda job: "have the quota raised" in job.reason,
+        )
+    finally:
+        kubernetes.ask("DELETE", f"{quotas}/none")
+        engine.forget(launch)
+
+
+def test_a_node_is_told_to_end_and_may_clean_up(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine = make_engine(
+        make_options(access), "trap 'echo cleaned; exit 3' TERM; echo runs; while :; do sleep 0.1; done"
+    )
+    name = engine.submit(launch, 0, 1)
+    kubernetes.wait(lambda: engine.read_log(name) == "runs\n", "the program")
+    engine.cancel([name], force=False)
+    codes = set()
+
+    def is_gone() -> bool:
+        left = engine.list_jobs(launch)
+        codes.update(job.exit_code for job in left if job.state == "ended")
+        return not left
+
+    kubernetes.wait(is_gone, "the end")
+    assert codes <= {3}
+
+
+def test_a_pod_that_is_deleted_is_a_lost_node_and_runs_nowhere_again(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine = make_engine(make_options(access), f"'a deleted one {launch['token']}'; sleep 1000")
+    name = engine.submit(launch, 0, 1)
+    watch(kubernetes, engine, launch, lambda job: job.state == "running")
+    pod = kubernetes.ask("GET", f"{PODS}?labelSelector=job-name={name}")["items"][0]["metadata"]["name"]
+    kubernetes.ask("DELETE", f"{PODS}/{pod}?gracePeriodSeconds=0")
+    lost = watch(kubernetes, engine, launch, lambda job: job.state == "ended")
+    assert lost.lost
+    kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of the Job")
+    kubernetes.wait(lambda: not kubernetes.processes(launch["token"]), "the end of the process")
+
+
+def test_a_machine_that_is_lost_is_told_and_its_pods_are_ended_without_it(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine = make_engine(make_options(access), "sleep 1000")
+    name = engine.submit(launch, 0, 1)
+    host = watch(kubernetes, engine, launch, lambda job: job.state == "running").host
+    kubernetes.kill(host)
+    try:
+        lost = watch(kubernetes, engine, launch, lambda job: job.state == "ended")
+        assert lost.lost
+        assert lost.host == host
+        assert host in lost.reason
+        engine.submit(launch, 0, 2)
+        kubernetes.wait(
+            lambda: any(job.state == "running" and job.incarnation == 2 for job in engine.list_jobs(launch)),
+            "the next incarnation, on the other machine",
+        )
+        engine.cancel([name], force=True)
+        kubernetes.wait(lambda: len(engine.list_jobs(launch)) == 1, "the end of the lost pod, without its machine")
+        assert not kubernetes.ask("GET", f"{PODS}?labelSelector=job-name={name}")["items"]
+    finally:
+        kubernetes.start(host)
+        kubernetes.wait_for_node(host)
+        engine.forget(launch)
+
+
+def test_an_api_server_that_is_away_is_no_lost_node(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine = make_engine(make_options(access), "sleep 1000")
+    name = engine.submit(launch, 0, 1)
+    watch(kubernetes, engine, launch, lambda job: job.state == "running")
+    kubernetes.kill("kube-apiserver")
+    for ask in (lambda: engine.list_jobs(launch), lambda: engine.submit(launch, 0, 1), lambda: engine.read_log(name)):
+        with pytest.raises(EngineUnreachableError, match="cannot"):
+            ask()
+    kubernetes.start("kube-apiserver")
+    kubernetes.wait_for_api()
+    watch(kubernetes, engine, launch, lambda job: job.state == "running")
+    engine.forget(launch)
+
+
+def test_deleting_what_owns_a_launch_deletes_all_of_it(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    engine = make_engine(make_options(access), f"'one of a launch {launch['token']}'; sleep 1000")
+    for node in (0, 1):
+        engine.submit(launch, node, 1)
+    kubernetes.wait(lambda: [job.state for job in engine.list_jobs(launch)] == ["running"] * 2, "two nodes")
+    engine.forget(launch)
+    kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of both")
+    kubernetes.wait(lambda: not kubernetes.processes(launch["token"]), "the end of their processes")
+    engine.forget(launch)  # which harms nothing
+
+
+def test_what_cannot_work_is_refused_before_anything_is_made(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    options = make_options(access)
+    make_engine(options).check()
+    with pytest.raises(ClusterError, match="deploy/kubernetes has the rights"):
+        make_engine(replace(options, namespace="default")).check()
+    with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_CONTEXT"):
+        make_engine(replace(options, context="absent")).check()
+    with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_KUBECONFIG"):
+        make_engine(replace(options, kubeconfig="/absent/kubeconfig")).check()
+    with pytest.raises(ClusterError, match="create it, or set DTRAIN_KUBERNETES_NAMESPACE"):
+        make_engine(replace(options, kubeconfig=str(kubernetes.kubeconfig), namespace="absent")).submit(launch, 0, 1)
+    stranger = kubernetes.folder / "stranger.yaml"
+    stranger.write_text(kubernetes.write_kubeconfig("not-a-token", kubernetes.url))
+    with pytest.raises(ClusterError, match="log in again"):
+        make_engine(replace(options, kubeconfig=str(stranger))).check()
+    assert not [
+        job for job in kubernetes.ask("GET", JOBS)["items"] if job["metadata"]["name"] == name_job(launch, 0, 1)
+    ]
+
+
+def test_a_node_keeps_the_rights_of_its_pod(
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
+) -> None:
+    looks = "echo $(id -u) $HOME; touch /file 2>/dev/null && echo writes; ls /var/run/secrets 2>/dev/null && echo token"
+    engine = make_engine(make_options(access, service_account="dtrain-node"), looks.replace("id -u", "busybox id -u"))
+    name = engine.submit(launch, 0, 1)
+    watch(kubernetes, engine, launch, lambda job: job.state == "ended")
+    assert engine.read_log(name) == "1000 /tmp\n"
