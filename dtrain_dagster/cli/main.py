@@ -24,6 +24,7 @@ from dtrain_dagster.cli.common import (
 from dtrain_dagster.cli.costs import cost
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.home import clean, setup, work
+from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
 from dtrain_dagster.cli.sections import SectionedGroup
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure),
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes),
     *(ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:

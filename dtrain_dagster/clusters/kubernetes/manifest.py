@@ -78,7 +78,7 @@ def node_object(
             **({"suspend": True} if options.queue else {}),  # Kueue takes the brake off
             "template": {
                 "metadata": {"labels": labels, "annotations": annotations},
-                "spec": _pod(options, launch, command, grace_seconds),
+                "spec": pod_spec(options, command, grace_seconds, {LAUNCH: name_launch(launch)}),
             },
         },
     }
@@ -93,9 +93,10 @@ def _labels(launch: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _pod(
-    options: KubernetesOptions, launch: Mapping[str, Any], command: Sequence[str], grace_seconds: float
+def pod_spec(
+    options: KubernetesOptions, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
 ) -> dict[str, Any]:
+    """Return the specification of a node's pod. ``apart``: the label of the pods that it is kept apart from."""
     volumes: list[dict[str, Any]] = [
         {"name": "scratch", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
@@ -125,7 +126,7 @@ def _pod(
         "volumes": volumes,
     }
     if options.spread != "none":
-        spec["affinity"] = {"podAntiAffinity": _apart(options.spread, name_launch(launch))}
+        spec["affinity"] = {"podAntiAffinity": _apart(options.spread, apart)}
     if options.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if options.node_selector:
@@ -176,8 +177,8 @@ def _lost_tolerations(options: KubernetesOptions) -> list[dict[str, Any]]:
     ]
 
 
-def _apart(spread: str, launch_name: str) -> dict[str, Any]:
-    term = {"labelSelector": {"matchLabels": {LAUNCH: launch_name}}, "topologyKey": "kubernetes.io/hostname"}
+def _apart(spread: str, label: Mapping[str, str]) -> dict[str, Any]:
+    term = {"labelSelector": {"matchLabels": dict(label)}, "topologyKey": "kubernetes.io/hostname"}
     if spread == "require":
         return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
     return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
