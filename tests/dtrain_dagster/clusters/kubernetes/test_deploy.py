@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
+from dagster._config import validate_config
+from dagster_k8s import K8sRunLauncher
+from dagster_k8s.job import UserDefinedDagsterK8sConfig
 from kubernetes_validate import utils as schemas
+
+from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.settings.kubernetes import read_kubernetes_options
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "kubernetes"
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
@@ -38,3 +44,63 @@ def test_the_role_is_the_least_that_the_engine_needs():
         ("configmaps", "delete"), ("pods", "list"), ("pods", "delete"), ("pods/log", "get"), ("events", "list"),
     }  # fmt: skip
     assert not [made for made in objects() if made["kind"].startswith("ClusterRole")]
+
+
+def values() -> dict[str, Any]:
+    return dict(yaml.safe_load((FOLDER / "dagster" / "values.yaml").read_text()))
+
+
+def launcher_config() -> dict[str, Any]:
+    """The chart's values as it writes them into `dagster.yaml`."""
+    given = values()["runLauncher"]["config"]["k8sRunLauncher"]
+    names = {
+        "jobNamespace": "job_namespace", "loadInclusterConfig": "load_incluster_config", "resources": "resources",
+        "failPodOnRunFailure": "fail_pod_on_run_failure", "securityContext": "security_context",
+        "runK8sConfig": "run_k8s_config",
+    }  # fmt: skip
+    made = {names[name]: value for name, value in given.items()}
+    deeper = {
+        "podSpecConfig": "pod_spec_config", "podTemplateSpecMetadata": "pod_template_spec_metadata",
+        "jobSpecConfig": "job_spec_config",
+    }  # fmt: skip
+    made["run_k8s_config"] = {deeper[name]: value for name, value in made["run_k8s_config"].items()}
+    account = {"service_account_name": values()["global"]["serviceAccountName"]}
+    return {**made, **account, "instance_config_map": "dagster-instance", "dagster_home": "/opt/dagster/dagster_home"}
+
+
+def test_dagsters_launcher_takes_its_configuration():
+    assert validate_config(K8sRunLauncher.config_type(), launcher_config()).success
+    assert not validate_config(K8sRunLauncher.config_type(), {**launcher_config(), "absent": 1}).success
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pods_of_dagster_are_what_kubernetes_takes(version: str):
+    (deployment,) = values()["dagster-user-deployments"]["deployments"]
+    context = UserDefinedDagsterK8sConfig.from_dict(launcher_config()["run_k8s_config"])
+    about = {
+        "name": "run", "image": "registry.example/dtrain-dagster:1",
+        **{name: deployment[name] for name in ("env", "volumeMounts", "securityContext", "resources")},
+    }  # fmt: skip
+    spec = {
+        "containers": [about], "volumes": deployment["volumes"], "securityContext": deployment["podSecurityContext"],
+        "restartPolicy": "Never", **launcher_config()["run_k8s_config"]["pod_spec_config"],
+    }  # fmt: skip
+    assert context.job_spec_config["backoff_limit"] == 0
+    template = {"metadata": {}, "spec": spec}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "run"}, "spec": {"template": template}}
+    schemas.validate(job, version, strict=True)
+
+
+def test_dagster_has_the_settings_of_this_project(monkeypatch: pytest.MonkeyPatch):
+    (deployment,) = values()["dagster-user-deployments"]["deployments"]
+    variables = {item["name"]: item["value"] for item in deployment["env"]}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = KubernetesOptions.read(read_kubernetes_options())
+    (claim,) = (volume["persistentVolumeClaim"]["claimName"] for volume in deployment["volumes"])
+    assert options.volumes[0].source == {"persistentVolumeClaim": {"claimName": claim}}
+    assert options.volumes[0].mount == deployment["volumeMounts"][0]["mountPath"]
+    assert variables["DTRAIN_STORAGE"].startswith(options.volumes[0].mount)
+    accounts = {made["metadata"]["name"] for made in objects() if made["kind"] == "ServiceAccount"}
+    assert options.service_account in accounts
+    assert launcher_config()["run_k8s_config"]["pod_spec_config"]["serviceAccountName"] in accounts
