@@ -31,9 +31,10 @@ _log = logging.getLogger(__name__)
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
+    from dtrain_dagster.settings.kubernetes import KubernetesSettings
 
     names = {f"{PREFIX}{name}" for name in OF_PROCESSES}
-    for kind in (Settings, AzureSettings):
+    for kind in (Settings, AzureSettings, KubernetesSettings):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 
