@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube lint format train dashboard tensorboard mlflow clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube slurm lint format train dashboard tensorboard mlflow clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ kube: setup  ## tests on a real Kubernetes (Linux, root, Debian); its programs a
 	  ./tests/engines/kubernetes_build.sh "$(KUBE_CACHE)"
 	@python -m tests.engines.kubernetes_parts
 	@python -m pytest -n0 tests/engines/test_kubernetes_*.py
+
+slurm: setup  ## tests on a real SLURM (Linux, Debian 12), whose packages are fetched and unpacked once
+	@python -m tests.engines.slurm_cluster
+	@python -m pytest -n0 tests/engines/test_slurm_*.py
 
 lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo
