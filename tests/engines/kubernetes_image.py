@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -17,6 +18,7 @@ def host_volumes(*writable: Path) -> list[tuple[str, bool]]:
     """The folders of this machine that a container needs to run this checkout's Python: (path, read-only)."""
     checkout = Path(__file__).parents[2]
     needed = {Path("/usr"), Path("/lib"), Path("/lib64"), checkout, Path(sys.base_prefix), Path(sys.prefix)}
+    needed |= {Path(path) for path in sys.path if os.path.isdir(path) and os.path.isabs(path)}
     tops = [path for path in needed if not any(other != path and path.is_relative_to(other) for other in needed)]
     return [*((str(path), True) for path in sorted(tops) if path.exists()), *((str(path), False) for path in writable)]
 
