@@ -41,7 +41,8 @@ from dtrain_dagster.definitions import RETRAINING, build_defs
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
-from trainer.rundir import LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, RESULT, STATUS, RunDir, event
 
 SIZES = (10, 1000, 10000)
 """Numbers of past jobs."""

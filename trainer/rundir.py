@@ -30,14 +30,14 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.documents import schemas
+from trainer.documents.presences import NODE_FILE, NODES, NodePresence, node_file, presence_document, presence_of
 from trainer.documents.reader import EVENTS_BYTES, known_names, parse_events, read_document, warn_once
 from trainer.errors import ConfigError, DamagedError
 from trainer.runtime import clock
-from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 from trainer.storage.regular_files import require_folder
 
@@ -56,7 +56,6 @@ PREDICTIONS = "predictions.npz"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"
 MEMBERSHIP = "membership"
-NODES = "nodes"
 LOGS = "logs"
 PROFILE = "profile"
 TUNED = "tuned.json"
@@ -65,45 +64,12 @@ PROFILE_REQUEST = "profile/request.json"
 _log = logging.getLogger(__name__)
 _GENERATION = re.compile(r"g(\d{1,12})[-.]")
 _EVENT_FILE = re.compile(r"g(\d{1,12})-r(\d{1,12})-(\d{1,12})\.jsonl$")
-_NODE_FILE = re.compile(r"[a-z]\d{1,12}-n\d{1,12}(-s\d{1,12})?\.json")
 FOLLOW_BYTES = 16 << 20
 """Bytes of new events that one look reads, and one file more at most: a long job is read in several looks."""
-INCARNATION_KEY = "stay"
-"""The key of a node's incarnation in its file, as older versions wrote it."""
 _AT_ONCE = 16
 """Files that are requested together, where storage is remote."""
 STEP_FILES = 1000
 """The number of event files, the newest first, in which the last step is looked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePresence:
-    """One incarnation of a node: a replacement of a lost node is the next one. Times are Unix seconds, by a clock that
-    does not jump (`trainer.runtime.clock`); ``ended_at`` is None until it has ended."""
-
-    node_id: int
-    launch: int
-    """The start of the job by its cluster: 1, 2, …"""
-    incarnation: int = 1
-    """1 for the node that the launch began with; one more for each that took its place."""
-    started_at: float
-    """The time at which its first process was started."""
-    ended_at: float | None = None
-    """The time at which its last process had ended."""
-    last_seen_at: float | None = None
-    exit_codes: tuple[int, ...] = ()
-    clock_jump_seconds: float = 0.0
-    """Seconds by which its machine's clock has been set since, negative for back. None of the times includes it."""
-
-    def seconds(self, now: float) -> float:
-        """Return the paid seconds so far: until the end, or until ``now``."""
-        return max(0.0, (self.ended_at if self.ended_at is not None else now) - self.started_at)
-
-    def heard_at(self, now: float) -> float:
-        """Return when it was last heard of, by the clock of the caller, which was set together with the node's or was
-        not: the time closer to ``now`` counts."""
-        seen = self.last_seen_at or self.started_at
-        return min(seen, seen + self.clock_jump_seconds, key=lambda at: abs(now - at))
 
 
 class SeenFiles:
@@ -311,23 +277,38 @@ class RunDir:
 
     def write_node(self, presence: NodePresence) -> None:
         """Write a presence, in place of an earlier one of the same incarnation."""
-        self.write_json(_node_file(presence), _presence_document(presence))
+        self.write_json(node_file(presence), presence_document(presence))
 
     def begin_incarnation(self, presence: NodePresence) -> NodePresence:
         """Write a presence as the next incarnation of its node in its launch, and return it with that number."""
         while True:
             try:
-                document = json.dumps(_presence_document(presence), allow_nan=False)
-                self.storage.create(_node_file(presence), document.encode())
+                document = json.dumps(presence_document(presence), allow_nan=False)
+                self.storage.create(node_file(presence), document.encode())
                 return presence
             except FileExistsError:
                 presence = replace(presence, incarnation=presence.incarnation + 1)
+
+    def begin_presence(self, presence: NodePresence) -> bool:
+        """Write a presence where its incarnation has none, and return whether it had none: an incarnation runs once."""
+        try:
+            document = json.dumps(presence_document(presence), allow_nan=False)
+            self.storage.create(node_file(presence), document.encode())
+        except FileExistsError:
+            return False
+        return True
+
+    def read_node(self, launch: int, node_id: int, incarnation: int) -> NodePresence | None:
+        """Return one presence, None where it has not begun. Raise `DamagedError` where it cannot be read."""
+        name = node_file(NodePresence(node_id=node_id, launch=launch, incarnation=incarnation, started_at=0.0))
+        data = read_document(self.storage, name, schemas.PRESENCE)
+        return None if data is None else presence_of(data)
 
     def nodes(self, skip_damaged: bool = False) -> list[NodePresence]:
         """Return every incarnation of every node, in order of launch, node and incarnation. Raise `DamagedError` where
         one of them cannot be read, since the sum that was paid is then unknown; with ``skip_damaged`` leave it out."""
         presences = []
-        for name in known_names(self.storage, NODES, self._listed(NODES), _NODE_FILE):
+        for name in known_names(self.storage, NODES, self._listed(NODES), NODE_FILE):
             try:
                 data = read_document(self.storage, f"{NODES}/{name}", schemas.PRESENCE)
             except DamagedError:
@@ -335,20 +316,8 @@ class RunDir:
                     raise
                 data = None
             if data is not None:
-                if "generation" in data:  # written before nodes could be replaced
-                    data["launch"] = data.pop("generation")
-                data |= {"incarnation": data.pop(INCARNATION_KEY, 1), "exit_codes": tuple(data["exit_codes"])}
-                presences.append(NodePresence(**{key: data[key] for key in data.keys() & _PRESENCE_FIELDS}))
+                presences.append(presence_of(data))
         return presences
-
-
-_PRESENCE_FIELDS = frozenset(field.name for field in fields(NodePresence))
-
-
-def _presence_document(presence: NodePresence) -> dict[str, Any]:
-    """Return the content of a presence's file."""
-    document = asdict(presence)
-    return document | {INCARNATION_KEY: document.pop("incarnation")}
 
 
 def _in(folder: str, names: Iterable[str]) -> list[str]:
@@ -362,25 +331,9 @@ def _in_time(name: str) -> tuple[int, int, int]:
     return int(match[1]), int(match[3]), int(match[2])
 
 
-def heartbeat_seconds(storage: Storage) -> float:
-    """Return the seconds between two heartbeats of a node that keeps its own record; remote ones cost money."""
-    return 2.0 if storage.is_local else 10.0
-
-
-def stale_seconds(storage: Storage) -> float:
-    """Return the seconds of silence after which a node is not well: it has missed at least five heartbeats, and on
-    remote storage one of them may have been tried for as long as a request is (90 s,
-    `trainer.storage.azure_account`)."""
-    return 10.0 if storage.is_local else 120.0
-
-
 def event_file(generation: int, rank: int, number: int) -> str:
     """Return the name of a file of events."""
     return f"g{generation:04d}-r{rank:05d}-{number:06d}.jsonl"
-
-
-def _node_file(presence: NodePresence) -> str:
-    return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.incarnation:03d}.json"
 
 
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:

@@ -66,8 +66,9 @@ def jobs() -> None:
     from dtrain_dagster.clusters.base import JobStatus
     from dtrain_dagster.jobs.progress import last_step
     from dtrain_dagster.jobs.totals import sum_presences
+    from trainer.documents.presences import stale_seconds
     from trainer.errors import DamagedError
-    from trainer.rundir import LAUNCH, stale_seconds
+    from trainer.rundir import LAUNCH
 
     settings, now = read_settings(), time.time()
     manager = cluster_of(settings)[0].manager()

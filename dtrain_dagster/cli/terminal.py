@@ -24,9 +24,10 @@ from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import ProfileEvent
+from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.errors import DamagedError
 from trainer.printable import visible
-from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
+from trainer.rundir import LAUNCH, RunDir
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 STATE_COLOURS = {

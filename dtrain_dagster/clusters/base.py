@@ -215,7 +215,7 @@ class GPUClusterManager(ABC):
 
     home: Path
     """Folder of this orchestrator on this machine; nodes in the cloud cannot reach it."""
-    python: ClassVar[str] = sys.executable
+    python: str = sys.executable
     """The command that starts Python on its nodes."""
     poll_seconds: float = 0.5
     """Seconds between two looks at a job that is followed."""

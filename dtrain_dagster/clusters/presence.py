@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from dtrain_dagster.clusters.base import NodeHealth
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents import schemas
+from trainer.documents.presences import NodePresence
 from trainer.documents.reader import read_document
-from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
+from trainer.rundir import JOB, MEMBERSHIP, RunDir
 
 _RECORD = re.compile(r"g\d{6,12}\.json")
 _CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, notice_addresses, tell_of_end, tell_of_launch
 from dtrain_dagster.clusters.supervision.placer import Placer
+from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
-from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status
+from dtrain_dagster.clusters.supervision.settle import (
+    has_ended,
+    outlives_supervisor,
+    settle_status,
+    supervisor_mark,
+)
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
@@ -36,14 +43,26 @@ def make_placer(
     launch: Mapping[str, Any], rundir: RunDir, secret: SecretFile, clock: SteadyClock, reaper: Reaper
 ) -> Placer:
     """Return the placer of a launch: that of its ``engine``, else this machine's."""
-    from dtrain_dagster.clusters.local.placer import LocalPlacer
+    if not outlives_supervisor(launch):
+        from dtrain_dagster.clusters.local.placer import LocalPlacer
 
-    return LocalPlacer(rundir, secret, clock, reaper)
+        return LocalPlacer(rundir, secret, clock, reaper)
+    from dtrain_dagster.clusters.engine_manager import open_engine
+    from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
+
+    options = PrivateFiles.beside(secret.path).read_options()
+    environment = {**os.environ, **launch["env"]}
+    engine = open_engine(launch["engine"], options, rundir.uri, str(secret.path), environment)
+    return AgentPlacer(rundir, engine, secret, clock)
 
 
 def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
     """Run a supervisor's whole life, under its reaper, and return the exit code."""
-    placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock, reaper)
+    try:
+        placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock, reaper)
+    except ClusterError as error:
+        _say(str(error))
+        return UNUSABLE
     supervisor = Supervisor(rundir, placer, clock, reaper)
     try:
         state = supervisor.run(resumes)
@@ -78,12 +97,13 @@ def main(arguments: Sequence[str]) -> int:
         if outlives_supervisor(launch) and not has_ended(rundir):
             return  # its nodes go on, and whoever looks at the job next starts another supervisor
         secret.remove()
+        PrivateFiles.beside(secret.path).remove_options()
         presences.close(rundir, clock.now())
         if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    code = supervised(work, launch["token"], afterwards, partial(tell_of_launch, rundir, retries=RETRIES))
+    code = supervised(work, supervisor_mark(launch), afterwards, partial(tell_of_launch, rundir, retries=RETRIES))
     if has_end_to_tell(rundir):
         os.close(lock)  # the job may be started again meanwhile
         tell_of_end(rundir, RETRIES)

@@ -24,8 +24,9 @@ from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, 
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
+from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible
-from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, stale_seconds
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, SeenFiles
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 

@@ -10,7 +10,8 @@ from typing import Any
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from trainer.documents.events import PhaseEvent, read_events
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 
 
 def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:

@@ -20,7 +20,8 @@ from dtrain_dagster.monitoring.windows import communication_cost, settled, share
 from dtrain_dagster.planning.machine_load import cores_of_others
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
-from trainer.rundir import RESULT, NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RESULT, RunDir
 
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""

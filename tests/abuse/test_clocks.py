@@ -26,8 +26,9 @@ from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
 from tests.dtrain_dagster.automation.test_retraining import World
 from tests.trained import record_training
+from trainer.documents.presences import NodePresence
 from trainer.engine import budget
-from trainer.rundir import NodePresence, RunDir
+from trainer.rundir import RunDir
 from trainer.runtime.clock import ORIGIN, SteadyClock
 from trainer.storage.open import open_storage
 

@@ -49,8 +49,9 @@ from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.settings.environment import Settings
+from trainer.documents.presences import NodePresence
 from trainer.errors import DamagedError
-from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, event
 
 NOW = 1_700_000_000.0
 
@@ -211,8 +212,8 @@ def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callabl
     manager = LocalClusterManager(tmp_path)
     rundir = written("runs", "running")
     for name in ("runs", "dead"):
-        manager.active.enter(name)
-    manager.active.complete()
+        manager.jobs.active.enter(name)
+    manager.jobs.active.complete()
     written("dead", "running").storage.write(STATUS, b"[]")
     rundir.storage.write(STATUS, b"[]")
     lock = acquire(Path(rundir.uri))  # as its supervisor does
@@ -221,7 +222,7 @@ def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callabl
         assert [(job.job_id, job.state, bool(job.damage)) for job in manager.active_jobs()] == [
             ("runs", "running", True)
         ]
-        assert manager.active.marks() == ["runs"]
+        assert manager.jobs.active.marks() == ["runs"]
         assert manager.monitor_health().healthy is True
     finally:
         os.close(lock)

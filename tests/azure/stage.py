@@ -19,7 +19,8 @@ V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC4
 T4 = "Standard_NC4as_T4_v3"
 SCRIPT = """
 import os, sys, time
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 rundir, launch, rank = RunDir(sys.argv[1]), int(os.environ["DTRAIN_LAUNCH"]), int(os.environ["RANK"])
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} in launch {launch}", flush=True)
 def succeed():

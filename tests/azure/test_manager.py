@@ -16,7 +16,8 @@ from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from tests.webhook import web_hook
-from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 pytestmark = pytest.mark.slow

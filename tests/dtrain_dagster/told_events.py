@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import DatasetRef, JobConfig
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 
 START = 1_790_000_000.0
 WINDOW = 5

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.data.coverage import find_coverage_errors
+from trainer.documents.presences import NodePresence
 from trainer.elastic.membership import Generation, generations
-from trainer.rundir import NodePresence, RunDir
+from trainer.rundir import RunDir
 
 WEIGHTS_LIMIT = 1e-5
 LOSS_LIMIT = 1e-4

@@ -22,8 +22,8 @@ from properties import (
 )
 
 from trainer.data.coverage import digest_of_all
+from trainer.documents.presences import NodePresence
 from trainer.elastic.membership import Candidate, Generation
-from trainer.rundir import NodePresence
 
 COUNT = 1000
 

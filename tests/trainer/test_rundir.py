@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import DatasetRef, JobConfig
-from trainer.rundir import NodePresence, RunDir, SeenFiles, event, event_file
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir, SeenFiles, event, event_file
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -141,7 +141,7 @@ NODES_OF_GENERATION = record(
 """The fields of a generation that an observer needs."""
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
-    launch=count, generation=count, stay=count, last_seen_at=optional(moment),
+    launch=count, generation=count, stay=count, last_seen_at=optional(moment), host=text,
 )  # fmt: skip
 """``nodes/l0001-n000-s001.json``"""
 AT = record({"at": moment})
@@ -191,6 +191,8 @@ DOCUMENTS: Mapping[str, Check] = {
         token=text,
         sku=text,
         cluster_name=text,
+        engine=text,
+        successor_lead_seconds=seconds,
         submitted_at=moment,
         threads_per_rank=optional(whole(1)),
         run_dir=text,

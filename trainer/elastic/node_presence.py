@@ -18,8 +18,9 @@ import psutil
 
 from trainer.comm.launcher_env import rank_facts
 from trainer.config import ConfigError, JobConfig
+from trainer.documents.presences import NodePresence, heartbeat_seconds
 from trainer.exit_codes import EVICTED
-from trainer.rundir import NodePresence, RunDir, heartbeat_seconds
+from trainer.rundir import RunDir
 from trainer.runtime import clock
 
 PRESENCE = "DTRAIN_PRESENCE"

@@ -23,10 +23,11 @@ from typing import Any
 
 from trainer.comm.world import RankFacts
 from trainer.config import DistributedTrainingConfig
+from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.elastic.node_presence import write_last_presence
 from trainer.engine.result import write_result
 from trainer.exit_codes import BUDGET
-from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
+from trainer.rundir import LIMIT, RunDir
 from trainer.runtime import clock
 
 COMMIT_SECONDS = 60.0

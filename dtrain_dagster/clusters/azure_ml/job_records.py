@@ -17,9 +17,10 @@ from dtrain_dagster.clusters.azure_ml.launch_record import Record, kinds, launch
 from dtrain_dagster.clusters.azure_ml.states import Look
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
+from trainer.documents.presences import stale_seconds
 from trainer.documents.reader import LOG_BYTES
 from trainer.errors import DamagedError
-from trainer.rundir import LOGS, RunDir, stale_seconds
+from trainer.rundir import LOGS, RunDir
 
 PROVISIONING = "provisioning.json"
 """File of a run directory: for each launch, the attempts to get its nodes."""

@@ -29,11 +29,12 @@ from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.job_code import factories_of
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
-from trainer.rundir import JOB, RunDir
+from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
@@ -137,7 +138,7 @@ class Jobs:
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             try:
-                stage_for_nodes(Path(folder), factories(rundir))
+                stage_for_nodes(Path(folder), factories_of(rundir))
             except StagingError as error:
                 raise ClusterError(str(error)) from error
             with self.audit.operation("job.submit", record["job_name"], **details):
@@ -307,12 +308,6 @@ def shared_memory_of(ranks: int) -> str:
     reservation: 8 GiB for each rank is below a tenth of the memory of every size with several GPUs.
     """
     return "2g" if ranks <= 1 else f"{SHARED_GIB_PER_RANK * ranks}g"
-
-
-def factories(rundir: RunDir) -> list[str]:
-    """Return model and loss of ``job.json``; none for a command that has no such file."""
-    job = rundir.read_json(JOB) or {}
-    return [str(job[part]["factory"]) for part in ("model", "loss") if isinstance(job.get(part), dict)]
 
 
 def command_line(words: Sequence[str]) -> str:

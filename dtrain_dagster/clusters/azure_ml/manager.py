@@ -69,7 +69,7 @@ class AzureMLClusterManager(GPUClusterManager):
     denies for minutes is cancelled first): it is for sensors and lists.
     """
 
-    python: ClassVar[str] = "python"
+    python = "python"
     brings_nodes_later: ClassVar[bool] = True
 
     def __init__(

@@ -17,7 +17,8 @@ from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, phase_of
 from dtrain_dagster.clusters.base import JobState, JobStatus, Starved
 from dtrain_dagster.clusters.presence import is_here
-from trainer.rundir import STATUS, RunDir, stale_seconds
+from trainer.documents.presences import stale_seconds
+from trainer.rundir import STATUS, RunDir
 
 _log = logging.getLogger(__name__)
 

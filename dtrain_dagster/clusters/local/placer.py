@@ -15,12 +15,13 @@ from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.supervision.placer import PlacedNode
 from dtrain_dagster.clusters.supervision.reaper import Reaper, reap_orphans
 from trainer.comm.launch_secret import SecretFile
+from trainer.documents.presences import NodePresence
 from trainer.documents.reader import warn_once
 from trainer.node.environment import Seat, choose_port
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_node, spawn_process
 from trainer.node.processes import descendants, kill_all, marked
-from trainer.rundir import LOGS, NodePresence, RunDir
+from trainer.rundir import LOGS, RunDir
 from trainer.runtime.clock import SteadyClock
 
 

@@ -86,10 +86,19 @@ def name_job(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
 
 
 def agent_command(
-    launch: Mapping[str, Any], run_dir: str, node_id: int, incarnation: int, python: str = sys.executable
+    launch: Mapping[str, Any],
+    run_dir: str,
+    secret: str,
+    node_id: int,
+    incarnation: int,
+    python: str = sys.executable,
 ) -> list[str]:
-    """Return the command that an engine runs on a node. ``python``: the interpreter there."""
+    """Return the command that an engine runs on a node. ``secret``: the path of the file with the launch's secret.
+    ``python``: the interpreter there."""
+    path = launch["env"].get("PYTHONPATH")
     return [
+        *(["/usr/bin/env", f"PYTHONPATH={path}"] if path else []),
         *(python, "-P", "-m", "trainer.node", run_dir),
         *("--launch", str(launch["launch"]), "--node", str(node_id), "--incarnation", str(incarnation)),
+        *(["--secret-file", secret] if secret else []),
     ]

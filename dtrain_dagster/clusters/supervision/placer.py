@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts
-from trainer.rundir import NodePresence
+from trainer.documents.presences import NodePresence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

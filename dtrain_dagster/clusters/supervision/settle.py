@@ -56,6 +56,12 @@ def outlives_supervisor(launch: Mapping[str, Any]) -> bool:
     return launch.get("engine", "local") != "local"
 
 
+def supervisor_mark(launch: Mapping[str, Any]) -> str:
+    """Return the mark of the processes that end with the supervisor of a launch (`trainer.node.processes.MARK`). Nodes
+    that outlive it have another, should an engine run them on this machine."""
+    return f"supervisor-{launch['token']}" if outlives_supervisor(launch) else str(launch["token"])
+
+
 def has_ended(rundir: RunDir) -> bool:
     """Return whether the job's status says that it has ended, or there is none."""
     status = rundir.read_json(STATUS)
@@ -162,7 +168,7 @@ def sweep(launch: Mapping[str, Any], folder: Path) -> None:
     directory."""
     token = launch.get("token")
     if isinstance(token, str) and len(token) == TOKEN_LENGTH and token.startswith(_digest(folder)):
-        kill_all(lambda: marked(token), SWEEP_SECONDS)
+        kill_all(lambda: marked(supervisor_mark(launch)), SWEEP_SECONDS)
 
 
 def signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:

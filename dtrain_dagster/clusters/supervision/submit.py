@@ -15,13 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec
-from dtrain_dagster.clusters.supervision.settle import POLL_SECONDS, SUPERVISE, SUPERVISOR_LOG, new_token, sweep
+from dtrain_dagster.clusters.supervision.settle import (
+    POLL_SECONDS,
+    SUPERVISE,
+    SUPERVISOR_LOG,
+    new_token,
+    supervisor_mark,
+    sweep,
+)
 from trainer.node.line_log import last_lines
 from trainer.node.processes import MARK
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 START_SECONDS = 30.0
 """Seconds that a supervisor may take to record that it has the job."""
+
+
+class SupervisorError(ClusterError):
+    """The supervisor of a job could not be started."""
 
 
 def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
@@ -44,7 +55,7 @@ def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secre
     """Start a supervisor in a session of its own, hand it the lock, and wait until it records that it has the job.
 
     ``lock``: the descriptor that holds the job's lock. ``secret``: the file for the secret of the launch. ``resumes``:
-    go on with the nodes of one that died. Raise `ClusterError` if the supervisor ends at once or does not answer in
+    go on with the nodes of one that died. Raise `SupervisorError` if it ends at once or does not answer in
     time; no process of it is left then.
     """
     folder = rundir.storage.local_path()
@@ -62,20 +73,20 @@ def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secre
             stderr=log,
             start_new_session=True,
             pass_fds=[lock],
-            env=with_package({**os.environ, MARK: launch["token"]}),
+            env=with_package({**os.environ, MARK: supervisor_mark(launch)}),
         )
     # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
     threading.Thread(target=process.wait, daemon=True).start()
     deadline = time.monotonic() + START_SECONDS
     while (rundir.read_json(STATUS) or {}).get("pid") == before:
         if process.returncode is not None and (rundir.read_json(STATUS) or {}).get("pid") == before:
-            raise ClusterError(
+            raise SupervisorError(
                 f"the supervisor of job {launch['job_id']!r} ended at once (exit code {process.returncode}); the end "
                 f"of {log_path}:\n{last_lines(log_path, 12)}"
             )
         if time.monotonic() > deadline:
             sweep(launch, folder)
-            raise ClusterError(
+            raise SupervisorError(
                 f"the supervisor of job {launch['job_id']!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
             )
         time.sleep(POLL_SECONDS)

@@ -18,7 +18,8 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.told_events import START, told, write_run
-from trainer.rundir import LAUNCH, RESULT, NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SPAN = Interval(low=90.0, expected=100.0, high=110.0)
 PLANNED = TrainingPlan(

@@ -26,7 +26,8 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.data.coverage import digest_of_all
-from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, NodePresence, RunDir, event
+from trainer.documents.presences import NodePresence
+from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir, event
 
 MARK = "0a1b2c3d"
 RANGE = Interval(low=1.0, expected=1.0, high=1.0)

@@ -38,7 +38,8 @@ from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from trainer.config import ConfigError, parse_job
-from trainer.rundir import LIMIT, NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LIMIT, RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dtrain_dagster.clusters.presence import NodeGeneration, health, newest_generation
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 
 NOW = 1000.0
 

@@ -30,7 +30,8 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.limits import Limits, explain_excess, least, most_epochs, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
-from trainer.rundir import NodePresence, event
+from trainer.documents.presences import NodePresence
+from trainer.rundir import event
 
 PRICE = price_of("Standard_NC6s_v3")
 SIZES = Sizes(

@@ -29,7 +29,8 @@ from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, 
 from dtrain_dagster.dashboard.panels import PANELS
 from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.dashboard.server import build_app
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 

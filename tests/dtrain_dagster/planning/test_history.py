@@ -36,7 +36,8 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.small_job import train, write_dataset
 from trainer.config import JobConfig
-from trainer.rundir import NodePresence, RunDir
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
 
 SKU = "Standard_NC6s_v3"
 SIZES = Sizes(

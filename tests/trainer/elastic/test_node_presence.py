@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config import DatasetRef, JobConfig
+from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.elastic import node_presence as presences
 from trainer.elastic.node_presence import PresenceRecorder, record_presence, write_last_presence
-from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
+from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 ASKED = {"DTRAIN_PRESENCE": "1", "DTRAIN_LAUNCH": "3", "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}

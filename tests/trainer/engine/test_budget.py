@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
+from trainer.documents.presences import NodePresence
 from trainer.engine.budget import (
     LATEST_SECONDS,
     SOONEST_SECONDS,
@@ -27,7 +28,7 @@ from trainer.engine.budget import (
 )
 from trainer.engine.trainer import DistributedTrainer
 from trainer.exit_codes import BUDGET
-from trainer.rundir import LIMIT, NodePresence, RunDir
+from trainer.rundir import LIMIT, RunDir
 
 NewJob = Callable[..., Job]
 HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}

@@ -12,10 +12,10 @@ import pytest
 from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
 from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
 from dtrain_dagster.clusters.supervision.submit import with_package
+from trainer.documents.presences import NodePresence
 from trainer.node.environment import LaunchError, Seat, choose_port, merge_environment, rank_environment
 from trainer.node.line_log import LineLog, last_lines, text_of
 from trainer.node.processes import MARK
-from trainer.rundir import NodePresence
 
 LAUNCH = {
     "node_count": 3,

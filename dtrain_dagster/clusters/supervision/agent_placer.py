@@ -1,0 +1,287 @@
+"""The placer of every engine that runs nodes for us: SLURM, Kubernetes, Ray. Each node is a job of the engine that runs
+the node agent (`trainer.node.agent`).
+
+How a node stands is told twice: by its own presence in the run directory, within a moment, and by the engine, now and
+then. What follows from the two is decided in `node_view`; how an engine is asked belongs to the rooms of the engines.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
+from dtrain_dagster.clusters.supervision.node_view import (
+    ABANDON_SECONDS,
+    HANDOVER_SECONDS,
+    NodeRecord,
+    close_presence,
+    is_successor_due,
+    view_node,
+)
+from dtrain_dagster.clusters.supervision.placer import PlacedNode
+from trainer.comm.launch_secret import SecretFile
+from trainer.documents.presences import NodePresence
+from trainer.documents.reader import warn_once
+from trainer.errors import DamagedError
+from trainer.exit_codes import UNUSABLE
+from trainer.node.environment import LaunchError
+from trainer.rundir import LOGS, RunDir
+from trainer.runtime.clock import SteadyClock
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the presences of a small job."""
+LOOK_SECONDS_PER_NODE = 0.005
+"""The same for each node of a large one: shared storage answers some hundred requests a second to each client."""
+
+
+class AgentPlacer:
+    """Has an engine run the agents of nodes, and follows them by their presences and by the engine's word."""
+
+    def __init__(self, rundir: RunDir, engine: Engine, secret: SecretFile, clock: SteadyClock) -> None:
+        self.rundir, self.engine, self.secret, self.clock = rundir, engine, secret, clock
+        self.poll_seconds = LOOK_SECONDS
+        self.launch: Mapping[str, Any] = {}
+        self.nodes: dict[int, NodeRecord] = {}
+        """The incarnation of each node that counts: the newest one, but for successors that wait for their turn."""
+        self.successors: dict[int, NodeRecord] = {}
+        """Incarnations that take over from one whose time limit is near, by node."""
+        self._asked_at = float("-inf")
+        self._asks_now = False
+        """Whether something has ended that the engine may explain, so that it is asked at once."""
+
+    def begin_launch(self, launch: Mapping[str, Any]) -> None:
+        """Write a new secret, and forget the nodes of an earlier launch."""
+        self._take(launch)
+        self.secret.renew()
+
+    def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
+        """Find the nodes of a launch that another supervisor began: by their presences, and in the engine's queue. A
+        node that neither knows is submitted again by the caller, which the engine does not do twice."""
+        self._take(launch)
+        for presence in self.rundir.nodes(skip_damaged=True):
+            if presence.launch == launch["launch"]:
+                self._find(presence.node_id, presence.incarnation)
+        try:
+            for job in self.engine.list_jobs(launch):
+                self._find(job.node_id, job.incarnation)
+        except EngineUnreachableError as error:
+            _say(f"{error}: its queue is looked at later")
+        return set(self.nodes)
+
+    def start(self, node_id: int, incarnation: int) -> None:
+        """Submit an incarnation of a node; one that the engine cannot be told of now is submitted in a later look."""
+        self.nodes[node_id] = self._submit(NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now()))
+
+    def look(self) -> Mapping[int, PlacedNode]:
+        """Read the presences, ask the engine where it is time, and carry on with what has begun: submissions, ends,
+        successors."""
+        self._read_presences()
+        is_asked = self._ask_engine()
+        for records in (self.successors, self.nodes):
+            for node_id, record in records.items():
+                records[node_id] = self._carry_on(record, is_asked)
+        self._hand_over()
+        return {node_id: view_node(record, self._size, self._now()) for node_id, record in self.nodes.items()}
+
+    def end(self, node_ids: Iterable[int], grace: float) -> None:
+        """Have the engine end these nodes, by force after ``grace`` seconds."""
+        now = time.monotonic()
+        for node_id in node_ids:
+            for records in (self.nodes, self.successors):
+                if (record := records.get(node_id)) and record.gone_at is None:
+                    first = record.force_at is None
+                    force_at = min(now + grace, record.force_at or float("inf"))
+                    records[node_id] = replace(record, force_at=force_at, is_end_told=record.is_end_told and not first)
+
+    def collect_logs(self, node_id: int) -> None:
+        """Do nothing: agents write into the run directory, and the output of one that could not is brought when its
+        end is seen."""
+
+    def sweep(self, seconds: float) -> None:
+        """End all jobs that the engine still has of this launch, and wait for at most that long for their end."""
+        deadline = time.monotonic() + seconds
+        while self.launch:
+            try:
+                left = [job.id for job in self.engine.list_jobs(self.launch) if job.state != "ended"]
+                if not left:
+                    return
+                self.engine.cancel(left, force=True)
+            except EngineUnreachableError as error:  # agents end as soon as they read the status
+                warn_once(f"what the engine may have left cannot be seen: {error}")
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_SECONDS)
+
+    # ---
+
+    @property
+    def _size(self) -> int:
+        return int(self.launch["processes_per_node"])
+
+    def _now(self) -> float:
+        return self.clock.now()
+
+    def _take(self, launch: Mapping[str, Any]) -> None:
+        self.launch, self.nodes, self.successors = launch, {}, {}
+        self.poll_seconds = max(LOOK_SECONDS, LOOK_SECONDS_PER_NODE * launch["node_count"])
+
+    def _find(self, node_id: int, incarnation: int) -> None:
+        """Take in an incarnation that was found. One whose predecessor is still at work is its successor."""
+        if node_id in self.nodes and self.nodes[node_id].incarnation >= incarnation:
+            return
+        record = NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now())
+        record = self._submit(record)  # the id of its job, which is there
+        before = self.rundir.read_node(self.launch["launch"], node_id, incarnation - 1) if incarnation > 1 else None
+        if node_id in self.nodes and before is not None and before.ended_at is None:
+            self.successors[node_id] = record
+        else:
+            self.nodes[node_id] = record
+
+    def _submit(self, record: NodeRecord) -> NodeRecord:
+        try:
+            job_id = self.engine.submit(self.launch, record.node_id, record.incarnation)
+        except EngineUnreachableError as error:
+            warn_once(f"node {record.node_id} waits to be submitted: {error}")
+            return replace(record, reason=str(error))
+        return replace(record, job_id=job_id, reason="")
+
+    def _read_presences(self) -> None:
+        for records in (self.nodes, self.successors):
+            for node_id, record in records.items():
+                if record.gone_at is None:
+                    records[node_id] = self._read_presence(record)
+
+    def _read_presence(self, record: NodeRecord) -> NodeRecord:
+        try:
+            presence = self.rundir.read_node(self.launch["launch"], record.node_id, record.incarnation)
+        except (OSError, DamagedError) as error:
+            warn_once(f"the presence of node {record.node_id} cannot be read: {error}")
+            return record
+        if presence and presence.ended_at and not (record.presence and record.presence.ended_at):
+            self._asks_now = True
+        return replace(record, presence=presence) if presence else record
+
+    def _ask_engine(self) -> bool:
+        """Ask the engine how its jobs stand where it is time for that; return whether it was."""
+        now = time.monotonic()
+        if not self._asks_now and now - self._asked_at < self.engine.poll_seconds:
+            return False
+        if all(record.gone_at is not None for record in (*self.nodes.values(), *self.successors.values())):
+            return False
+        self._asked_at, self._asks_now = now, False
+        try:
+            jobs = {(job.node_id, job.incarnation): job for job in self.engine.list_jobs(self.launch)}
+        except EngineUnreachableError as error:
+            warn_once(f"the engine cannot be asked: {error}")
+            return True
+        for records in (self.nodes, self.successors):
+            for node_id, record in records.items():
+                if (job := jobs.get((node_id, record.incarnation))) is not None:
+                    records[node_id] = replace(record, job=job, job_id=job.id)
+                elif record.job_id is not None and record.job is not None:
+                    records[node_id] = replace(record, job=_forgotten(record.job, self._now()))
+        return True
+
+    def _carry_on(self, record: NodeRecord, is_asked: bool) -> NodeRecord:
+        """Submit, cancel or close a record, where that is due. ``is_asked``: the engine was just asked."""
+        if record.gone_at is not None:
+            return record
+        now = time.monotonic()
+        if record.force_at is not None:
+            record = self._end_record(record, now)
+        elif record.job_id is None and is_asked:
+            try:
+                record = self._submit(record)
+            except LaunchError as error:
+                self._write_log(record.node_id, str(error))
+                return replace(record, refused=UNUSABLE, reason=str(error), gone_at=now)
+        if view_node(record, self._size, self._now()).state == "gone":
+            record = self._close(record, now)
+        return record
+
+    def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
+        """Tell the engine that a node has to end: in order first, by force once its grace is over."""
+        assert record.force_at is not None
+        force = now >= record.force_at
+        if record.job_id is None:  # it may have been submitted, with the answer lost
+            if force:
+                return replace(record, is_abandoned=True, forced_at=now)
+            return record
+        if (force and record.forced_at is None) or not record.is_end_told:
+            try:
+                self.engine.cancel([record.job_id], force)
+            except EngineUnreachableError as error:
+                warn_once(f"node {record.node_id} cannot be ended through its engine: {error}")
+            else:
+                self._asks_now = True
+                return replace(record, is_end_told=True, forced_at=now if force else record.forced_at)
+        if force and now - record.force_at > ABANDON_SECONDS:
+            return replace(record, is_abandoned=True)
+        return record
+
+    def _close(self, record: NodeRecord, now: float) -> NodeRecord:
+        """Write the end that a node could not write itself, bring its output where it wrote none, and count it gone."""
+        closed = close_presence(record, self._size, self._now())
+        if closed is not None and closed != record.presence:
+            self._write(closed)
+        if record.presence is None and record.job_id is not None:
+            try:
+                if said := self.engine.read_log(record.job_id):
+                    self._write_log(record.node_id, said)
+            except EngineUnreachableError as error:
+                warn_once(f"the output of node {record.node_id} cannot be read: {error}")
+        return replace(record, presence=closed, gone_at=now)
+
+    def _hand_over(self) -> None:
+        """Submit successors of nodes whose time limit is near, end the old ones once theirs run, and let them count
+        once the old ones are gone."""
+        if not self.launch.get("elastic"):
+            return
+        for node_id, record in self.nodes.items():
+            successor = self.successors.get(node_id)
+            if record.force_at is None and successor is None:
+                lead = float(self.launch.get("successor_lead_seconds", 0.0))
+                if is_successor_due(record, lead, self._now()):
+                    _say(f"the time limit of node {node_id} is near: its successor is submitted")
+                    following = NodeRecord(node_id=node_id, incarnation=record.incarnation + 1, made_at=self._now())
+                    try:
+                        self.successors[node_id] = self._submit(following)
+                    except LaunchError as error:
+                        warn_once(f"the successor of node {node_id} is refused: {error}")
+            elif successor and successor.presence and record.force_at is None and record.gone_at is None:
+                force_at = time.monotonic() + HANDOVER_SECONDS
+                self.nodes[node_id] = replace(record, force_at=force_at, is_handing_over=True)
+        for node_id in [n for n in self.successors if n in self.nodes and self.nodes[n].gone_at is not None]:
+            if self.nodes[node_id].force_at is None or self.nodes[node_id].is_handing_over:
+                self.nodes[node_id] = self.successors.pop(node_id)
+
+    def _write(self, presence: NodePresence) -> None:
+        try:
+            self.rundir.write_node(presence)
+        except OSError as error:  # a full disk must not end the watching
+            warn_once(f"could not write the presence of node {presence.node_id}: {error}")
+
+    def _write_log(self, node_id: int, text: str) -> None:
+        """Append text to a node's log, for whoever looks for what it said."""
+        path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "a") as file:
+                file.write(text.rstrip("\n") + "\n")
+        except OSError as error:
+            warn_once(f"could not write the log of node {node_id}: {error}")
+
+
+def _forgotten(job: EngineJob, now: float) -> EngineJob:
+    """Return the job that the engine has shown and knows no longer: somebody has deleted it."""
+    if job.state == "ended":
+        return job
+    return replace(job, state="ended", lost=True, reason=job.reason or "the engine knows it no longer", ended_at=now)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - the supervisor's log

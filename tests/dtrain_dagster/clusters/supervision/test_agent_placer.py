@@ -1,0 +1,271 @@
+"""Nodes that an engine runs: they are placed, followed, replaced and ended by agents and their presences."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dtrain_dagster.clusters.supervision.engine import name_job
+from tests.dtrain_dagster.clusters.supervision.waiting import wait_for
+from tests.engines.process_engine import ProcessEngine
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+OUT, RANK = Path({out!r}), int(os.environ["RANK"])
+INCARNATION = int(os.environ.get("DTRAIN_INCARNATION", "1"))
+"""
+
+
+class Job:
+    """A job of a few scripts, and its supervisor."""
+
+    def __init__(self, folder: Path, script: str, nodes: int = 2, processes: int = 1, **fields: Any) -> None:
+        self.folder = folder
+        self.rundir = RunDir(str(folder / "run"))
+        self.rundir.make()
+        path = folder / "script.py"
+        path.write_text(HEAD.format(out=str(folder)) + textwrap.dedent(script))
+        self.launch: dict[str, Any] = {
+            "job_id": "one", "token": os.urandom(24).hex(), "launch": 1, "node_count": nodes, "elastic": True,
+            "env": {"DTRAIN_STOP_GRACE_SECONDS": "3", "DTRAIN_PEER_GRACE_SECONDS": "1"},
+            "processes_per_node": processes, "threads_per_rank": 1,
+            "command": [sys.executable, str(path)], "master_port": None, "engine": "ray",
+            "max_replacements": 3, "replacement_delay_seconds": 0.0, **fields,
+        }  # fmt: skip
+        self.rundir.write_json("launch.json", self.launch)
+        self.engine = ProcessEngine(folder / "engine", self.rundir.uri, "")
+        self.supervisors: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.engines.process_engine", self.rundir.uri, str(self.folder), *arguments]
+        with open(self.folder / "supervisor.log", "ab") as log:
+            self.supervisors.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[4]))
+        return self.supervisors[-1]
+
+    def ends(self) -> dict[str, Any]:
+        """The final status."""
+        return self.wait(lambda: self.status() if self.status().get("ended_at") else None, "the end of the job")
+
+    def status(self) -> dict[str, Any]:
+        return self.rundir.read_json("status.json") or {}
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        return wait_for(condition, what, said=self.said)
+
+    def said(self) -> str:
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("run/logs/*"), *self.folder.glob("engine/*/out")]
+        return "\n".join(f"--- {path}\n{path.read_text()}" for path in logs)
+
+    def file(self, name: str) -> Path:
+        self.wait((self.folder / name).exists, name)
+        return self.folder / name
+
+    def presences(self) -> list[NodePresence]:
+        return self.rundir.nodes()
+
+    def name(self, node: int, incarnation: int = 1) -> str:
+        return name_job(self.launch, node, incarnation)
+
+    def processes(self) -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline", "status"])
+        mine = [one for one in found if any(str(self.folder) in word for word in one.info["cmdline"] or [])]
+        return [one for one in mine if one.info["status"] != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*given: Any, **named: Any) -> Job:
+        made.append(Job(tmp_path, *given, **named))
+        return made[-1]
+
+    yield make
+    for job in made:
+        for process in job.processes():
+            process.kill()
+        for supervisor in job.supervisors:
+            supervisor.kill()
+            supervisor.wait()
+
+
+WAITS = """
+(OUT / f"began-{RANK}-{INCARNATION}").touch()
+print("rank", RANK, "waits", flush=True)
+while not (OUT / "go").exists():
+    time.sleep(0.02)
+"""
+SUCCEEDS = (
+    WAITS
+    + """
+(Path(sys.argv[0]).parent / "run" / "result.json").write_text('{"status": "succeeded"}')
+"""
+)
+
+
+def test_nodes_run_as_jobs_of_the_engine_and_are_paid_by_their_presence(make_job: Callable[..., Job]) -> None:
+    job = make_job("assert os.environ['DTRAIN_HOST']\n" + SUCCEEDS, nodes=2, processes=2)
+    job.start()
+    for rank in range(4):
+        job.file(f"began-{rank}-1")
+    assert job.status()["state"] == "running"
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert [(one.node_id, one.exit_codes, bool(one.host)) for one in job.presences()] == [
+        (0, (0, 0), True), (1, (0, 0), True),
+    ]  # fmt: skip
+    assert all(one.ended_at and one.ended_at >= one.started_at for one in job.presences())
+    assert "rank 2 waits" in (job.folder / "run" / "logs" / "node-1.log").read_text()
+    job.wait(lambda: not job.processes(), "the end of all processes")
+
+
+def test_a_killed_agent_takes_its_ranks_with_it_and_is_replaced(make_job: Callable[..., Job]) -> None:
+    job = make_job(SUCCEEDS)
+    job.start()
+    job.file("began-1-1")
+    agent = job.engine.agent(job.name(1))
+    ranks = agent.children()
+    agent.kill()
+    job.file("began-1-2")
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert job.status()["replacements"] == 1
+    ends = {(one.node_id, one.incarnation): one.exit_codes for one in job.presences()}
+    assert ends == {(0, 1): (0,), (1, 1): (-9,), (1, 2): (0,)}
+
+
+def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
+    job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
+    job.start()
+    assert job.ends()["state"] == "failed"
+    assert "no such column: Close" in job.status()["message"]
+    assert job.status()["exit_codes"]["0"] == 1
+    job.wait(lambda: not job.processes(), "the end of all processes")
+
+
+def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_nodes(make_job: Callable[..., Job]) -> None:
+    job = make_job(SUCCEEDS)
+    first = job.start()
+    job.file("began-0-1"), job.file("began-1-1")
+    job.wait(lambda: job.status().get("state") == "running", "the first status")
+    first.kill()
+    first.wait()
+    agents = [job.engine.agent(job.name(node)).pid for node in range(2)]
+    job.start("--resume")
+    job.wait(lambda: job.status().get("pid") != first.pid, "another supervisor")
+    assert [job.engine.agent(job.name(node)).pid for node in range(2)] == agents
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert len(job.presences()) == 2
+
+
+def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:
+    job = make_job(SUCCEEDS)
+    (job.folder / "engine" / "down").touch()
+    job.start()
+    job.wait(lambda: job.status().get("state") == "queued", "a job that waits")
+    job.wait(lambda: "does not answer" in job.status()["message"], "the reason")
+    (job.folder / "engine" / "down").unlink()
+    job.file("began-0-1"), job.file("began-1-1")
+    (job.folder / "engine" / "down").touch()
+    time.sleep(3 * ProcessEngine.poll_seconds)
+    (job.folder / "go").touch()  # presences are enough to see the end
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert job.status()["replacements"] == 0
+
+
+def test_a_cancelled_job_ends_in_order_though_the_engine_does_not_answer(make_job: Callable[..., Job]) -> None:
+    job = make_job(
+        "signal.signal(signal.SIGTERM, lambda *_: ((OUT / f'saved-{RANK}').touch(), sys.exit(143)))\n" + WAITS
+    )
+    supervisor = job.start()
+    job.file("began-0-1"), job.file("began-1-1")
+    (job.folder / "engine" / "down").touch()
+    supervisor.send_signal(signal.SIGTERM)
+    assert job.ends()["state"] == "cancelled"
+    job.wait(lambda: not job.processes(), "the end of all processes")
+    assert (job.folder / "saved-0").exists()
+    assert (job.folder / "saved-1").exists()
+
+
+def test_what_waits_in_the_queue_is_told_and_cancelled_with_the_job(make_job: Callable[..., Job]) -> None:
+    job = make_job(WAITS)
+    (job.folder / "engine" / "full").touch()
+    supervisor = job.start()
+    job.wait(lambda: "(Resources)" in job.status().get("message", ""), "the reason")
+    assert job.status()["state"] == "queued"
+    supervisor.send_signal(signal.SIGTERM)
+    assert job.ends()["state"] == "cancelled"
+    (job.folder / "engine" / "full").unlink()
+    assert [one.state for one in job.engine.list_jobs(job.launch)] == ["ended", "ended"]
+    assert job.presences() == []
+
+
+def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:
+    job = make_job(WAITS)
+    (job.folder / "engine" / "refuse").touch()
+    job.start()
+    assert job.ends()["state"] == "failed"
+    assert "set another partition" in job.status()["message"]
+
+
+def test_a_time_limit_is_met_by_a_successor_that_was_submitted_before(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + SUCCEEDS, max_replacements=0,
+        successor_lead_seconds=1000.0,
+    )  # fmt: skip
+    job.start()
+    job.file("began-0-1"), job.file("began-1-1")
+    (job.folder / "engine" / f"{job.name(1)}.ends_at").write_text(str(time.time() + 900))
+    job.file("began-1-2")
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded", job.said()
+    ends = {(one.node_id, one.incarnation): one for one in job.presences()}
+    assert ends[1, 1].exit_codes == (143,)
+    assert ends[1, 2].exit_codes == (0,)
+    assert job.status()["replacements"] == 0
+
+
+def test_ranks_of_a_fixed_world_find_rank_0_where_it_has_come(make_job: Callable[..., Job]) -> None:
+    job = make_job(
+        "(OUT / f'at-{RANK}').write_text(os.environ['MASTER_ADDR'] + ' ' + os.environ['MASTER_PORT'])", elastic=False
+    )
+    job.start()
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert job.file("at-0").read_text() == job.file("at-1").read_text()
+    place = json.loads((job.folder / "run" / "rendezvous" / "l0001.json").read_text())
+    assert job.file("at-1").read_text() == f"{place['host']} {place['port']}"
+
+
+def test_a_second_agent_of_an_incarnation_starts_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job(SUCCEEDS, nodes=1)
+    job.start()
+    began = job.file("began-0-1")
+    began.unlink()
+    command = json.loads((job.folder / "engine" / job.name(0) / "job.json").read_text())["command"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 75
+    assert "another agent has begun" in second.stdout
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded", job.said()
+    assert not began.exists()
+    late = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert late.returncode == 75
+    assert "is over" in late.stdout
