@@ -11,6 +11,7 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
@@ -111,6 +112,8 @@ class GPUClusterResource(dg.ConfigurableResource):
     shared_uri: str
     azure: dict[str, Any]
     """The options of `dtrain_dagster.settings.azure.read_azure_options`; empty on another kind of cluster."""
+    engine: dict[str, Any]
+    """The options of the engine that runs nodes (`dtrain_dagster.settings.engines`); empty without one."""
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
@@ -121,7 +124,13 @@ class GPUClusterResource(dg.ConfigurableResource):
         """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
         from dtrain_dagster.clusters.ranks import ranks_per_node
 
-        return ranks_per_node(self.processes_per_node, self.kind, self.gpu_type, self.node_count)
+        gpus = self.engine.get("gpus", 0) if self.engine else None
+        return ranks_per_node(self.processes_per_node, self.traits, self.gpu_type, self.node_count, gpus)
+
+    @property
+    def traits(self) -> ClusterKind:
+        """What this kind of cluster is and can do."""
+        return KINDS[self.kind]
 
     @property
     def first_tier(self) -> str:
@@ -130,7 +139,9 @@ class GPUClusterResource(dg.ConfigurableResource):
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
-        return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE, **allowed_modules()}
+        if self.traits.is_this_machine:
+            return project.trainer_env()
+        return {"DTRAIN_CACHE": NODE_CACHE, **allowed_modules()}
 
     def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
         """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is
@@ -202,6 +213,20 @@ class GPUClusterResource(dg.ConfigurableResource):
 
             tends = tends or run_id is not None
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
+        if self.engine:
+            from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+            from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+
+            settings = LaunchSettings(
+                engine=self.kind,
+                cluster_name=self.cluster_name,
+                sku=self.gpu_type,
+                threads_per_rank=self.threads_per_rank,
+                max_replacements=self.max_replacements,
+                replacement_delay_seconds=self.replacement_delay_seconds,
+                successor_lead_seconds=self.engine.get("successor_lead_seconds", 0.0),
+            )
+            return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
         from dtrain_dagster.clusters.local.manager import LocalClusterManager
 
         return LocalClusterManager(
@@ -259,11 +284,15 @@ def build_resources(settings: Settings) -> dict[str, Any]:
     Raise `dtrain_dagster.settings.environment.SettingsError` where Azure's settings are missing or unusable; no service
     is asked.
     """
-    on_azure, azure, folder = settings.cluster == "azure_ml", {}, None
+    on_azure, azure, engine, folder = settings.cluster == "azure_ml", {}, {}, None
     if on_azure:
         from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 
         azure, folder = read_azure_options(settings), read_environment(AzureSettings).dagster_folder()
+    elif settings.kind.has_engine:
+        from dtrain_dagster.settings.engines import read_engine_options
+
+        engine = read_engine_options(settings.cluster)
     cluster = GPUClusterResource(
         kind=settings.cluster,
         cluster_name=settings.cluster_name,
@@ -277,6 +306,7 @@ def build_resources(settings: Settings) -> dict[str, Any]:
         tier=settings.tiers[0],
         shared_uri=settings.shared_uri,
         azure=azure,
+        engine=engine,
     )
     if on_azure:
         try:

@@ -74,8 +74,9 @@ def refusing_mistakes() -> Iterator[None]:
 
 
 def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
-    """Return the part of a short run's id that names the measured nodes, such as "-nc6sv3"; "" on a local cluster."""
-    if cluster.kind == "local":
+    """Return the part of a short run's id that names the measured nodes, such as "-nc6sv3"; "" where
+    they are this machine."""
+    if cluster.traits.is_this_machine:
         return ""
     return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
 

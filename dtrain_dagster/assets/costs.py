@@ -117,7 +117,7 @@ def cost_breakdown(
         tracker=tracker,
         took=sum_launches(usage, plan.tier),
         found=found,
-        energy=job_footprint([*usage, *plan.probe_usage], events, is_local=cluster.kind == "local"),
+        energy=job_footprint([*usage, *plan.probe_usage], events, is_local=cluster.traits.is_this_machine),
         metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
         samples_seen=result["samples_seen"],
         told=told,

@@ -186,7 +186,7 @@ def cost_estimate(
         f"from {plan.basis}" + (f"; with its probe {dollars(estimate.usd.expected + spent)}" if spent else "")
     )
     unused = explain_local_gpus(len(visible_gpus(os.environ)), plan.node_count, plan.processes_per_node)
-    for warning in (*warnings_of(plan, limits), *([unused] if unused and planned.is_local else [])):
+    for warning in (*warnings_of(plan, limits), *([unused] if unused and planned.kind.is_this_machine else [])):
         context.log.warning(warning)
     return dg.MaterializeResult(
         value=plan,
@@ -218,17 +218,16 @@ def plan_of_launchpad(
             "Take one of them away (launchpad of cost_estimate)",
             allow_retries=False,
         )
-    is_local = cluster.kind == "local"
     return size_up_job(
-        job, dataset.samples, price, tier, cluster.node_count, cluster.ranks_per_node, is_local, stated_ranks
-    )  # fmt: skip
+        job, dataset.samples, price, tier, cluster.node_count, cluster.ranks_per_node, cluster.traits, stated_ranks
+    )
 
 
 def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "History":
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     from dtrain_dagster.planning.history import History
 
-    return History.read(context.instance, planned.fingerprint, planned.pace, keeps_cache=planned.is_local)
+    return History.read(context.instance, planned.fingerprint, planned.pace, keeps_cache=planned.kind.is_this_machine)
 
 
 def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:

@@ -91,9 +91,9 @@ def scaling_study(
             f"no strong scaling for {uneven} node(s): the step of {counts[-1]} cannot be shared out evenly among them; "
             "another gradient_accumulation_steps may"
         )
-    points = []
+    points, is_this_machine = [], cluster.traits.is_this_machine
     for mode, nodes in runs:
-        job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
+        job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, is_this_machine)
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
         with queueing(context, project):
             probe.run_probe(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
@@ -106,7 +106,7 @@ def scaling_study(
         points.append(point)
     points.append(replace(points[len(counts) - 1], mode="strong"))  # with all nodes the two are one and the same
     # Local nodes share this machine: more of them than cores is a shortage of cores, not a cost of distribution.
-    cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if cluster.kind == "local" else None
+    cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if is_this_machine else None
     study = scaling.study(points, cores)
     uri = f"{project.shared_uri}/{STUDIES}/{mark}.json"
     text = json.dumps(scaling.scaling_document(study), allow_nan=False)

@@ -106,8 +106,10 @@ def read_settings(processes_per_node: int | None = None, nodes: int | None = Non
 def ranks_of(settings: Settings) -> int:
     """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
     from dtrain_dagster.clusters.ranks import ranks_per_node
+    from dtrain_dagster.settings.engines import read_engine_options
 
-    return ranks_per_node(settings.processes_per_node, settings.cluster, settings.gpu_type, settings.nodes)
+    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:

@@ -53,13 +53,13 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     running = not manager.job_status(job_id).state.is_final
     rundir = run_dir(settings, job_id)
     plan = rundir.read_json(PLAN) or {}
-    words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
+    words = plan.get("price_words", LISTED if settings.kind.buys_nodes else STAND_IN)
     try:
         usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
         events = list(rundir.events(strict=True))
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
         found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
-        energy = job_footprint(usage, events, is_local=settings.cluster == "local")
+        energy = job_footprint(usage, events, is_local=settings.kind.is_this_machine)
         took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
         where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
         reconciled = _reconciled(usage_export, tracker, job_id, rundir, where) if usage_export else None

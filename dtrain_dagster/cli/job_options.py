@@ -107,7 +107,7 @@ def plan_job(
     nodes = nodes or settings.nodes
     ranks = nodes * processes_per_node
     # Nodes of this machine share its cores; of others the trainer finds out itself.
-    own_share = max(1, (os.cpu_count() or 1) // ranks) if settings.cluster == "local" else None
+    own_share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
     own = any(override.startswith("training.world_size=") for override in overrides)
     training = replace(
         first.training,

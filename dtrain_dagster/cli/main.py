@@ -135,7 +135,7 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
         return
     manager.job_status(job_id)
     follower: LogFollower = LogPoller(lambda: manager.job_logs(job_id), manager.poll_seconds)
-    if settings.cluster == "local":
+    if settings.kind.shares_home:
         follower = FileFollower(run_dir(settings, job_id).storage.local_path("logs"))
     if tail is not None:
         follower.skip_to_end(keep_lines=tail)

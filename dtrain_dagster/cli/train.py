@@ -85,7 +85,7 @@ def launch(
     from dtrain_dagster.jobs.log_follower import FileFollower
 
     settings = read_settings(procs_per_node, nodes)
-    if settings.cluster != "local":
+    if not settings.kind.is_this_machine:
         raise Refusal(
             f"DTRAIN_CLUSTER={settings.cluster}: only the trainer and the modules of its model and loss are sent to "
             "the nodes there, no script; make your model a module and start `dtrain train --model "
@@ -358,7 +358,7 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
         if retired := explain_retired(price.sku, datetime.now(UTC).date()):
             say(retired, err=True)
     hourly = node_count * price.usd_per_hour(settings.tiers[0])
-    if settings.cluster != "local" and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
+    if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
         say(f"in each hour: {idle}", err=True)
 
 

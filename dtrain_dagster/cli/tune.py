@@ -212,7 +212,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
     except (ClusterError, PriceError) as error:
         say(f"note: what it cost is not known: {error}", err=True)
     document = rundir.read_json(TUNED)
-    words = STAND_IN if settings.cluster == "local" else LISTED
+    words = LISTED if settings.kind.buys_nodes else STAND_IN
     if document is not None and (document["training"] or document["evidence"]["complete"]):
         evidence = document["evidence"]
         if tracker is not None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.kinds import KINDS
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
+from dtrain_dagster.settings.cluster_kinds import KINDS
 from trainer.node.environment import STOP_GRACE, read_duration
 
 MOST_NODES = 256

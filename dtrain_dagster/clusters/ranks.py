@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of
+from dtrain_dagster.settings.cluster_kinds import ClusterKind
 from trainer.node.gpus import visible_gpus
 
 
-def ranks_per_node(stated: int | None, kind: str, gpu_type: str, node_count: int) -> int:
+def ranks_per_node(
+    stated: int | None, kind: ClusterKind, gpu_type: str, node_count: int, gpus: int | None = None
+) -> int:
     """Return the ranks of each node: those that are ``stated``, else one per GPU, and one where there is no GPU.
 
-    On Azure ML a node has the GPUs of its SKU; on the local cluster the nodes divide the GPUs of this machine. Raise
-    `PriceError` for a SKU that the price table does not know.
+    A node that is bought has the GPUs of its SKU, one of an engine those that it is asked for (``gpus``); on the local
+    cluster the nodes divide the GPUs of this machine. Raise `PriceError` for a SKU that the price table does not know.
     """
     if stated:
         return stated
-    gpus = price_of(gpu_type).gpus if kind == "azure_ml" else len(visible_gpus(os.environ)) // max(1, node_count)
-    return max(1, gpus)
+    if kind.buys_nodes:
+        gpus = price_of(gpu_type).gpus
+    elif kind.is_this_machine:
+        gpus = len(visible_gpus(os.environ)) // max(1, node_count)
+    return max(1, gpus or 0)
 
 
 def explain_idle_gpus(price: SkuPrice, ranks: int, node_count: int, usd: float, is_local: bool) -> str | None:

@@ -18,6 +18,7 @@ from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.limits import Limits
+from dtrain_dagster.settings.cluster_kinds import ClusterKind
 from trainer.config import JobConfig
 
 LEAST_LOAD_SPREAD = 0.02
@@ -39,13 +40,13 @@ class PlannedJob:
     price: SkuPrice
     tier: Tier
     node_count: int
-    is_local: bool
-    """Whether its nodes are this machine: they are priced as a SKU, and nothing is billed."""
+    kind: ClusterKind
+    """The kind of cluster: nodes that are not bought are priced as a SKU, and nothing is billed."""
 
     @property
     def price_words(self) -> str:
         """Return what the dollars of its figures are, in words."""
-        return STAND_IN if self.is_local else LISTED
+        return LISTED if self.kind.buys_nodes else STAND_IN
 
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
         """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
@@ -61,12 +62,12 @@ def size_up_job(
     tier: Tier,
     node_count: int,
     processes_per_node: int,
-    is_local: bool,
+    kind: ClusterKind,
     stated_ranks: int | None = None,
 ) -> PlannedJob:
     """Return the wanted training on its nodes, before its speed is known. ``samples``: of each split. ``stated_ranks``:
     the world size that somebody has given, if it is not that of the nodes."""
-    sizes = sizes_of(job, samples, processes_per_node, os.cpu_count() if is_local else None)
+    sizes = sizes_of(job, samples, processes_per_node, os.cpu_count() if kind.is_this_machine else None)
     return PlannedJob(
         job=job,
         sizes=replace(sizes, stated_ranks=stated_ranks),
@@ -75,7 +76,7 @@ def size_up_job(
         price=price,
         tier=tier,
         node_count=node_count,
-        is_local=is_local,
+        kind=kind,
     )
 
 
@@ -122,7 +123,7 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
         budget_usd=left_of(limits.budget_usd, limits.spent_usd),
         spent_usd=limits.spent_usd,
         spent_seconds=limits.spent_seconds,
-        is_stand_in=planned.is_local,
+        is_stand_in=not planned.kind.buys_nodes,
         price_words=planned.price_words,
     )
 
@@ -172,8 +173,8 @@ def note_price(planned: PlannedJob) -> str:
     price, figure = planned.price, planned.price.figure(planned.tier)
     note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
     note += f"{figure.recorded_on}."
-    if planned.is_local:
-        note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
+    if not planned.kind.buys_nodes:
+        note += f" A stand-in: nodes of the {planned.kind.words} are priced as this SKU, nothing is billed."
     return note
 
 

@@ -166,7 +166,7 @@ def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
 
 
 def _words(cluster: GPUClusterResource) -> str:
-    return STAND_IN if cluster.kind == "local" else LISTED
+    return LISTED if cluster.traits.buys_nodes else STAND_IN
 
 
 def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:

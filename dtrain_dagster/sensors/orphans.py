@@ -129,7 +129,7 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
         usd = orphan.node_count * price_of(orphan.sku).usd_per_hour(tier_of(orphan.tier or cluster.tier))
     except PriceError:
         return ""
-    return f"{dollars(usd)} ({STAND_IN if cluster.kind == 'local' else LISTED})"
+    return f"{dollars(usd)} ({LISTED if cluster.traits.buys_nodes else STAND_IN})"
 
 
 def _key(orphan: Orphan) -> str:

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName
 from dtrain_dagster.settings.home_search import DEFAULT, find_home
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
@@ -62,7 +63,7 @@ class Settings(BaseSettings):
         pattern=r"^az://[a-z0-9](-?[a-z0-9]){2,62}(/.*)?$",
         description="Storage of datasets and run directories that nodes of the cloud reach: az://container/path",
     )
-    cluster: Literal["local", "azure_ml"] = Field(default="local", description="Kind of cluster")
+    cluster: KindName = Field(default="local", description="Kind of cluster: local, azure_ml, slurm, kubernetes or ray")
     cluster_name: str = Field(
         default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
     )
@@ -228,7 +229,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _bought_is_what_can_be(self) -> Settings:
-        if self.cluster == "azure_ml" and "gpu_type" not in self.model_fields_set:
+        if self.kind.buys_nodes and "gpu_type" not in self.model_fields_set:
             self.gpu_type = BUYABLE_GPU_TYPE
         return self
 
@@ -243,14 +244,19 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _nodes_reach_their_storage(self) -> Settings:
-        if (self.cluster == "local") != (self.storage is None):
+        if self.kind.shares_home != (self.storage is None):
             remedy = (
-                "unset it: the local cluster keeps everything under DTRAIN_HOME"
+                f"unset it: the {self.kind.words} keeps everything under DTRAIN_HOME"
                 if self.storage
                 else "set it to az://container/path, which the nodes of DTRAIN_CLUSTER=azure_ml can reach"
             )
             raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} does not go with this cluster; {remedy}")
         return self
+
+    @property
+    def kind(self) -> ClusterKind:
+        """What this kind of cluster is and can do."""
+        return KINDS[self.cluster]
 
     @property
     def tiers(self) -> tuple[TierName, ...]:

@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DamagedError, LaunchError) as error:
         say(str(error))
         return UNUSABLE
+    except PermissionError as error:
+        say(f"{error}: the nodes must run as the user who submits, or as one who may write in the run directory")
+        return UNUSABLE
     except OSError as error:
         say(f"the run directory cannot be used on this node: {error}")
         return LOST

@@ -177,21 +177,21 @@ class KubernetesEngine:
 
     @functools.cached_property
     def _core(self) -> Any:
-        from kubernetes.client import CoreV1Api
-
-        return CoreV1Api(self._client)
+        return self._api("CoreV1Api")
 
     @functools.cached_property
     def _batch(self) -> Any:
-        from kubernetes.client import BatchV1Api
-
-        return BatchV1Api(self._client)
+        return self._api("BatchV1Api")
 
     @functools.cached_property
     def _authorization(self) -> Any:
-        from kubernetes.client import AuthorizationV1Api
+        return self._api("AuthorizationV1Api")
 
-        return AuthorizationV1Api(self._client)
+    def _api(self, name: str) -> Any:
+        connected = self._client  # raises where the package is missing
+        from kubernetes import client
+
+        return getattr(client, name)(connected)
 
     def _group(self, launch: Mapping[str, Any]) -> str:
         """Return the uid of the launch's ConfigMap, which is made where it is not there."""

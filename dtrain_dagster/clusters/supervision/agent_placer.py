@@ -110,7 +110,7 @@ class AgentPlacer:
                 if not left:
                     return
                 self.engine.cancel(left, force=True)
-            except EngineUnreachableError as error:  # agents end as soon as they read the status
+            except (EngineUnreachableError, LaunchError) as error:  # agents end as soon as they read the status
                 warn_once(f"what the engine may have left cannot be seen: {error}")
             if time.monotonic() > deadline:
                 return

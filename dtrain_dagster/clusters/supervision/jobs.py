@@ -20,7 +20,6 @@ from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, Orphan
 from dtrain_dagster.clusters.job_code import stage_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.kinds import KINDS
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     Revive,
@@ -36,6 +35,7 @@ from dtrain_dagster.clusters.supervision.settle import (
 )
 from dtrain_dagster.clusters.supervision.submit import SupervisorError, describe_launch, start_supervisor
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
 from trainer.documents.places import PlaceError, checked_id
@@ -53,7 +53,7 @@ class LaunchSettings:
     """What a cluster's settings add to ``launch.json`` of its jobs."""
 
     engine: str = "local"
-    """The kind of cluster, see `dtrain_dagster.clusters.kinds`."""
+    """The kind of cluster, see `dtrain_dagster.settings.cluster_kinds`."""
     cluster_name: str = "local"
     sku: str = "Standard_NC6s_v3"
     """The SKU of its nodes, or the one whose price stands in."""

@@ -9,6 +9,7 @@ import pytest
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.environment import Settings
 from trainer.node import gpus as local_gpus
 from trainer.node.environment import Seat, merge_environment, rank_environment
@@ -29,16 +30,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_node_of_azure_has_a_rank_for_each_gpu_of_its_sku():
-    assert [ranks_per_node(None, "azure_ml", sku, 3) for sku in ("Standard_NC6s_v3", FOUR, EIGHT)] == [1, 4, 8]
-    assert ranks_per_node(2, "azure_ml", FOUR, 3) == 2, "what is stated wins"
+    assert [ranks_per_node(None, KINDS["azure_ml"], sku, 3) for sku in ("Standard_NC6s_v3", FOUR, EIGHT)] == [1, 4, 8]
+    assert ranks_per_node(2, KINDS["azure_ml"], FOUR, 3) == 2, "what is stated wins"
     with pytest.raises(PriceError, match="Standard_Nothing"):
-        ranks_per_node(None, "azure_ml", "Standard_Nothing", 3)
+        ranks_per_node(None, KINDS["azure_ml"], "Standard_Nothing", 3)
 
 
 def test_local_nodes_divide_the_gpus_of_the_machine(gpus: Any):
     for here, nodes, wanted in ((0, 3, 1), (1, 3, 1), (8, 1, 8), (8, 2, 4), (8, 3, 2)):
         gpus(here)
-        assert ranks_per_node(None, "local", FOUR, nodes) == wanted, (here, nodes)
+        assert ranks_per_node(None, KINDS["local"], FOUR, nodes) == wanted, (here, nodes)
 
 
 def test_the_resource_follows_the_sku_that_the_launchpad_names(tmp_path):

@@ -16,6 +16,7 @@ from dtrain_dagster.clusters.azure_ml.gpu_nodes import (
 from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
 from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.costs.prices import hardware_of, skus
+from dtrain_dagster.settings.cluster_kinds import KINDS
 
 TODAY = date(2026, 11, 1)
 
@@ -51,8 +52,8 @@ def test_an_unknown_size_is_left_to_nccl() -> None:
      ("Standard_NC64as_T4_v3", 4), ("Standard_ND96isr_H100_v5", 8)],
 )  # fmt: skip
 def test_a_node_has_a_rank_for_each_gpu_of_its_size(sku: str, ranks: int) -> None:
-    assert ranks_per_node(None, "azure_ml", sku, 3) == ranks
-    assert ranks_per_node(2, "azure_ml", sku, 3) == 2
+    assert ranks_per_node(None, KINDS["azure_ml"], sku, 3) == ranks
+    assert ranks_per_node(2, KINDS["azure_ml"], sku, 3) == 2
 
 
 @pytest.mark.parametrize("sku", ["Standard_NV6ads_A10_v5", "Standard_NV18ads_A10_v5", "Standard_NC24ads_A100_MIG_v4"])

@@ -22,6 +22,8 @@ class ClusterKind:
     """Whether its nodes divide the cores and GPUs of this machine."""
     buys_nodes: bool = False
     """Whether its nodes are bought from a cloud at a listed price, on a tier; else the price of a SKU stands in."""
+    has_engine: bool = False
+    """Whether an engine runs each node for us as a job of its own."""
     code: Literal["here", "staged", "image", "uploaded"] = "here"
     """How the code comes to the nodes: it is there; copied once per version into the home that they share; part of
     their image; sent with each job."""
@@ -50,14 +52,16 @@ KINDS: dict[str, ClusterKind] = {
             queues=True, preempts=True, has_accounting=True, outlives_supervisor=True,
         ),
         ClusterKind(
-            name="slurm", words="SLURM cluster", code="staged", queues=True, preempts=True, has_time_limit=True,
-            has_accounting=True, outlives_supervisor=True,
+            name="slurm", words="SLURM cluster", has_engine=True, code="staged", queues=True, preempts=True,
+            has_time_limit=True, has_accounting=True, outlives_supervisor=True,
         ),
         ClusterKind(
-            name="kubernetes", words="Kubernetes cluster", code="image", queues=True, preempts=True,
+            name="kubernetes", words="Kubernetes cluster", has_engine=True, code="image", queues=True, preempts=True,
             outlives_supervisor=True,
         ),
-        ClusterKind(name="ray", words="Ray cluster", code="staged", queues=True, outlives_supervisor=True),
+        ClusterKind(
+            name="ray", words="Ray cluster", has_engine=True, code="staged", queues=True, outlives_supervisor=True,
+        ),
     )
 }  # fmt: skip
 """Kind of cluster, as DTRAIN_CLUSTER names it → what it can do."""

@@ -1,0 +1,17 @@
+"""The options of the engine behind a kind of cluster, as the environment gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtrain_dagster.settings.environment import SettingsError
+
+
+def read_engine_options(kind: str) -> dict[str, Any]:
+    """Return the options of the engine of this kind of cluster, in JSON's types. Raise `SettingsError` for missing or
+    unusable values."""
+    if kind == "kubernetes":
+        from dtrain_dagster.settings.kubernetes import read_kubernetes_options
+
+        return read_kubernetes_options()
+    raise SettingsError(f"DTRAIN_CLUSTER={kind}: this version has no such engine; set local, azure_ml or kubernetes")

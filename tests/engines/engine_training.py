@@ -1,0 +1,289 @@
+"""A small training through the manager of an engine's cluster, and what may happen to it: the same for all engines.
+
+An engine's file of tests gives a `Trial` and inherits `EngineTrials`. What is particular to an engine belongs there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import pytest
+import torch
+
+from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir
+
+NODES = 2
+STEPS = 2500
+WAIT_SECONDS = 240.0
+TOLERANCE = 5e-3
+"""Sums over another number of ranks are rounded differently, and many steps make that larger. That no sample was lost,
+or used twice, is compared exactly."""
+
+
+class Machines(Protocol):
+    """What a test may do to a real engine."""
+
+    kind: str
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """The options of small, quick nodes that reach this folder."""
+        ...
+
+    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Options of nodes that no machine has room for, and words of the reason that is told."""
+        ...
+
+    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        """What the engine knows of a launch."""
+        ...
+
+    def kill_node(self, job: EngineJob) -> Callable[[], None]:
+        """Take away the machine of a node, and return what gives it back."""
+        ...
+
+    def kill_control_plane(self) -> Callable[[], None]:
+        """Kill what the engine is asked through, and return what starts it again."""
+        ...
+
+
+class Outcome(NamedTuple):
+    status: str
+    steps: int
+    consumed: list[dict[str, Any]]
+    """Of each epoch: the number of its samples, and a digest of which."""
+    weights: dict[str, torch.Tensor]
+
+
+def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
+    """A job and its dataset in a home."""
+    path = Path(__file__).parents[1] / "dtrain_dagster" / "small_job.py"
+    spec = importlib.util.spec_from_file_location("small_job", path)
+    assert spec is not None
+    assert spec.loader is not None
+    small_job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(small_job)
+    dataset = small_job.write_dataset(folder / "dataset")
+    rundir = RunDir(str(folder / "storage" / "jobs" / "one"))
+    training = DistributedTrainingConfig(
+        world_size=nodes, max_steps=steps, epochs=10_000, warmup_steps=5, threads_per_rank=1, batch_size_per_gpu=64,
+        checkpoint_frequency=1000, keep_checkpoints=1, eval_frequency=steps, bind_cores=False,
+        learning_rate=1e-4,  # where rounding of sums is not blown up over many steps, as it is by chaos
+    )  # fmt: skip
+    rundir.write_job(JobConfig(
+        job_id="one", run_dir=rundir.uri, dataset=DatasetRef(uri=str(dataset)), training=training,
+        tracking=TrackingConfig(tensorboard=False),
+    ))  # fmt: skip
+    return rundir
+
+
+class Training:
+    """One job of a manager, from its submission to its outcome."""
+
+    def __init__(self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES) -> None:
+        self.manager, self.rundir, self.nodes = manager, rundir, nodes
+
+    def submit(self) -> None:
+        command = (self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        self.manager.submit_job(
+            JobSpec(job_id="one", run_dir=self.rundir.uri, command=command, node_count=self.nodes, elastic=True)
+        )
+
+    def status(self) -> JobStatus:
+        return self.manager.job_status("one")
+
+    def launch(self) -> dict[str, Any]:
+        return self.rundir.read_json("launch.json") or {}
+
+    def step(self) -> int:
+        """The last step that was told."""
+        return max((event["step"] for event in self.rundir.events("step")), default=0)
+
+    def run_until(self, holds: Callable[[], object], what: str) -> None:
+        """Wait until this holds; the output of all goes into the error if it takes too long, or if the job ends."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"waited in vain for {what}\n{self.said()}"
+            assert not self.status().state.is_final, f"it ended before {what}\n{self.said()}"
+            time.sleep(0.1)
+
+    def end(self) -> JobState:
+        """Wait for the end, and return the final state."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (status := self.status()).state.is_final:
+            assert time.monotonic() < deadline, self.said()
+            self.manager.wait(status)
+        return status.state
+
+    def outcome(self) -> Outcome:
+        assert self.end() == JobState.SUCCEEDED, self.said()
+        result = self.rundir.read_result()
+        assert result is not None
+        assert result["weights_equal_on_ranks"]
+        weights = torch.load(f"{self.rundir.uri}/model/weights.pt", weights_only=True)
+        return Outcome(result["status"], result["steps"], result["consumed"], weights)
+
+    def said(self) -> str:
+        return f"{self.rundir.read_json('status.json')}\n" + "\n".join(
+            f"--- {path.name}\n{path.read_text()[-4000:]}" for path in Path(self.rundir.uri).glob("logs/*")
+        )
+
+    def processes(self, words: str = "") -> list[psutil.Process]:
+        """What runs for this job on this machine, with these words in its command line."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if process.info["status"] != psutil.STATUS_ZOMBIE and self.rundir.uri in line and words in line:
+                found.append(process)
+        return found
+
+    def close(self) -> None:
+        """End what is left."""
+        if not self.status().state.is_final:
+            self.manager.cancel_job("one")
+
+
+class EngineTrials:
+    """What a training has to survive on every engine. A subclass gives ``machines``."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def expected(cls, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+        """The same training on the local cluster, with as many nodes."""
+        home = tmp_path_factory.mktemp("here")
+        training = Training(LocalClusterManager(home), write_job(home, STEPS))
+        training.submit()
+        return training.outcome()
+
+    @pytest.fixture
+    def training(self, machines: Machines, tmp_path: Path) -> Iterator[Training]:
+        rundir = write_job(tmp_path, STEPS)
+        settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
+        made = Training(EngineClusterManager(tmp_path, settings, machines.options(tmp_path)), rundir)
+        yield made
+        made.close()
+        assert_nothing_is_left(made, machines)
+
+    def test_it_trains_what_the_local_cluster_trains_and_is_bought_once(
+        self, machines: Machines, training: Training, expected: Outcome
+    ) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        training.submit()
+        assert len(machines.jobs(training.launch())) == NODES
+        made = training.outcome()
+        assert made[:3] == expected[:3]
+        torch.testing.assert_close(made.weights, expected.weights, rtol=0.0, atol=0.0)
+        usage = training.manager.node_usage("one")
+        assert sorted(node.node_id for node in usage) == [0, 1]
+        assert all(node.ended_at > node.started_at for node in usage)
+        assert "trains from step 0" in training.manager.job_logs("one", 1)
+        training.submit()
+        assert len(machines.jobs(training.launch())) <= NODES
+
+    def test_a_node_is_killed(self, machines: Machines, training: Training, expected: Outcome) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        lost = next(job for job in machines.jobs(training.launch()) if job.node_id == 1)
+        give_back = machines.kill_node(lost)
+        try:
+            training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+            assert_same(training, expected)
+        finally:
+            give_back()
+
+    def test_an_agent_is_killed(self, training: Training, expected: Outcome) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        agents = training.processes("--node 1 --incarnation 1")
+        assert agents
+        assert len(agents) < len(training.processes("trainer.node"))
+        for agent in agents:
+            agent.kill()
+        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+        assert_same(training, expected)
+
+    def test_the_control_plane_is_restarted(self, machines: Machines, training: Training, expected: Outcome) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        start = machines.kill_control_plane()
+        try:
+            before = training.step()
+            training.run_until(lambda: training.step() > before + 100, "steps without it")
+        finally:
+            start()
+        assert_same(training, expected)
+        assert incarnations(training) == [(0, 1), (1, 1)]
+
+    def test_the_supervisor_is_killed_and_found_again(self, training: Training, expected: Outcome) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        supervisors = training.processes("dtrain_dagster.clusters.supervise")
+        assert len(supervisors) == 2  # with its reaper
+        for supervisor in supervisors:
+            supervisor.kill()
+        psutil.wait_procs(supervisors, timeout=10)
+        assert training.status().state == JobState.RUNNING
+        assert training.processes("dtrain_dagster.clusters.supervise")
+        assert_same(training, expected)
+        assert incarnations(training) == [(0, 1), (1, 1)]
+
+    def test_it_is_cancelled_in_order(self, training: Training) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        training.manager.cancel_job("one")
+        assert training.status().state == JobState.CANCELLED
+        assert training.rundir.latest_checkpoint() is not None, "written on SIGTERM"
+        assert {node.exit_codes for node in training.rundir.nodes()} == {(143,)}
+
+    def test_what_waits_says_why_and_costs_nothing(self, machines: Machines, tmp_path: Path) -> None:
+        rundir = write_job(tmp_path, STEPS)
+        options, reason = machines.too_large(machines.options(tmp_path))
+        settings = LaunchSettings(engine=machines.kind, cluster_name="engine")
+        training = Training(EngineClusterManager(tmp_path, settings, options), rundir)
+        training.submit()
+        training.run_until(lambda: reason in training.status().message, reason)
+        assert training.status().state == JobState.QUEUED
+        training.manager.cancel_job("one")
+        assert training.status().state == JobState.CANCELLED
+        assert training.manager.node_usage("one") == []
+        assert_nothing_is_left(training, machines)
+
+
+def incarnations(training: Training) -> list[tuple[int, int]]:
+    return [(node.node_id, node.incarnation) for node in training.rundir.nodes() if node.launch == 1]
+
+
+def assert_same(training: Training, expected: Outcome, tolerance: float = TOLERANCE) -> None:
+    made = training.outcome()
+    assert made[:3] == expected[:3]
+    steps = [event["step"] for event in training.rundir.events("step")]
+    assert len(steps) == len(set(steps)), "no step that counts was done twice"
+    torch.testing.assert_close(made.weights, expected.weights, rtol=tolerance, atol=tolerance)
+
+
+def assert_nothing_is_left(training: Training, machines: Machines) -> None:
+    deadline = time.monotonic() + 30
+    while left := training.processes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert all(job.state == "ended" for job in machines.jobs(training.launch()))
+
+
+def kill_processes(processes: list[psutil.Process]) -> None:
+    """Kill all at once, so that none has time to say anything."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.kill()
