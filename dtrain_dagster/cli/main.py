@@ -28,6 +28,7 @@ from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
 from dtrain_dagster.cli.sections import SectionedGroup
+from dtrain_dagster.cli.slurm import slurm
 from dtrain_dagster.cli.train import launch, train
 from dtrain_dagster.cli.tune import tune
 from dtrain_dagster.cli.web import mlflow, tensorboard, ui
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes),
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm),
     *(ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:

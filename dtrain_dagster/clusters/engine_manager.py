@@ -16,6 +16,7 @@ from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from trainer.node.environment import STOP_GRACE, read_duration
+from trainer.rundir import LOGS
 
 MOST_NODES = 256
 
@@ -61,4 +62,9 @@ def open_engine(
         from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 
         return KubernetesEngine(KubernetesOptions.read(options), run_dir, command, grace)
+    if kind == "slurm":
+        from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+        from dtrain_dagster.clusters.slurm.options import SlurmOptions
+
+        return SlurmEngine(SlurmOptions.read(options), Path(run_dir) / LOGS, command)
     raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")

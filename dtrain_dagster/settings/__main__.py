@@ -11,11 +11,13 @@ from pydantic_settings import BaseSettings
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 
 TABLES: dict[str, type[BaseSettings]] = {
     "README.md": Settings,
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
+    "docs/slurm.md": SlurmSettings,
 }
 """The settings whose table each document holds; paths from the repository's root."""
 _ROWS = re.compile(r"(?:^\| `DTRAIN_[A-Z_]+` \|.*\n)+", flags=re.MULTILINE)

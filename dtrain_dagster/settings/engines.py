@@ -14,4 +14,8 @@ def read_engine_options(kind: str) -> dict[str, Any]:
         from dtrain_dagster.settings.kubernetes import read_kubernetes_options
 
         return read_kubernetes_options()
-    raise SettingsError(f"DTRAIN_CLUSTER={kind}: this version has no such engine; set local, azure_ml or kubernetes")
+    if kind == "slurm":
+        from dtrain_dagster.settings.slurm import read_slurm_options
+
+        return read_slurm_options()
+    raise SettingsError(f"DTRAIN_CLUSTER={kind}: there is no such engine; set local, azure_ml, slurm or kubernetes")

@@ -119,8 +119,8 @@ def close_presence(record: NodeRecord, size: int, now: float) -> NodePresence | 
 
 
 def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:
-    """Return whether the successor of a node is to be submitted: its time limit is nearer than ``lead_seconds``, or has
-    come."""
+    """Return whether the successor of a node is to be submitted: its time limit is nearer than ``lead_seconds``, of
+    which at most half the limit counts, or has come."""
     job = record.job
     if job is None or record.presence is None:
         return False
@@ -130,4 +130,5 @@ def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> boo
         return job.is_planned and ended - started >= LEAST_RUN_SECONDS
     if job.ends_at is None or job.state != "running":
         return False
-    return job.ends_at - now < lead_seconds and job.ends_at - started >= LEAST_RUN_SECONDS
+    length = job.ends_at - started
+    return length >= LEAST_RUN_SECONDS and job.ends_at - now < min(lead_seconds, length / 2)

@@ -122,7 +122,7 @@ def test_nodes_run_as_jobs_of_the_engine_and_are_paid_by_their_presence(make_job
     job.start()
     for rank in range(4):
         job.file(f"began-{rank}-1")
-    assert job.status()["state"] == "running"
+    job.wait(lambda: job.status()["state"] == "running", "word of it")
     (job.folder / "go").touch()
     assert job.ends()["state"] == "succeeded", job.said()
     assert [(one.node_id, one.exit_codes, bool(one.host)) for one in job.presences()] == [
@@ -233,6 +233,7 @@ def test_a_time_limit_is_met_by_a_successor_that_was_submitted_before(
     )  # fmt: skip
     job.start()
     job.file("began-0-1"), job.file("began-1-1")
+    os.utime(job.folder / "engine" / job.name(1) / "pid", (time.time() - 3600,) * 2)  # it runs for an hour already
     (job.folder / "engine" / f"{job.name(1)}.ends_at").write_text(str(time.time() + 900))
     job.file("began-1-2")
     (job.folder / "go").touch()

@@ -1,0 +1,191 @@
+"""What SLURM's answers mean: a line of squeue or sacct → the state of a node, with the reason and the remedy.
+
+Pure: what is asked, and what is done about it, belongs in `engine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
+from dtrain_dagster.clusters.supervision.engine import EngineJob
+
+S = "DTRAIN_SLURM_"
+_WAITING = {
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+}  # fmt: skip
+_ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+_LOST = {
+    "BOOT_FAIL": "its machine did not start",
+    "CANCELLED": "it was cancelled in SLURM",
+    "DEADLINE": "its deadline came",
+    "NODE_FAIL": "its machine failed",
+    "PREEMPTED": "it made way for another's job",
+    "REVOKED": "another cluster took it",
+    "TIMEOUT": "its time limit came",
+}
+"""States in which SLURM has taken a node away, or lost it → in words."""
+REASONS = {
+    "AssocGrp": f"the limit of {S}ACCOUNT is used up: wait, or ask for less",
+    "AssocMax": f"the limit of {S}ACCOUNT is used up: wait, or ask for less",
+    "BadConstraints": f"no machine has {S}CONSTRAINT: correct it",
+    "Dependency": "it waits for another job",
+    "InvalidAccount": f"correct {S}ACCOUNT",
+    "InvalidQOS": f"correct {S}QOS",
+    "JobArrayTaskLimit": "the limit of the array is reached",
+    "JobHeldAdmin": "an administrator holds it: ask them",
+    "JobHeldUser": "it is held: scontrol release JOB",
+    "JobLaunchFailure": "its machine could not start it: ask an administrator",
+    "Licenses": "it waits for a licence",
+    "NodeDown": "its machine is down",
+    "PartitionConfig": f"no node of the partition is as large: lower {S}CPUS, {S}GPUS or {S}MEMORY, or change "
+    f"{S}PARTITION",
+    "PartitionDown": f"the partition is down: wait, or change {S}PARTITION",
+    "PartitionInactive": f"the partition takes no jobs: change {S}PARTITION",
+    "PartitionNodeLimit": f"the partition gives no such nodes: change {S}PARTITION",
+    "PartitionTimeLimit": f"the partition's limit is shorter: lower {S}TIME_LIMIT_MINUTES",
+    "Priority": "others are before it",
+    "QOS": f"the limit of {S}QOS is reached: wait, or ask for less",
+    "ReqNodeNotAvail": "machines that fit are reserved or down",
+    "Reservation": f"it waits for {S}RESERVATION to begin",
+    "Resources": "no machine is free",
+}
+"""The beginning of a reason → what it means, and what helps."""
+REFUSALS = {
+    "partition": f"correct {S}PARTITION",
+    "account": f"correct {S}ACCOUNT",
+    "qos": f"correct {S}QOS",
+    "feature": f"correct {S}CONSTRAINT",
+    "reservation": f"correct {S}RESERVATION",
+    "gres": f"the cluster has no such GPUs: correct {S}GPUS",
+    "time limit": f"lower {S}TIME_LIMIT_MINUTES",
+    "memory": f"lower {S}MEMORY",
+    "node configuration is not available": f"no machine is as large: lower {S}CPUS, {S}GPUS or {S}MEMORY",
+    "more processors": f"no machine is as large: lower {S}CPUS",
+    "option": f"correct {S}EXTRA",
+}
+"""What sbatch says, in lower case → the remedy; the first that is found counts."""
+UNREACHABLE = (
+    "unable to contact slurm", "socket timed out", "connect failure", "connection refused", "communication",
+    "slurm_load_jobs error", "slurm backup controller", "zero bytes were transmitted", "temporarily", "try again",
+    "slurmdbd", "expired", "munge",
+)  # fmt: skip
+"""What commands say, in lower case, where the same one may succeed later."""
+FULL = ("submit limit", "maxsubmit", "job submission limit", "too many jobs")
+"""What sbatch says, in lower case, where no more jobs are taken for now."""
+_OWN = re.compile(r"dtrain-[0-9a-z]+-l\d+-n(?P<node>\d+)-s(?P<incarnation>\d+)")
+_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+
+
+def read_rows(text: str) -> list[dict[str, str]]:
+    """Return the rows of squeue, by the names of the columns."""
+    rows = []
+    for line in text.splitlines():
+        at, row = 0, {}
+        for name, width in COLUMNS.items():
+            row[name] = line[at : at + width].strip()
+            at += width
+        if row["JobID"]:
+            rows.append(row)
+    return rows
+
+
+def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) -> EngineJob | None:
+    """Return the state of a node from its row; None for a job that is no node of ours. ``position``: its place among
+    the waiting jobs of its partition, and their number."""
+    match = _OWN.fullmatch(row["Name"])
+    if match is None:
+        return None
+    state, host = row["State"].split()[0], row["NodeList"]
+    submitted, started, ended = (moment(row[name]) for name in ("SubmitTime", "StartTime", "EndTime"))
+    stage: Literal["pending", "running", "ended"] = "running"
+    reason = ""
+    if state in _WAITING:
+        stage, reason = "pending", explain_waiting(row["Reason"], position, started)
+    elif state in _ENDED:
+        stage, reason = "ended", explain_end(state, row["Reason"])
+    limit = limit_seconds(row["TimeLimit"])
+    told = started is not None and ended is not None and limit is not None and ended >= started + limit - END_SECONDS
+    planned = stage == "ended" and (state == "TIMEOUT" or (state == "FAILED" and told))
+    return EngineJob(
+        id=row["JobID"],
+        node_id=int(match["node"]),
+        incarnation=int(match["incarnation"]),
+        state=stage,
+        reason=reason,
+        host="" if host in ("(null)", "N/A") else host,
+        exit_code=exit_code_of(state, row["exit_code"]) if stage == "ended" else None,
+        lost=stage == "ended" and (state in _LOST or planned),
+        is_planned=planned,
+        submitted_at=submitted,
+        started_at=started if stage != "pending" else None,
+        ended_at=ended if stage == "ended" else None,
+        ends_at=ended if stage == "running" and limit is not None else None,
+    )
+
+
+def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: float | None) -> str:
+    """Return why a job waits, in SLURM's word and in ours, with its place in the queue."""
+    words = next((words for name, words in REASONS.items() if reason.startswith(name)), "")
+    where = f"place {position[0]} of {position[1]} in the queue" if position else ""
+    said = reason if reason not in ("None", "") else "not looked at yet"
+    return ", ".join(part for part in (f"{said}: {words}" if words else said, where) if part)
+
+
+def explain_end(state: str, reason: str) -> str:
+    """Return why a job ended, in words; "" for one that ended by itself."""
+    if state in _LOST:
+        return f"{state}: {_LOST[state]}"
+    if state == "OUT_OF_MEMORY":
+        return f"{state}: it used more memory than it asked for; raise {S}MEMORY"
+    return "" if state in ("COMPLETED", "FAILED") else f"{state}: {reason}"
+
+
+def exit_code_of(state: str, raw: str) -> int | None:
+    """Return the exit code of the agent, or minus the number of the signal, from squeue's wait status; None where it is
+    unknown."""
+    if state == "OUT_OF_MEMORY":
+        return -9
+    if not raw.isdigit():
+        return None
+    status = int(raw)
+    return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def moment(text: str) -> float | None:
+    """Return a time as Unix seconds; None for one that is not known."""
+    return float(text) if text.isdigit() else None
+
+
+def limit_seconds(text: str) -> float | None:
+    """Return a time limit in seconds; None for none."""
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        return None
+    parts = {name: int(value or 0) for name, value in match.groupdict().items()}
+    return 86400 * parts["days"] + 3600 * parts["hours"] + 60.0 * parts["minutes"] + parts["seconds"]
+
+
+def place_in(ids: Sequence[str], job_id: str) -> tuple[int, int] | None:
+    """Return the place of a job among the waiting ones, from 1, and their number; None where it is not among them."""
+    return (ids.index(job_id) + 1, len(ids)) if job_id in ids else None
+
+
+def is_unreachable(said: str) -> bool:
+    """Return whether a command failed because SLURM could not be asked now."""
+    return any(word in said.lower() for word in UNREACHABLE)
+
+
+def is_full(said: str) -> bool:
+    """Return whether SLURM takes no more jobs of this user for now."""
+    return any(word in said.lower() for word in FULL)
+
+
+def remedy_of(said: str) -> str:
+    """Return what helps against a refusal of sbatch."""
+    return next((remedy for word, remedy in REFUSALS.items() if word in said.lower()), f"see {S} in the settings")

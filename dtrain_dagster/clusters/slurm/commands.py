@@ -1,0 +1,91 @@
+"""The command lines of SLURM: submit a node, list a user's jobs, end some of them, ask the accounting. Pure.
+
+What they print is read in `answers`; they are run by `engine`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.clusters.supervision.engine import name_job
+
+COLUMNS = {
+    "JobID": 20, "Name": 70, "State": 20, "exit_code": 12, "Reason": 80, "NodeList": 80, "SubmitTime": 24,
+    "StartTime": 24, "EndTime": 24, "TimeLimit": 20, "Partition": 40,
+}  # fmt: skip
+"""The fields that squeue is asked for, with their widths. Text with explicit widths is what all versions agree on."""
+ACCOUNTED = ("JobID", "JobName", "State", "Start", "End", "ElapsedRaw", "ExitCode", "NodeList", "Partition")
+"""The fields that sacct is asked for."""
+TIMES = {"SLURM_TIME_FORMAT": "%s"}
+"""Has all commands print times as Unix seconds."""
+EXPORTED = ("PATH", "HOME", "USER", "LANG")
+END_SECONDS = 60
+"""Seconds before the time limit at which the agent is told that it comes."""
+
+
+def submit(options: SlurmOptions, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
+    """Return the command that submits the script of one incarnation of a node, which it reads from its input."""
+    chosen = {
+        "partition": options.partition, "account": options.account, "qos": options.qos,
+        "constraint": options.constraint, "reservation": options.reservation, "mem": options.memory,
+        "gres": f"gpu:{options.gpus}" if options.gpus else None, "time": options.time_limit_minutes,
+    }  # fmt: skip
+    return [
+        *("sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}"),
+        f"--job-name={name_job(launch, node_id, incarnation)}",
+        f"--export={','.join((*EXPORTED, *options.export))}",
+        # The batch script is the agent: it gets the signal before the limit, and the ranks get it from the agent.
+        f"--signal=B:TERM@{END_SECONDS}",
+        *(f"--output={output}", "--open-mode=append", "--input=/dev/null"),
+        *(["--exclusive"] if options.exclusive else []),
+        *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
+        *options.extra,
+    ]
+
+
+def script(options: SlurmOptions, command: Sequence[str]) -> str:
+    """Return the batch script of a node. The shell becomes the agent, so that signals reach it."""
+    setup = f"{options.setup}\n" if options.setup else ""
+    return f"#!/bin/sh\n{setup}exec {shlex.join(command)}\n"
+
+
+def list_all(name: str | None = None) -> list[str]:
+    """Return the command that lists this user's jobs in all states; with ``name``, those of that name."""
+    fields = ",".join(f"{field}:{width}" for field, width in COLUMNS.items())
+    return ["squeue", "--me", "--noheader", "--states=all", f"--Format={fields}", *([f"--name={name}"] if name else [])]
+
+
+def list_waiting(partition: str) -> list[str]:
+    """Return the command that lists the ids of a partition's waiting jobs, of all users, in the order of priority."""
+    states = "--states=PENDING"
+    return ["squeue", "--noheader", states, f"--partition={partition}", "--sort=-p,i", "--Format=JobID:20"]
+
+
+def end(ids: Sequence[str], force: bool) -> list[list[str]]:
+    """Return the commands that end these jobs: waiting ones at once, running ones by SIGTERM to the agent, which ends
+    its ranks in order; with ``force``, all at once."""
+    if force:
+        return [["scancel", "--signal=KILL", "--full", *ids], ["scancel", *ids]]
+    return [["scancel", "--state=PENDING", *ids], ["scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids]]
+
+
+def account(names: Sequence[str], since: float) -> list[str]:
+    """Return the command that asks the accounting for jobs of these names that have run since ``since`` (Unix
+    seconds)."""
+    return [
+        *("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"),
+        *(f"--name={','.join(names)}", f"--starttime=@{int(since)}", f"--format={','.join(ACCOUNTED)}"),
+    ]
+
+
+def remote(host: str, socket: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs another one on a login node, over one connection that is kept for a minute. ssh asks
+    nobody anything. ``socket``: where that connection waits."""
+    line = shlex.join(["env", *(f"{name}={value}" for name, value in TIMES.items()), *command])
+    shared = ("ControlMaster=auto", f"ControlPath={socket}", "ControlPersist=60")
+    quiet = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
+    options = [word for option in (*shared, *quiet) for word in ("-o", option)]
+    return ["ssh", *options, host, line]

@@ -1,0 +1,134 @@
+"""SLURM as an engine that runs one-node jobs: its commands are run here or on a login node, and what fails is told.
+
+What the commands are belongs in `commands`, what they print in `answers`, and what follows from it in
+`dtrain_dagster.clusters.supervision`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.slurm import commands
+from dtrain_dagster.clusters.slurm.answers import is_full, is_unreachable, place_in, read_job, read_rows, remedy_of
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from trainer.node.environment import LaunchError
+from trainer.node.processes import MARK
+
+TIMEOUT_SECONDS = 25.0
+SSH_FAILED = 255
+MAX_LOG_BYTES = 4 * 2**20
+
+
+class SlurmError(ClusterError, LaunchError):
+    """The cluster cannot be used as it is configured, or refuses a job for good. The message has the remedy."""
+
+
+class SlurmEngine:
+    """One cluster, through its commands."""
+
+    def __init__(
+        self, options: SlurmOptions, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
+    ) -> None:
+        """``log_folder``: where the output of jobs goes, the same path here and on the nodes. ``command``: returns what
+        the job of an incarnation runs, for launch, node and incarnation."""
+        self.options, self.log_folder, self.command = options, log_folder, command
+        self.poll_seconds = options.poll_seconds
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+        """Submit the job of an incarnation, and return its id; that of a job of this name that SLURM knows is returned,
+        and none is submitted. Raise `SlurmError` where it is refused."""
+        name = name_job(launch, node_id, incarnation)
+        if known := read_rows(self._run(commands.list_all(name))):
+            return known[-1]["JobID"]
+        output = str(self._log(name)).replace("%", "%%")
+        command = commands.submit(self.options, launch, node_id, incarnation, output)
+        script = commands.script(self.options, self.command(launch, node_id, incarnation))
+        return self._run(command, f"submit node {node_id}", script).strip().partition(";")[0]
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        """Return the nodes of a launch that SLURM still knows, as it does for MinJobAge seconds after their end."""
+        prefix = f"{name_launch(launch)}-"
+        rows = [row for row in read_rows(self._run(commands.list_all())) if row["Name"].startswith(prefix)]
+        queues = {row["Partition"] for row in rows if row["State"] == "PENDING"}
+        waiting = {queue: self._run(commands.list_waiting(queue)).split() for queue in queues}
+        jobs = (read_job(row, place_in(waiting.get(row["Partition"], ()), row["JobID"])) for row in rows)
+        return [job for job in jobs if job is not None]
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        """End these jobs: in order, or at once with ``force``."""
+        for command in commands.end(ids, force):
+            with contextlib.suppress(SlurmError):  # one has ended meanwhile
+                self._run(command, "end nodes")
+
+    def read_log(self, job_id: str) -> str | None:
+        """Return what a job printed, at most its last `MAX_LOG_BYTES`; None where SLURM forgot its name."""
+        rows = [row for row in read_rows(self._run(commands.list_all())) if row["JobID"] == job_id]
+        path = self._log(rows[0]["Name"]) if rows else None
+        if path is None or not path.exists():
+            return None
+        return path.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
+
+    def check(self) -> str:
+        """Return the version of SLURM. Raise `SlurmError` where its commands cannot be run, `EngineUnreachableError`
+        where its controller does not answer. Nothing is submitted."""
+        self._run(commands.list_all("none"))
+        return self._run(["sinfo", "--version"]).strip()
+
+    def run(self, command: Sequence[str], what: str) -> str:
+        """Run one of SLURM's commands, and return what it prints. Raise as `check` does."""
+        return self._run(command, what)
+
+    def _log(self, name: str) -> Path:
+        return self.log_folder / f"slurm-{name}.out"
+
+    def _run(self, command: Sequence[str], what: str = "look at the queue", given: str = "") -> str:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_FORMATS) and name != MARK}
+        where = "on this machine"
+        if self.options.host:
+            command, where = commands.remote(self.options.host, _control_path(), command), f"on {self.options.host}"
+        try:
+            done = subprocess.run(
+                command, input=given, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+                env=own | commands.TIMES, errors="replace",
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise SlurmError(
+                f"there is no {command[0]} on this machine: put SLURM's commands on the PATH, or set DTRAIN_SLURM_HOST "
+                "to a login node"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise EngineUnreachableError(f"cannot {what}: SLURM does not answer {where}") from None
+        if done.returncode == 0:
+            return done.stdout
+        said = " ".join((done.stderr or done.stdout).split())
+        if done.returncode == SSH_FAILED and self.options.host:
+            raise EngineUnreachableError(f"cannot {what}: {self.options.host} cannot be reached ({said})")
+        if done.returncode == 127:
+            raise SlurmError(f"cannot {what} {where}: {said}; SLURM's commands must be on the PATH there")
+        if is_full(said):
+            raise EngineUnreachableError(f"the queue is full: SLURM takes no more jobs of this user now ({said})")
+        if is_unreachable(said):
+            raise EngineUnreachableError(f"cannot {what} now: {said}")
+        raise SlurmError(f"cannot {what}: {said}; {remedy_of(said)}")
+
+
+_FORMATS = ("SQUEUE_", "SBATCH_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
+"""Variables by which a person changes what SLURM's commands do and print; SLURM_CONF is kept."""
+
+
+def _control_path() -> str:
+    """Return where ssh keeps its connection: a folder of this user alone, with a path that a socket can have."""
+    folder = Path(tempfile.gettempdir()) / f"dtrain-ssh-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o077 or folder.is_symlink():
+        raise SlurmError(f"{folder} is not a folder of this user alone: remove it")
+    return f"{folder}/%C"

@@ -1,0 +1,115 @@
+"""The settings of ``DTRAIN_CLUSTER=slurm``: ``DTRAIN_SLURM_*`` environment variables. None of them is a secret: who may
+submit is decided by SLURM, and how a login node is reached by the user's own configuration of ssh.
+
+Which options of ``sbatch`` come of them belongs in `dtrain_dagster.clusters.slurm.commands`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dtrain_dagster.settings.environment import read_environment, without_secret
+
+PREFIX = "DTRAIN_SLURM_"
+_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
+_OURS = {
+    "--array": "nodes are jobs of their own", "--export": "set DTRAIN_SLURM_EXPORT", "--job-name": "it names the node",
+    "--nodes": "each job is one node", "--ntasks": "the node agent is one task", "--output": "it goes to the run "
+    "directory", "--parsable": "answers are read", "--requeue": "lost nodes are replaced by jobs of their own",
+    "--signal": "the agent handles the end", "--time": "set DTRAIN_SLURM_TIME_LIMIT_MINUTES",
+    "--wrap": "the agent runs",
+}  # fmt: skip
+"""Options of sbatch that the project sets itself → why."""
+
+
+class SlurmSettings(BaseSettings):
+    """The settings of a SLURM cluster. Every field is the environment variable of that name in capitals after
+    ``DTRAIN_SLURM_``."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+
+    host: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$",
+        description="Login node that commands are run on, as ssh knows it (user@host or an alias); unset: this machine",
+    )
+    partition: str | None = Field(default=None, pattern=_NAME, description="Partition; unset: the cluster's default")
+    account: str | None = Field(default=None, pattern=_NAME, description="Account that is charged")
+    qos: str | None = Field(default=None, pattern=_NAME, description="Quality of service")
+    constraint: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,|&!*()\[\]-]*$",
+        description="Features that a machine must have",
+    )
+    reservation: str | None = Field(default=None, pattern=_NAME, description="Reservation to run in")
+    gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
+    cpus: int = Field(default=1, ge=1, le=4096, description="CPUs of a node")
+    memory: str | None = Field(
+        default=None, pattern=r"^\d+[KMGT]?$", description="Memory of a node, such as 32G; unset: the cluster's default"
+    )
+    exclusive: bool = Field(default=False, description="Whether a node is a whole machine that no other job shares")
+    time_limit_minutes: int | None = Field(
+        default=None, ge=2, description="Time limit of a node; a longer training goes on in its successor"
+    )
+    successor_lead_seconds: float = Field(
+        default=600.0, ge=0, description="Seconds before that limit at which the successor is submitted"
+    )
+    python: str | None = Field(
+        default=None,
+        pattern=r"^/\S+$",
+        description="Interpreter on the nodes, a full path; unset: the one that submits",
+    )
+    setup: str = Field(default="", description="Shell commands before the node begins, such as: module load cuda/12.4")
+    export: str = Field(
+        default="",
+        description="Variables of the submitter that nodes get besides PATH, HOME, USER and LANG; separated by commas",
+    )
+    extra: str = Field(default="", description="Further options of sbatch, as --nice=100 --licenses=matlab")
+    poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
+        return without_secret(cls, str(info.field_name), value)
+
+    @field_validator("export")
+    @classmethod
+    def _names(cls, text: str) -> str:
+        for name in _words(text):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ValueError(f"{name!r} is no name of a variable: give names alone, separated by commas")
+        return text
+
+    @field_validator("extra")
+    @classmethod
+    def _options(cls, text: str) -> str:
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise ValueError(f"{error}: quote it as a shell does") from None
+        for word in words:
+            option = word.partition("=")[0]
+            if not option.startswith("--") or ("=" not in word and option not in ("--exclusive", "--hold")):
+                raise ValueError(f"{word!r} is no option of sbatch in the form --name=value")
+            if option in _OURS:
+                raise ValueError(f"{option} cannot be set here: {_OURS[option]}")
+        return text
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `dtrain_dagster.clusters.slurm.options.SlurmOptions`, in JSON's types."""
+        own = self.model_dump(exclude_none=True)
+        return {**own, "export": _words(self.export), "extra": shlex.split(self.extra)}
+
+
+def read_slurm_options() -> dict[str, Any]:
+    """Return the environment's options for SLURM. Raise `SettingsError` for unusable values."""
+    return read_environment(SlurmSettings).options()
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,128 @@
+"""What lines of a real SLURM 22.05 mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain_dagster.clusters.slurm.answers import (
+    exit_code_of,
+    is_full,
+    is_unreachable,
+    limit_seconds,
+    place_in,
+    read_job,
+    read_rows,
+    remedy_of,
+)
+from dtrain_dagster.clusters.slurm.commands import COLUMNS, end, list_all, remote, script, submit
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+
+LAUNCH = {"token": "0123456789abcdef" * 3, "launch": 2}
+NAME = "dtrain-89abcdef0123456789abcdef-l2-n1-s3"
+
+
+def line(**changes: str) -> str:
+    values = {
+        "JobID": "7", "Name": NAME, "State": "RUNNING", "exit_code": "0", "Reason": "None", "NodeList": "n2",
+        "SubmitTime": "1795521094", "StartTime": "1795521095", "EndTime": "1795521395", "TimeLimit": "5:00",
+        "Partition": "main",
+    } | changes  # fmt: skip
+    return "".join(values[name].ljust(width) for name, width in COLUMNS.items())
+
+
+def job(position: tuple[int, int] | None = None, **changes: str):
+    (row,) = read_rows(line(**changes) + "\n")
+    found = read_job(row, position)
+    assert found is not None
+    return found
+
+
+def test_a_running_node_has_its_machine_and_its_limit():
+    found = job()
+    assert (found.id, found.node_id, found.incarnation, found.state, found.host) == ("7", 1, 3, "running", "n2")
+    assert (found.submitted_at, found.started_at, found.ended_at) == (1795521094.0, 1795521095.0, None)
+    assert found.ends_at == 1795521395.0
+    assert job(TimeLimit="UNLIMITED", EndTime="N/A").ends_at is None
+    assert job(State="COMPLETING").state == "running", "processes of it may be there"
+
+
+def test_a_waiting_node_says_why_what_helps_and_its_place():
+    found = job((2, 5), State="PENDING", Reason="PartitionConfig", NodeList="", StartTime="N/A", EndTime="N/A")
+    assert found.state == "pending"
+    assert "lower DTRAIN_SLURM_CPUS" in found.reason
+    assert found.reason.startswith("PartitionConfig: ")
+    assert found.reason.endswith("place 2 of 5 in the queue")
+    assert found.started_at is None, "the expected start is none"
+    long = job(State="PENDING", Reason="Nodes required for job are DOWN, DRAINED or reserved for jobs", NodeList="")
+    assert long.reason == "Nodes required for job are DOWN, DRAINED or reserved for jobs"
+    assert job(State="PENDING", Reason="AssocGrpCPUMinutesLimit").reason.endswith("wait, or ask for less")
+
+
+@pytest.mark.parametrize(
+    ("state", "raw", "code", "lost", "planned"),
+    [
+        ("COMPLETED", "0", 0, False, False), ("FAILED", "768", 3, False, False), ("FAILED", "9", -9, False, False),
+        ("PREEMPTED", "15", -15, True, False), ("NODE_FAIL", "0", 0, True, False), ("TIMEOUT", "0", 0, True, True),
+        ("CANCELLED", "15", -15, True, False), ("OUT_OF_MEMORY", "125", -9, False, False),
+    ],
+)  # fmt: skip
+def test_ends_are_told_apart(state: str, raw: str, code: int, lost: bool, planned: bool):
+    found = job(State=state, exit_code=raw, EndTime="1795521200")
+    assert (found.state, found.exit_code, found.lost, found.is_planned) == ("ended", code, lost, planned)
+    assert found.ended_at == 1795521200.0
+    assert state in found.reason or state in ("COMPLETED", "FAILED")
+
+
+def test_an_end_in_order_shortly_before_the_limit_is_the_limits():
+    assert job(State="FAILED", exit_code=str(143 << 8), EndTime="1795521340").is_planned
+    assert not job(State="FAILED", exit_code=str(143 << 8), EndTime="1795521300").is_planned
+
+
+def test_jobs_of_others_are_none_of_ours():
+    (row,) = read_rows(line(Name="somebody-else"))
+    assert read_job(row) is None
+    assert read_rows("\n") == []
+
+
+def test_limits_and_codes_and_places():
+    assert limit_seconds("2-03:00:00") == 2 * 86400 + 3 * 3600
+    assert limit_seconds("5:00") == 300.0
+    assert limit_seconds("UNLIMITED") is None
+    assert exit_code_of("FAILED", "N/A") is None
+    assert place_in(["4", "9"], "9") == (2, 2)
+    assert place_in(["4"], "9") is None
+
+
+def test_what_sbatch_says_is_told_with_the_setting():
+    said = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
+    assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_SLURM_GPUS")
+    assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    assert not is_unreachable(said)
+    assert is_full("sbatch: error: Job violates accounting/QOS policy (job submit limit, user's size and/or time)")
+
+
+def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():
+    options = SlurmOptions(partition="gpu", gpus=2, memory="8G", time_limit_minutes=30, setup="module load x")
+    command = submit(options, LAUNCH, 1, 3, "/home/a b/logs/x.out")
+    assert {f"--job-name={NAME}", "--no-requeue", "--nodes=1", "--gres=gpu:2", "--mem=8G", "--time=30"} <= set(command)
+    assert "--export=PATH,HOME,USER,LANG" in command, "no more of the submitter's environment"
+    text = script(options, ["/usr/bin/python3", "-m", "trainer.node", "/home/a b"])
+    assert text == "#!/bin/sh\nmodule load x\nexec /usr/bin/python3 -m trainer.node '/home/a b'\n"
+
+
+def test_ends_reach_the_agent_first():
+    assert end(["7"], force=False) == [
+        ["scancel", "--state=PENDING", "7"],
+        ["scancel", "--batch", "--signal=TERM", "--state=RUNNING", "7"],
+    ]
+    assert end(["7"], force=True)[0] == ["scancel", "--signal=KILL", "--full", "7"]
+
+
+def test_a_login_node_gets_one_line_and_asks_nobody_anything():
+    command = remote("login", "/tmp/x/%C", list_all("a b"))
+    assert command[0] == "ssh"
+    assert "BatchMode=yes" in command
+    assert command[-2] == "login"
+    assert command[-1].startswith("env SLURM_TIME_FORMAT=%s squeue --me")
+    assert command[-1].endswith("'--name=a b'")

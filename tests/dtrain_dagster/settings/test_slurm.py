@@ -1,0 +1,37 @@
+"""The settings of a SLURM cluster: what is refused before anything is submitted, and with which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.settings.slurm import read_slurm_options
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PARTITION", "gpu; rm -rf /", "DTRAIN_SLURM_PARTITION"),
+        ("HOST", "-oProxyCommand=sh", "DTRAIN_SLURM_HOST"),
+        ("MEMORY", "8 GB", "DTRAIN_SLURM_MEMORY"),
+        ("PYTHON", "python3", "DTRAIN_SLURM_PYTHON"),
+        ("EXTRA", "--time=5", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
+        ("EXTRA", "-p gpu", "is no option of sbatch"),
+        ("EXPORT", "A=1", "give names alone"),
+        ("TIME_LIMIT_MINUTES", "1", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
+    ],
+)
+def test_unusable_values_are_refused_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+):
+    monkeypatch.setenv(f"DTRAIN_SLURM_{name}", value)
+    with pytest.raises(SettingsError, match=said.replace("(", r"\(")):
+        read_slurm_options()
+
+
+def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DTRAIN_SLURM_EXTRA", "--nice=100 '--comment=a b'")
+    monkeypatch.setenv("DTRAIN_SLURM_EXPORT", "HF_HOME, http_proxy")
+    found = read_slurm_options()
+    assert found["extra"] == ["--nice=100", "--comment=a b"]
+    assert found["export"] == ["HF_HOME", "http_proxy"]

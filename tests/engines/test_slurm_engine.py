@@ -1,0 +1,173 @@
+"""The engine on a real SLURM: what it submits, what it says of it, and how it ends it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
+from tests.engines.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slow
+IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def commands(slurm: SlurmCluster) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.environment(SQUEUE_FORMAT="%i").items():  # a person's own format changes nothing
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture
+def launch() -> dict[str, Any]:
+    return {"token": os.urandom(24).hex(), "launch": 1, "node_count": 2}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., SlurmEngine]:
+    def engine(shell: str = IN_ORDER, **options: Any) -> SlurmEngine:
+        return SlurmEngine(
+            SlurmOptions(**options), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
+        )
+
+    return engine
+
+
+def wait_for(engine: SlurmEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
+    deadline = time.monotonic() + 40
+    while True:
+        jobs = engine.list_jobs(launch)
+        if len(jobs) == count and all(job.state == state for job in jobs):
+            return jobs
+        assert time.monotonic() < deadline, jobs
+        time.sleep(0.2)
+
+
+def test_a_node_runs_once_and_ends_in_order(make: Callable[..., SlurmEngine], launch: dict[str, Any]) -> None:
+    engine = make(time_limit_minutes=5)
+    first = engine.submit(launch, 0, 1)
+    assert engine.submit(launch, 0, 1) == first
+    assert make().submit(launch, 0, 1) == first, "whoever asks"
+    (job,) = wait_for(engine, launch, "running")
+    assert (job.id, job.node_id, job.incarnation) == (first, 0, 1)
+    assert job.host.startswith("n")
+    assert job.ends_at is not None
+    assert job.started_at is not None
+    assert job.ends_at - job.started_at == 300
+    deadline = time.monotonic() + 40
+    while "node 0" not in (engine.read_log(first) or ""):  # before, nothing of it is there that a signal could reach
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    engine.cancel([first], force=False)
+    (job,) = wait_for(engine, launch, "ended")
+    assert (job.exit_code, job.lost) == (143, False)
+    said = engine.read_log(first) or ""
+    assert said.startswith("node 0\n")
+    assert "ends in order" in said
+    assert engine.list_jobs(launch | {"launch": 2}) == []
+
+
+def test_an_end_by_force_waits_for_nobody(make: Callable[..., SlurmEngine], launch: dict[str, Any]) -> None:
+    engine = make("trap '' TERM; sleep 100; sleep 100")
+    names = [engine.submit(launch, node, 1) for node in range(2)]
+    wait_for(engine, launch, "running", 2)
+    engine.cancel(names, force=True)
+    jobs = wait_for(engine, launch, "ended", 2)
+    assert all(job.lost for job in jobs)
+    engine.cancel(names, force=True)  # once more does nothing
+
+
+def test_what_waits_says_why(make: Callable[..., SlurmEngine], launch: dict[str, Any]) -> None:
+    engine = make(cpus=64)
+    name = engine.submit(launch, 0, 1)
+    (job,) = wait_for(engine, launch, "pending")
+    assert "lower DTRAIN_SLURM_CPUS" in job.reason
+    assert job.reason.endswith("place 1 of 1 in the queue")
+    engine.cancel([name], force=False)
+    (job,) = wait_for(engine, launch, "ended")
+    assert job.lost
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"partition": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
+        ({"constraint": "nix"}, "correct DTRAIN_SLURM_CONSTRAINT"),
+        ({"gpus": 1}, "correct DTRAIN_SLURM_GPUS"),
+        ({"extra": ("--nix=1",)}, "correct DTRAIN_SLURM_EXTRA"),
+    ],
+)
+def test_refusals_name_the_setting(
+    make: Callable[..., SlurmEngine], launch: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SlurmError, match=said):
+        make(**options).submit(launch, 0, 1)
+    assert make().list_jobs(launch) == []
+
+
+@pytest.mark.long
+def test_nothing_is_concluded_while_slurmctld_is_away(
+    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    engine = make()
+    name = engine.submit(launch, 0, 1)
+    wait_for(engine, launch, "running")
+    slurm.restart("slurmctld")
+    (job,) = wait_for(engine, launch, "running")
+    assert job.id == name
+    assert job.id == engine.submit(launch, 0, 1)
+    slurm.kill("slurmctld")
+    try:
+        with pytest.raises(EngineUnreachableError):
+            engine.submit(launch, 1, 1)
+    finally:
+        slurm.start("slurmctld")
+        slurm.wait_for_answer()
+    engine.cancel([name], force=True)
+    wait_for(engine, launch, "ended")
+
+
+@pytest.mark.long
+def test_a_lost_machine_is_told_from_a_failure(
+    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    engine = make()
+    engine.submit(launch, 0, 1)
+    (job,) = wait_for(engine, launch, "running")
+    slurm.kill(job.host)
+    try:
+        (job,) = wait_for(engine, launch, "ended")
+        assert job.lost
+        assert "its machine failed" in job.reason
+        engine.submit(launch, 0, 2)
+        jobs = wait_for_second(engine, launch)
+        assert jobs[name_job(launch, 0, 2)[-2:]].host != job.host
+    finally:
+        slurm.start(job.host)
+        slurm.wait_for_nodes()
+
+
+def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, EngineJob]:
+    deadline = time.monotonic() + 40
+    while True:
+        jobs = {f"s{job.incarnation}": job for job in engine.list_jobs(launch)}
+        if jobs["s2"].state == "running":
+            engine.cancel([jobs["s2"].id], force=True)
+            return jobs
+        assert time.monotonic() < deadline, jobs
+        time.sleep(0.2)
+
+
+def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmError, match="set DTRAIN_SLURM_HOST"):
+        make().check()
