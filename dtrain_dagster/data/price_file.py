@@ -125,7 +125,7 @@ def opened(file: Path, origin: str) -> Iterator[GivenFile]:
 
 
 @contextmanager
-def engine(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def opened_database(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a database engine in ``scratch`` that can open this one file, nothing else of this machine or of the
     network."""
     import duckdb

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.building import building_in
+from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_file import GivenFile, engine, opened
+from dtrain_dagster.data.price_file import GivenFile, opened, opened_database
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
@@ -80,7 +81,9 @@ class PricesRef:
         return _manifest(self.uri)
 
 
-def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMORY_LIMIT) -> PricesRef:
+def write_prices(
+    source: PriceSource, storage_uri: str, memory_limit: int = MEMORY_LIMIT, engine: DataEngine = DUCKDB
+) -> PricesRef:
     """Convert prices into the one shape under ``<storage>/prices/<id>``, unless they exist there; return a reference.
 
     Raise `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing in place of a
@@ -98,7 +101,7 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMO
                 return _ref(target, built=False)
             building = scratch / "prices"
             building.mkdir()
-            figures = _convert_on_disk(given, building / "prices.parquet", scratch, memory_limit)
+            figures = _convert_on_disk(given, building / "prices.parquet", scratch, memory_limit, engine)
             given.refuse_changed()
         manifest = {
             "schema_version": SCHEMA_VERSION,
@@ -139,12 +142,14 @@ def _ref(folder: Path, built: bool) -> PricesRef:
     return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
 
 
-def _convert_on_disk(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
+def _convert_on_disk(
+    given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine
+) -> dict[str, Any]:
     """Call `_convert`; raise `OSError` where the disk cannot hold the engine's files."""
     import duckdb
 
     try:
-        return _convert(given, target, scratch, memory_limit)
+        return _convert(given, target, scratch, memory_limit, engine)
     except duckdb.Error as error:
         if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
             reason = str(error).splitlines()[0]
@@ -152,17 +157,17 @@ def _convert_on_disk(given: GivenFile, target: Path, scratch: Path, memory_limit
         raise
 
 
-def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
+def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine) -> dict[str, Any]:
     """Write the Parquet file; return the number of rows and tickers, and the dates."""
     import duckdb
 
     origin, is_csv = given.origin, not given.is_parquet
-    with engine(given, scratch) as database:
+    with opened_database(given, scratch) as database:
         try:
             columns = _load(database, given, memory_limit)
             extra = _to_long(database, columns, origin)
             _refuse_bad_cells(database, ["adj_close", *extra], origin, is_csv)
-            figures = _write_sorted(database, extra, target)
+            figures = _write_sorted(database, extra, target, engine)
         except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
             if "Could not write" in str(error):
                 raise
@@ -310,7 +315,9 @@ def _place(line: int, is_csv: bool) -> str:
     return f"line {line + 1}" if is_csv else f"row {line}"
 
 
-def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> dict[str, Any] | None:
+def _write_sorted(
+    database: duckdb.DuckDBPyConnection, extra: list[str], target: Path, engine: DataEngine
+) -> dict[str, Any] | None:
     """Write one row group per ticker; return rows, tickers and dates, or None where a row is repeated or out of order.
 
     Batches come sorted; a ticker's rows are held until the next ticker begins, or there are more of them than days.
@@ -320,8 +327,8 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
     import pyarrow.parquet as pq
 
     names = ", ".join(["ticker", "date", "adj_close", *extra])
-    reader = database.execute(f"SELECT {names}, line FROM clean ORDER BY ticker, date, line").to_arrow_reader(65536)
-    schema = reader.schema.remove(reader.schema.get_field_index("line"))
+    schema, batches = engine.sorted_rows(database, f"SELECT {names}, line FROM clean")
+    schema = schema.remove(schema.get_field_index("line"))
     rows = tickers = 0
     firsts, lasts = [], []
     with pq.ParquetWriter(target, schema, compression="zstd", use_dictionary=["ticker"]) as writer:
@@ -345,8 +352,7 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
             return True
 
         current = None
-        for batch in reader:
-            table = pa.Table.from_batches([batch])
+        for table in batches:
             for ticker in pc.unique(table["ticker"]).to_pylist():
                 if ticker != current:
                     if not flush():

@@ -10,6 +10,7 @@ from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 
 class Shard:
@@ -33,22 +34,18 @@ class Shard:
         }
         self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
 
-    def write(self, frame: pd.DataFrame) -> None:
-        """Append one ticker's rows as a row group."""
-        import pyarrow as pa
+    def write(self, table: pa.Table) -> None:
+        """Append one ticker's `stored_table` as a row group."""
+        import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
-        columns = stored_columns()
-        kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
-        schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
-        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False, nthreads=1)
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self.path, schema, compression="zstd", use_dictionary=["ticker"])
+            self._writer = pq.ParquetWriter(self.path, table.schema, compression="zstd", use_dictionary=["ticker"])
         self._writer.write_table(table, row_group_size=len(table))
         self.rows += len(table)
         self._pending = 0
-        self._tickers.append(str(frame["ticker"].iloc[0]))
-        self._dates += [str(frame["date"].min().date()), str(frame["date"].max().date())]
+        self._tickers.append(table["ticker"][0].as_py())
+        self._dates += [str(pc.min(table["date"]).as_py()), str(pc.max(table["date"]).as_py())]
 
     def close(self) -> dict[str, Any]:
         """Finish the file; return its entry in the manifest."""
@@ -74,6 +71,17 @@ def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, 
         (folder / "data" / shard["path"]).rename(folder / path)
         shard["path"] = path
     return shards
+
+
+def stored_table(frame: pd.DataFrame) -> pa.Table:
+    """Return the stored columns of one ticker's rows, in their stored types."""
+    import pyarrow as pa
+
+    columns = stored_columns()
+    kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
+    schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
+    table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False, nthreads=1)
+    return table.replace_schema_metadata(None)  # what pandas notes of its columns differs between its versions
 
 
 def stored_columns() -> list[dict[str, str]]:

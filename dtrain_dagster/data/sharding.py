@@ -1,6 +1,7 @@
 """The builder of datasets that nodes read: Parquet shards of features, and a manifest that is written last.
 
-Two streaming passes over the tickers (the index, then the features) keep memory bounded by one ticker's history; the
+Two streaming passes over the tickers (the index, then the features) keep memory bounded by a few tickers' history; an
+engine computes what each ticker gives, and here it is joined in the order of tickers, so that bytes are the same. The
 manifest, which is held besides, has an entry for each uninterrupted segment of a ticker. The folder is named after its
 inputs, so the same input is never built twice, and it appears whole or not at all.
 """
@@ -10,18 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.building import building_in
+from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features, ticker_features
+from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
-from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
+from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
+from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions
 from dtrain_dagster.support.secrets import redact
 from trainer.data.manifest import DatasetError, load_manifest, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside
@@ -91,11 +94,13 @@ def build_dataset(
     storage_uri: str,
     params: DatasetParams = DatasetParams(),
     calendar: str | None = "XNYS",
+    engine: DataEngine = DUCKDB,
 ) -> BuiltDataset:
-    """Build ``<storage>/datasets/<id>``, unless it exists; return a reference.
+    """Build ``<storage>/datasets/<id>``, unless it exists; return a reference. The dataset is the same with each
+    engine.
 
     Raise `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no
-    samples, a feature does not vary, or the existing dataset is damaged.
+    samples, a feature does not vary, or the existing dataset is damaged. Raise what the engine raises.
     """
     failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
     if failed:
@@ -114,7 +119,7 @@ def build_dataset(
     if not (target / "manifest.json").exists():
         with building_in(folder) as building:
             (building / "data").mkdir()
-            builder = _Builder(prices, validation, params, calendar, building)
+            builder = _Builder(prices, validation, params, calendar, building, engine)
             manifest = builder.build(dataset_id)
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
             try:
@@ -188,25 +193,6 @@ def _day_of(name: str, text: str) -> date:
 
 
 @dataclass(slots=True)
-class _Moments:
-    """Running count, mean and squared deviations of columns, joined without loss of digits (Chan et al. 1979)."""
-
-    count: int = 0
-    mean: Any = 0.0
-    deviations: Any = 0.0
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        mean, step = values.mean(axis=0), values.mean(axis=0) - self.mean
-        total = self.count + len(values)
-        self.deviations += ((values - mean) ** 2).sum(axis=0) + step**2 * self.count * len(values) / total
-        self.mean = self.mean + step * len(values) / total
-        self.count = total
-
-    def mean_std(self) -> tuple[Any, Any]:
-        return self.mean, (self.deviations / self.count) ** 0.5
-
-
-@dataclass(slots=True)
 class _Builder:
     """A single build of a dataset."""
 
@@ -215,22 +201,29 @@ class _Builder:
     params: DatasetParams
     calendar: str | None
     folder: Path
-    masks: dict[str, list[Mask]] = field(default_factory=lambda: defaultdict(list))
+    engine: DataEngine
     splits: dict[str, dict[str, str]] = field(default_factory=dict)
-    features: _Moments = field(default_factory=_Moments)
-    target: _Moments = field(default_factory=_Moments)
+    features: Moments = field(default_factory=Moments)
+    target: Moments = field(default_factory=Moments)
     samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     excluded: dict[str, str] = field(default_factory=dict)
 
     def build(self, dataset_id: str) -> dict[str, Any]:
         """Write the shards; return the manifest."""
-        for mask in self.validation.masks:
-            self.masks[mask.ticker].append(mask)
         source = self.prices.manifest()["source"]
         sessions = exchange_sessions(self.calendar, self.prices.first_date, self.prices.last_date)
-        index = self._index(sessions)
+        masks: dict[str, list[Mask]] = defaultdict(list)
+        for mask in self.validation.masks:
+            masks[mask.ticker].append(mask)
+        rules = TickerRules(
+            window=self.params.window,
+            horizon=self.params.horizon,
+            masks={ticker: tuple(found) for ticker, found in masks.items()},
+            sessions=sessions,
+        )
+        index = self._index(rules)
         self.splits = split_dates(index.index.to_numpy().astype("datetime64[D]"), self.params)
-        shards = self._write_shards(index, sessions)
+        shards = self._write_shards(index, rules)
         self._refuse_what_cannot_be_trained_on()
         return {
             "schema_version": SCHEMA_VERSION,
@@ -250,64 +243,40 @@ class _Builder:
             "shards": shards,
         }
 
-    def _segments(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
-        """Yield the segments of a ticker's history that no gap and no mask interrupts.
-
-        The first return after either is no daily return and belongs to no segment: a segment begins with its first
-        price.
-        """
-        import numpy as np
-
-        dates = frame["date"].to_numpy().astype("datetime64[D]")
-        masked = np.zeros(len(frame), dtype=bool)
-        for mask in self.masks.get(str(frame["ticker"].iloc[0]), ()):
-            masked |= (dates >= np.datetime64(mask.first)) & (dates <= np.datetime64(mask.last))
-        breaks = gaps(dates, sessions) | np.concatenate([[False], masked[1:] != masked[:-1]])
-        number = np.cumsum(breaks)
-        for part in np.unique(number[~masked]):
-            rows = np.flatnonzero((number == part) & ~masked)
-            yield frame.iloc[rows[0] : rows[-1] + 1].reset_index(drop=True)
-
-    def _index(self, sessions: NDArray[np.datetime64] | None) -> pd.DataFrame:
+    def _index(self, rules: TickerRules) -> pd.DataFrame:
         """Return the features of the equal-weighted index, by date."""
-        import numpy as np
         import pandas as pd
 
         total = pd.Series(dtype=float)
         count = pd.Series(dtype=float)
-        for _, frame in iter_tickers(self.prices):
-            for segment in self._segments(frame, sessions):
-                returns = pd.Series(np.log(segment["adj_close"]).diff().to_numpy(), index=segment["date"]).dropna()
+        for found in self.engine.map_tickers(iter_tickers(self.prices), partial(daily_returns, rules)):
+            for returns in found:
                 total = total.add(returns, fill_value=0.0)
                 count = count.add(pd.Series(1.0, index=returns.index), fill_value=0.0)
         if len(total) < 2:
             raise DataError(f"{self.prices.uri} has fewer than three days of prices: there is nothing to learn from")
         return index_features((total / count).sort_index())
 
-    def _write_shards(self, index: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> list[dict[str, Any]]:
+    def _write_shards(self, index: pd.DataFrame, rules: TickerRules) -> list[dict[str, Any]]:
         """Write tickers into shards in order, each shard with about the same number of rows; return the shards'
         entries."""
         shards: list[dict[str, Any]] = []
         open_shard: Shard | None = None
         longest = seen = 0
-        for ticker, frame in iter_tickers(self.prices):
-            seen += len(frame)
-            parts = []
-            for segment in self._segments(frame, sessions):
-                rows = ticker_features(segment, index, self.params.horizon)
-                parts.append(rows.dropna(subset=list(FEATURES)).reset_index(drop=True))
-                longest = max(longest, len(parts[-1]))
-            needed = self.params.window + self.params.horizon
-            parts = [part for part in parts if len(part) >= needed]
-            if not parts:
-                self.excluded[ticker] = (
-                    f"its {len(frame)} days give no window: {WARM_UP + needed} in a row are needed (22 to warm up, "
+        needed = rules.window + rules.horizon
+        work = partial(ticker_rows, rules, index, self.splits)
+        for found in self.engine.map_tickers(iter_tickers(self.prices), work):
+            seen += found.days
+            longest = max(longest, found.longest)
+            if found.table is None:
+                self.excluded[found.ticker] = (
+                    f"its {found.days} days give no window: {WARM_UP + needed} in a row are needed (22 to warm up, "
                     f"window {self.params.window}, horizon {self.params.horizon})"
                 )
                 continue
             if open_shard is None:
                 open_shard = Shard(self.folder, len(shards))
-            self._add_ticker(open_shard, ticker, parts)
+            self._add_ticker(open_shard, found)
             # Counted in days of prices: the warm-up that is not stored would make every shard a ticker too long.
             if seen * self.params.shards >= self.prices.rows * (len(shards) + 1):
                 shards.append(open_shard.close())
@@ -317,34 +286,19 @@ class _Builder:
         if not shards:
             raise DataError(
                 f"window = {self.params.window}: no ticker has that many days in a row; after 22 days of warm-up the "
-                f"longest history is {longest} days, and {self.params.window + self.params.horizon} are needed. "
-                "Give more history or a shorter window"
+                f"longest history is {longest} days, and {needed} are needed. Give more history or a shorter window"
             )
         return rename_shards(self.folder, shards)
 
-    def _add_ticker(self, shard: Shard, ticker: str, parts: list[pd.DataFrame]) -> None:
-        import numpy as np
-        import pandas as pd
-
-        window, horizon = self.params.window, self.params.horizon
-        for part in parts:
-            dates = part["date"].to_numpy().astype("datetime64[D]")
-            samples = {}
-            for split, bounds in self.splits.items():
-                ends = np.arange(window - 1, len(part) - horizon)
-                inside = (dates[ends] >= np.datetime64(bounds["first"])) & (
-                    dates[ends + horizon] <= np.datetime64(bounds["last"])
-                )
-                ends = ends[inside]
-                samples[split] = [int(ends[0]), int(ends[-1]) + 1] if len(ends) else [0, 0]
-                self.samples[split] += len(ends)
-            first, stop = samples["train"]
-            if stop > first:
-                used = part.iloc[first - window + 1 : stop]
-                self.features.add(used[list(FEATURES)].to_numpy())
-                self.target.add(part[TARGET].to_numpy()[first:stop])
-            shard.add_segment(ticker, len(part), samples)
-        shard.write(pd.concat(parts, ignore_index=True))
+    def _add_ticker(self, shard: Shard, found: TickerRows) -> None:
+        for segment in found.segments:
+            for split, (first, stop) in segment.samples.items():
+                self.samples[split] += stop - first
+            if segment.features is not None and segment.target is not None:
+                self.features.join(segment.features)
+                self.target.join(segment.target)
+            shard.add_segment(found.ticker, segment.rows, segment.samples)
+        shard.write(found.table)
 
     def _refuse_what_cannot_be_trained_on(self) -> None:
         import numpy as np

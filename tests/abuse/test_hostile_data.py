@@ -73,7 +73,7 @@ def sandbox(tmp_path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     (tmp_path / "prices.csv").write_bytes(hostile_data.csv_of(1.0))
     with (
         price_file.opened(tmp_path / "prices.csv", "prices") as given,
-        price_file.engine(given, tmp_path) as database,
+        price_file.opened_database(given, tmp_path) as database,
     ):
         assert database.execute(f"SELECT count(*) FROM read_csv('{given.engine_path}')").fetchone() == (6,)
         yield database
