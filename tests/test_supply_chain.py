@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 OWN = ("requirements.lock", "requirements-torch.lock", "requirements-cuda.lock")
 IMAGES = ("deploy/azure/requirements-nodes.lock", "deploy/azure/requirements-serving.lock")
 LOCKS = (*OWN, *IMAGES, "deploy/supply/requirements.lock")
-INSTALLED = ("azure", "kubernetes", "postgres", "dev")
+INSTALLED = ("azure", "kubernetes", "postgres", "ray", "dev")
 PYTHONS = ("3.11", "3.12", "3.13")
 
 

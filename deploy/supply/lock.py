@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INDEX = "https://pypi.org/simple"
-EXTRAS = ("azure", "kubernetes", "postgres", "dev")
+EXTRAS = ("azure", "kubernetes", "postgres", "ray", "dev")
 """Extras that `make setup` installs."""
 CUDA = re.compile(r"(?!nvidia-ml-py)(nvidia|cuda|triton)\b")  # nvidia-ml-py is required by this project
 """Pattern of packages that only a CUDA build of torch needs."""

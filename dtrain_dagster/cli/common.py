@@ -73,6 +73,7 @@ def storage_trouble(error: OSError) -> str:
 
 def _expected() -> tuple[type[Exception], ...]:
     from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
     from dtrain_dagster.costs.prices import PriceError
     from dtrain_dagster.data.errors import DataError
     from dtrain_dagster.registry.run_model import RunModelError
@@ -87,7 +88,17 @@ def _expected() -> tuple[type[Exception], ...]:
     from trainer.storage.base import StorageError
 
     return (
-        *(ClusterError, ConfigError, DamagedError, DataError, HomeError, PriceError, SettingsError, SecretError),
+        *(
+            ClusterError,
+            EngineUnreachableError,
+            ConfigError,
+            DamagedError,
+            DataError,
+            HomeError,
+            PriceError,
+            SettingsError,
+            SecretError,
+        ),
         *(RegistryError, RunModelError, AnswerError, StorageError, DatasetError, IsolationError),
     )
 

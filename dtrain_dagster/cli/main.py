@@ -27,6 +27,7 @@ from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
+from dtrain_dagster.cli.ray import ray
 from dtrain_dagster.cli.sections import SectionedGroup
 from dtrain_dagster.cli.slurm import slurm
 from dtrain_dagster.cli.train import launch, train
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm),
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm, ray),
     *(ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:

@@ -10,7 +10,7 @@ SECTIONS = {
     "See what runs": ("jobs", "status", "watch", "logs", "dashboard"),
     "Understand what it did and cost": ("summary", "cost", "profile", "report"),
     "Pages and endpoints": ("ui", "mlflow", "tensorboard", "endpoint"),
-    "Prices, clouds and the home": ("prices", "azure", "kubernetes", "slurm", "setup", "work", "clean"),
+    "Prices, clouds and the home": ("prices", "azure", "kubernetes", "slurm", "ray", "setup", "work", "clean"),
 }
 """Title → commands, in order of help. Each command stands in one section."""
 

@@ -67,4 +67,9 @@ def open_engine(
         from dtrain_dagster.clusters.slurm.options import SlurmOptions
 
         return SlurmEngine(SlurmOptions.read(options), Path(run_dir) / LOGS, command)
+    if kind == "ray":
+        from dtrain_dagster.clusters.ray.engine import RayEngine
+        from dtrain_dagster.clusters.ray.options import RayOptions
+
+        return RayEngine(RayOptions(**options), Path(run_dir) / LOGS, command)
     raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")

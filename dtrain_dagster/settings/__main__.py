@@ -11,12 +11,14 @@ from pydantic_settings import BaseSettings
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 
 TABLES: dict[str, type[BaseSettings]] = {
     "README.md": Settings,
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
+    "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,
 }
 """The settings whose table each document holds; paths from the repository's root."""

@@ -18,4 +18,8 @@ def read_engine_options(kind: str) -> dict[str, Any]:
         from dtrain_dagster.settings.slurm import read_slurm_options
 
         return read_slurm_options()
-    raise SettingsError(f"DTRAIN_CLUSTER={kind}: there is no such engine; set local, azure_ml, slurm or kubernetes")
+    if kind == "ray":
+        from dtrain_dagster.settings.ray import read_ray_options
+
+        return read_ray_options()
+    raise SettingsError(f"DTRAIN_CLUSTER={kind} has no engine: set slurm, kubernetes or ray")

@@ -8,6 +8,8 @@ import pytest
 
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_parts import missing
+from tests.engines.ray_cluster import RayCluster
+from tests.engines.ray_cluster import missing as missing_ray
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.engines.slurm_cluster import missing as missing_slurm
 
@@ -18,6 +20,18 @@ def kubernetes() -> Iterator[KubernetesCluster]:
     if why := missing():
         pytest.skip(why)
     with KubernetesCluster(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A Ray cluster with a head and three machines, and the right to use it; skips, and says why, where none can
+    run."""
+    if why := missing_ray():
+        pytest.skip(why)
+    with RayCluster() as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.access.items():
+            patch.setenv(name, value)
         yield cluster
 
 

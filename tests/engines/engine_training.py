@@ -6,11 +6,10 @@ An engine's file of tests gives a `Trial` and inherits `EngineTrials`. What is p
 from __future__ import annotations
 
 import importlib.util
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 import pytest
@@ -19,8 +18,8 @@ import torch
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.supervision.engine import EngineJob
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from tests.engines.machines import Machines, missing, open_machines
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
@@ -30,32 +29,6 @@ WAIT_SECONDS = 240.0
 TOLERANCE = 5e-3
 """Sums over another number of ranks are rounded differently, and many steps make that larger. That no sample was lost,
 or used twice, is compared exactly."""
-
-
-class Machines(Protocol):
-    """What a test may do to a real engine."""
-
-    kind: str
-
-    def options(self, folder: Path) -> dict[str, Any]:
-        """The options of small, quick nodes that reach this folder."""
-        ...
-
-    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Options of nodes that no machine has room for, and words of the reason that is told."""
-        ...
-
-    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        """What the engine knows of a launch."""
-        ...
-
-    def kill_node(self, job: EngineJob) -> Callable[[], None]:
-        """Take away the machine of a node, and return what gives it back."""
-        ...
-
-    def kill_control_plane(self) -> Callable[[], None]:
-        """Kill what the engine is asked through, and return what starts it again."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -155,7 +128,17 @@ class Training:
 
 
 class EngineTrials:
-    """What a training has to survive on every engine. A subclass gives ``machines``."""
+    """What a training has to survive on every engine. A subclass names its ``kind``."""
+
+    kind: ClassVar[str]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def machines(cls) -> Iterator[Any]:
+        if why := missing(cls.kind):
+            pytest.skip(why)
+        with open_machines(cls.kind, NODES) as opened:
+            yield opened
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -279,11 +262,3 @@ def assert_nothing_is_left(training: Training, machines: Machines) -> None:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert all(job.state == "ended" for job in machines.jobs(training.launch()))
-
-
-def kill_processes(processes: list[psutil.Process]) -> None:
-    """Kill all at once, so that none has time to say anything."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    for process in processes:
-        process.kill()

@@ -3,18 +3,12 @@ or slurmctld."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
-from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
-from dtrain_dagster.clusters.supervision.engine import EngineJob
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
     STEPS,
@@ -26,62 +20,13 @@ from tests.engines.engine_training import (
     incarnations,
     write_job,
 )
-from tests.engines.slurm_cluster import SlurmCluster
+from tests.engines.machines import Slurmds
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-class Slurmds:
-    """The test cluster's machines."""
-
-    kind = "slurm"
-
-    def __init__(self, cluster: SlurmCluster) -> None:
-        self.cluster = cluster
-
-    def options(self, folder: Path) -> dict[str, Any]:
-        return {"cpus": 1, "poll_seconds": 0.3, "exclusive": True}
-
-    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        return options | {"cpus": 64}, "PartitionConfig: no node of the partition is as large"
-
-    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)
-
-    def kill_node(self, job: EngineJob) -> Callable[[], None]:
-        self.cluster.kill(job.host)
-
-        def give_back() -> None:
-            self.cluster.start(job.host)
-            self.cluster.wait_for_nodes()
-
-        return give_back
-
-    def kill_control_plane(self) -> Callable[[], None]:
-        time.sleep(6)  # slurmctld writes its state every 5 s, and forgets later jobs if it is killed
-        self.cluster.kill("slurmctld")
-
-        def start() -> None:
-            self.cluster.start("slurmctld")
-            self.cluster.wait_for_answer()
-
-        return start
-
-
-@pytest.fixture(scope="module")
-def commands(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster, with its commands in the environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.environment().items():
-            patch.setenv(name, value)
-        yield slurm
-
-
 class TestSlurm(EngineTrials):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def machines(cls, commands: SlurmCluster) -> Slurmds:
-        return Slurmds(commands)
+    kind = "slurm"
 
     def test_a_job_is_preempted(self, machines: Slurmds, training: Training, expected: Outcome) -> None:
         training.submit()
@@ -96,12 +41,13 @@ class TestSlurm(EngineTrials):
 
     def test_a_time_limit_is_met_by_a_successor(self, machines: Slurmds, tmp_path: Path) -> None:
         settings = LaunchSettings(
-            engine="slurm", cluster_name="engine", max_replacements=0, successor_lead_seconds=40.0
+            engine="slurm", cluster_name="engine", max_replacements=0, successor_lead_seconds=600.0
         )
-        options = machines.options(tmp_path) | {"time_limit_minutes": 1}
-        training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 6 * STEPS))
+        options = machines.options(tmp_path) | {"time_limit_minutes": 2}
+        training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 12 * STEPS))
         training.submit()
         training.run_until(lambda: len(incarnations(training)) > 3, "successors of both")
         assert training.end() == JobState.SUCCEEDED, training.said()
         assert (training.rundir.read_json("status.json") or {})["replacements"] == 0
+        assert [node.launch for node in training.rundir.nodes()].count(1) == len(training.rundir.nodes())
         assert_nothing_is_left(training, machines)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
@@ -54,8 +56,8 @@ class NodeAgent:
         self.host = own_host(os.environ)
         now = self.clock.now()
         self.presence = NodePresence(
-            node_id=node_id, launch=launch["launch"], incarnation=incarnation, started_at=now, last_seen_at=now,
-            host=self.host,
+            node_id=node_id, launch=launch["launch"], incarnation=incarnation, last_seen_at=now, host=self.host,
+            started_at=min(now, psutil.Process().create_time()),
         )  # fmt: skip
         self.peer_grace = read_duration(*PEER_GRACE, launch["env"], os.environ)
         self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.node_view import (
     ABANDON_SECONDS,
@@ -24,7 +25,7 @@ from dtrain_dagster.clusters.supervision.node_view import (
 )
 from dtrain_dagster.clusters.supervision.placer import PlacedNode
 from trainer.comm.launch_secret import SecretFile
-from trainer.documents.presences import NodePresence
+from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import UNUSABLE
@@ -49,6 +50,8 @@ class AgentPlacer:
         """The incarnation of each node that counts: the newest one, but for successors that wait for their turn."""
         self.successors: dict[int, NodeRecord] = {}
         """Incarnations that take over from one whose time limit is near, by node."""
+        self._handed_over: tuple[int, float] | None = None
+        """The last node that was told to make way for its successor, and when, in Unix seconds."""
         self._asked_at = float("-inf")
         self._asks_now = False
         """Whether something has ended that the engine may explain, so that it is asked at once."""
@@ -182,9 +185,14 @@ class AgentPlacer:
             for node_id, record in records.items():
                 if (job := jobs.get((node_id, record.incarnation))) is not None:
                     records[node_id] = replace(record, job=job, job_id=job.id)
-                elif record.job_id is not None and record.job is not None:
+                elif record.job is not None and not self._is_heard(record):
                     records[node_id] = replace(record, job=_forgotten(record.job, self._now()))
         return True
+
+    def _is_heard(self, record: NodeRecord) -> bool:
+        """Return whether a node says that it is there: an engine that has lost its memory proves nothing."""
+        now, presence = self._now(), record.presence
+        return presence is not None and now - presence.heard_at(now) < stale_seconds(self.rundir.storage)
 
     def _carry_on(self, record: NodeRecord, is_asked: bool) -> NodeRecord:
         """Submit, cancel or close a record, where that is due. ``is_asked``: the engine was just asked."""
@@ -253,11 +261,30 @@ class AgentPlacer:
                     except LaunchError as error:
                         warn_once(f"the successor of node {node_id} is refused: {error}")
             elif successor and successor.presence and record.force_at is None and record.gone_at is None:
+                if not self._has_settled():
+                    continue  # one after the other, so that the others hold the state of the training
                 force_at = time.monotonic() + HANDOVER_SECONDS
                 self.nodes[node_id] = replace(record, force_at=force_at, is_handing_over=True)
+                self._handed_over = node_id, self._now()
         for node_id in [n for n in self.successors if n in self.nodes and self.nodes[n].gone_at is not None]:
             if self.nodes[node_id].force_at is None or self.nodes[node_id].is_handing_over:
                 self.nodes[node_id] = self.successors.pop(node_id)
+
+    def _has_settled(self) -> bool:
+        """Return whether the last node that was handed over trains again with the others, or has had its time."""
+        if self._handed_over is None:
+            return True
+        node_id, since = self._handed_over
+        if self._now() - since > HANDOVER_SECONDS:
+            return True
+        if node_id in self.successors:
+            return False  # the one before it has not gone yet
+        try:
+            newest = presences.newest_generation(self.rundir)
+        except (OSError, DamagedError):
+            return False
+        begun = self.nodes[node_id].presence
+        return newest is not None and begun is not None and newest.formed_at > since and node_id in newest.nodes
 
     def _write(self, presence: NodePresence) -> None:
         try:

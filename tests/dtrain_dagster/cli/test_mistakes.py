@@ -63,7 +63,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 SETTINGS = [
     ("DTRAIN_NODES", "three", "DTRAIN_NODES='three'"),
     ("DTRAIN_NODES", "0", "greater than or equal to 1"),
-    ("DTRAIN_CLUSTER", "gke", "'local' or 'azure_ml'"),
+    ("DTRAIN_CLUSTER", "gke", "'kubernetes' or 'ray'"),
     ("DTRAIN_GPU_TYPE", "Standard_Nope", "Standard_Nope"),
     ("DTRAIN_REGION", "mars", "DTRAIN_REGION"),
     ("DTRAIN_PROCESSES_PER_NODE", "99", "unset it for the default"),

@@ -1,0 +1,147 @@
+"""The driver: a process of its own that talks with a Ray cluster, in lines of JSON with the engine.
+
+``python -m dtrain_dagster.clusters.ray.driver ADDRESS NAMESPACE``. A driver of Ray ends with the cluster's head, and
+must not take the supervisor with it. Nodes are detached actors: they outlive drivers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ACTOR = "DtrainNode"
+"""The class of nodes in Ray's lists."""
+ASK_SECONDS = 8.0
+END_CALL_SECONDS = 5.0
+
+
+def make_actor_class(ray: Any) -> Any:
+    """Return the class of nodes. It is made here, so that Ray sends it by value: nodes need not import this project."""
+
+    class DtrainNode:
+        """A node: it runs the agent as a process that the kernel kills with this one, and ends when it has ended."""
+
+        def __init__(self) -> None:
+            self.process: Any = None
+            self.is_ended = False
+
+        def run(self, command: Sequence[str], output: str) -> None:
+            def die_with_parent() -> None:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+            environment = {name: value for name, value in os.environ.items() if name != "DTRAIN_JOB_TOKEN"}
+            with open(output, "ab") as log:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )  # fmt: skip
+            if self.is_ended:  # asked to end before it began
+                self.process.terminate()
+            code = self.process.wait()
+            with open(f"{output}.code.new", "w") as file:
+                file.write(str(code))
+            os.replace(f"{output}.code.new", f"{output}.code")
+            ray.actor.exit_actor()
+
+        def end(self) -> None:
+            self.is_ended = True
+            if self.process is not None:
+                self.process.terminate()
+
+    DtrainNode.__name__ = DtrainNode.__qualname__ = ACTOR
+    return ray.remote(DtrainNode)
+
+
+class Driver:
+    """One connection to a cluster."""
+
+    def __init__(self, address: str, namespace: str, dashboard: str | None) -> None:
+        import ray
+
+        self.ray, self.namespace, self.dashboard = ray, namespace, dashboard
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        self.actor_class = make_actor_class(ray)
+
+    def submit(self, name: str, command: Sequence[str], output: str, demand: Mapping[str, float]) -> str:
+        """Create the actor of a node, unless there is or was one of that name."""
+        if not self._actors([("name", "=", name)]):
+            resources = dict(demand)
+            made = self.actor_class.options(
+                name=name, lifetime="detached", namespace=self.namespace, max_restarts=0, max_task_retries=0,
+                max_concurrency=4, num_cpus=resources.pop("CPU", 0), num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None), resources=resources, get_if_exists=True,
+            ).remote()  # fmt: skip
+            made.run.remote(list(command), output)
+        return name
+
+    def list_actors(self, prefix: str) -> dict[str, Any]:
+        """Return the nodes whose names begin so, and what the cluster has room for."""
+        nodes = {node["NodeID"]: node for node in self.ray.nodes()}
+        found = []
+        for actor in self._actors([("class_name", "=", ACTOR)]):
+            if actor.name and actor.name.startswith(prefix):
+                cause: Any = next(iter((actor.death_cause or {}).values()), None)
+                found.append({
+                    "name": actor.name,
+                    "state": actor.state,
+                    "host": nodes.get(actor.node_id, {}).get("NodeManagerAddress", ""),
+                    "why": cause.get("error_message", "") if isinstance(cause, dict) else "",
+                    "demand": actor.required_resources or {},
+                })  # fmt: skip
+        alive = [node for node in nodes.values() if node["Alive"]]
+        return {"actors": found, "largest": [node["Resources"] for node in alive]}
+
+    def end(self, names: Sequence[str], force: bool) -> None:
+        """End these nodes: with SIGTERM to the agent, or at once. Those that wait for a place are withdrawn."""
+        states = {actor.name: actor.state for actor in self._actors([("class_name", "=", ACTOR)])}
+        for name in names:
+            if states.get(name) in (None, "DEAD"):
+                continue
+            with contextlib.suppress(ValueError):
+                actor = self.ray.get_actor(name, namespace=self.namespace)
+                if force or states[name] != "ALIVE":
+                    self.ray.kill(actor, no_restart=True)
+                else:
+                    with contextlib.suppress(self.ray.exceptions.RayError):
+                        self.ray.get(actor.end.remote(), timeout=END_CALL_SECONDS)
+
+    def _actors(self, filters: Sequence[tuple[str, str, str]]) -> Sequence[Any]:
+        from ray.util.state import list_actors
+
+        own: list[Any] = [*filters, ("ray_namespace", "=", self.namespace)]
+        found: Sequence[Any] = list_actors(
+            address=self.dashboard, filters=own, detail=True, limit=10_000, timeout=int(ASK_SECONDS),
+            raise_on_missing_output=False,
+        )  # fmt: skip
+        return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer one request per line until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints goes into the log
+    driver = Driver(arguments[0], arguments[1], arguments[2] if len(arguments) > 2 else None)
+
+    def answer(said: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+
+    answer({"ready": True})
+    for line in sys.stdin:
+        try:
+            request = json.loads(line)
+            answer({"found": getattr(driver, request.pop("do"))(**request)})
+        except Exception as error:  # whatever it is, the engine has to know
+            answer({"error": f"{type(error).__name__}: {error}"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""Ray as an engine that runs one-node jobs: the driver's process is started, asked and started again.
+
+What is asked of the cluster belongs in `driver`, what it means in `answers`, and what follows from it in
+`dtrain_dagster.clusters.supervision`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.ray.answers import read_actor
+from dtrain_dagster.clusters.ray.options import RayOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from trainer.node.environment import LaunchError
+from trainer.node.processes import MARK
+
+DRIVER = "dtrain_dagster.clusters.ray.driver"
+START_SECONDS, ANSWER_SECONDS = 60.0, 25.0
+AGAIN_SECONDS = 5.0
+"""Seconds between two tries to start a driver."""
+MAX_LOG_BYTES = 4 * 2**20
+
+
+def _knock(address: str) -> None:
+    """Raise `EngineUnreachableError` where nothing listens at an address: Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+    except OSError as error:
+        raise EngineUnreachableError(
+            f"no Ray cluster at {address} ({error.strerror or error}); start one with `ray start --head`, or set "
+            "DTRAIN_RAY_ADDRESS"
+        ) from None
+
+
+class RayError(ClusterError, LaunchError):
+    """The cluster cannot be used as it is configured. The message has the remedy."""
+
+
+class RayEngine:
+    """One cluster, through a driver of it."""
+
+    def __init__(
+        self, options: RayOptions, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
+    ) -> None:
+        """``log_folder``: where the output of nodes goes, the same path here and there. ``command``: returns what the
+        node of an incarnation runs, for launch, node and incarnation."""
+        self.options, self.log_folder, self.command = options, log_folder, command
+        self.poll_seconds = options.poll_seconds
+        self._driver: subprocess.Popen[str] | None = None
+        self._tried_at = float("-inf")
+        self._ended: dict[str, float] = {}
+        """When the end of a node was seen first, in Unix seconds: Ray's lists do not say."""
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+        """Create the actor of an incarnation, and return its name; one that is there already is returned, not made
+        twice."""
+        name = name_job(launch, node_id, incarnation)
+        command = list(self.command(launch, node_id, incarnation))
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        output = str(self._output(name))
+        return str(self._ask("submit", name=name, command=command, output=output, demand=self.options.demand()))
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        """Return the nodes of a launch that the cluster still knows."""
+        found = self._ask("list_actors", prefix=f"{name_launch(launch)}-")
+        demand = self.options.demand()
+        jobs = (read_actor(actor, found["largest"], self._code(actor["name"]), demand) for actor in found["actors"])
+        now = time.time()
+        return [
+            replace(job, ended_at=self._ended.setdefault(job.id, now)) if job.state == "ended" else job
+            for job in jobs
+            if job is not None
+        ]
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        """End these nodes: in order, or at once with ``force``."""
+        self._ask("end", names=list(ids), force=force)
+
+    def read_log(self, job_id: str) -> str | None:
+        """Return what a node printed, at most its last `MAX_LOG_BYTES`; None where it printed nothing."""
+        path = self._output(job_id)
+        return path.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace") if path.exists() else None
+
+    def check(self) -> int:
+        """Return the number of the cluster's machines. Raise `RayError` or `EngineUnreachableError` where it cannot be
+        used. Nothing is created."""
+        return len(self._ask("list_actors", prefix="none-")["largest"])
+
+    def close(self) -> None:
+        """End the driver."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait()
+            for pipe in (self._driver.stdin, self._driver.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._driver = None
+
+    # ---
+
+    def _output(self, name: str) -> Path:
+        return self.log_folder / f"ray-{name}.out"
+
+    def _code(self, name: str) -> int | None:
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._output(name).with_name(f"{self._output(name).name}.code").read_text())
+        return None
+
+    def _ask(self, do: str, **given: Any) -> Any:
+        driver = self._driver or self._start()
+        assert driver.stdin is not None
+        try:
+            driver.stdin.write(json.dumps({"do": do, **given}) + "\n")
+            driver.stdin.flush()
+            answer = self._answer(driver, ANSWER_SECONDS)
+        except (OSError, EngineUnreachableError) as error:
+            self.close()
+            raise EngineUnreachableError(f"the Ray cluster does not answer: {error}") from None
+        if "error" in answer:
+            self.close()  # a driver that lost its cluster does not find it again
+            raise EngineUnreachableError(f"the Ray cluster cannot be asked: {answer['error']}")
+        return answer["found"]
+
+    def _start(self) -> subprocess.Popen[str]:
+        if time.monotonic() - self._tried_at < AGAIN_SECONDS:
+            raise EngineUnreachableError("the Ray cluster did not answer a moment ago")
+        self._tried_at = time.monotonic()
+        _knock(self.options.address)
+        own = {name: value for name, value in os.environ.items() if name not in (MARK, "RAY_ADDRESS")}
+        dashboard = [self.options.dashboard] if self.options.dashboard else []
+        address = self.options.address
+        if address == "auto":
+            own |= {name: value for name, value in os.environ.items() if name == "RAY_ADDRESS"}
+        self._driver = subprocess.Popen(
+            [sys.executable, "-P", "-m", DRIVER, address, self.options.namespace, *dashboard],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=own | {"RAY_DISABLE_IMPORT_WARNING": "1", "PYTHONWARNINGS": "ignore"},
+        )  # fmt: skip
+        try:
+            self._answer(self._driver, START_SECONDS)
+        except EngineUnreachableError as error:
+            said = self._last_words()
+            self.close()
+            if "No module named 'ray'" in said:
+                raise RayError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'") from None
+            raise EngineUnreachableError(
+                f"no Ray cluster at {address} ({said or error}); start one with `ray start --head`, or set "
+                "DTRAIN_RAY_ADDRESS"
+            ) from None
+        return self._driver
+
+    def _last_words(self) -> str:
+        driver = self._driver
+        if driver is None or driver.stderr is None or driver.poll() is None:
+            return ""
+        lines = driver.stderr.read().strip().splitlines()
+        return lines[-1][:300] if lines else ""
+
+    def _answer(self, driver: subprocess.Popen[str], seconds: float) -> Any:
+        assert driver.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(driver.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise EngineUnreachableError(f"no answer within {seconds:.0f} s")
+        line = driver.stdout.readline()
+        if not line:
+            driver.wait()
+            raise EngineUnreachableError("its driver has ended")
+        return json.loads(line)

@@ -1,0 +1,211 @@
+"""The real engines as tests and benchmarks use them: options of small, quick nodes, and what can be taken away."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.clusters.ray.engine import RayEngine
+from dtrain_dagster.clusters.ray.options import RayOptions
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob
+from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
+from tests.engines.kubernetes_access import NAMESPACE, deploy
+from tests.engines.kubernetes_cluster import KubernetesCluster
+from tests.engines.kubernetes_image import IMAGE, host_volumes
+from tests.engines.ray_cluster import RayCluster
+from tests.engines.slurm_cluster import SlurmCluster
+
+
+class Machines(Protocol):
+    """What a test may do to a real engine."""
+
+    kind: str
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """The options of nodes that reach this folder."""
+        ...
+
+    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Options of nodes that no machine has room for, and words of the reason that is told."""
+        ...
+
+    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        """What the engine knows of a launch."""
+        ...
+
+    def kill_node(self, job: EngineJob) -> Callable[[], None]:
+        """Take away the machine of a node, and return what gives it back."""
+        ...
+
+    def kill_control_plane(self) -> Callable[[], None]:
+        """Kill what the engine is asked through, and return what starts it again."""
+        ...
+
+
+class Pods:
+    """The machines of a Kubernetes: kubelets."""
+
+    kind = "kubernetes"
+
+    def __init__(self, cluster: KubernetesCluster, kubeconfig: Path) -> None:
+        self.cluster, self.kubeconfig = cluster, kubeconfig
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        volumes = [
+            {"mount": path, "source": {"hostPath": {"path": path}}, "read_only": read_only}
+            for path, read_only in host_volumes(folder)
+        ]
+        return {
+            "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never",
+            "cpu": "100m", "memory": "1Gi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.3,
+            "volumes": volumes, "user": os.getuid(), "python": sys.executable,
+        }  # fmt: skip
+
+    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        return options | {"cpu": "500"}, "cpu"
+
+    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        options = KubernetesOptions.read({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
+        return KubernetesEngine(options, "", lambda *_: ()).list_jobs(launch)
+
+    def kill_node(self, job: EngineJob) -> Callable[[], None]:
+        self.cluster.kill(job.host)
+
+        def give_back() -> None:
+            self.cluster.start(job.host)
+            self.cluster.wait_for_node(job.host)
+
+        return give_back
+
+    def kill_control_plane(self) -> Callable[[], None]:
+        self.cluster.kill("kube-apiserver")
+        return lambda: self.cluster.start("kube-apiserver")
+
+
+class Slurmds:
+    """The machines of a SLURM: slurmd with all that it runs."""
+
+    kind = "slurm"
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.cluster = cluster
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        return {"cpus": 1, "poll_seconds": 0.3, "exclusive": True}
+
+    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        return options | {"cpus": 64}, "PartitionConfig: no node of the partition is as large"
+
+    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)
+
+    def kill_node(self, job: EngineJob) -> Callable[[], None]:
+        self.cluster.kill(job.host)
+
+        def give_back() -> None:
+            self.cluster.start(job.host)
+            self.cluster.wait_for_nodes()
+
+        return give_back
+
+    def kill_control_plane(self) -> Callable[[], None]:
+        time.sleep(6)  # slurmctld writes its state every 5 s, and forgets later jobs if it is killed
+        self.cluster.kill("slurmctld")
+
+        def start() -> None:
+            self.cluster.start("slurmctld")
+            self.cluster.wait_for_answer()
+
+        return start
+
+
+class Raylets:
+    """The machines of a Ray cluster: raylets with all that they run."""
+
+    kind = "ray"
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self.cluster = cluster
+        self.asked = RayEngine(RayOptions(**self.options(Path())), Path("/nowhere"), lambda *_: ())
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        return {
+            "address": self.cluster.address, "dashboard": self.cluster.dashboard, "cpus": 2.0, "poll_seconds": 0.3,
+        }  # fmt: skip
+
+    def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        return options | {"cpus": 64.0}, "lower DTRAIN_RAY_CPUS"
+
+    def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        return self.asked.list_jobs(launch)
+
+    def kill_node(self, job: EngineJob) -> Callable[[], None]:
+        launch = job.id.split("-")[1]
+        outputs = [process for process in psutil.process_iter() if _writes_to(process, f"ray-{job.id}.out")]
+        above = {parent.pid for process in outputs for parent in process.parents()}
+        names = [name for name, process in self.cluster.processes.items() if process.pid in above]
+        assert len(names) == 1, (launch, names, outputs)
+        self.cluster.kill(names[0])
+        return lambda: self.cluster.start(names[0])
+
+    def kill_control_plane(self) -> Callable[[], None]:
+        self.cluster.kill(self.cluster.names[0])
+
+        def start() -> None:
+            for name in self.cluster.names:  # without a memory of its own, a new head knows none of the others
+                if name in self.cluster.processes:
+                    self.cluster.kill(name)
+            for name in self.cluster.names:
+                self.cluster.start(name)
+
+        return start
+
+
+def _writes_to(process: psutil.Process, name: str) -> bool:
+    """Whether the output of a process is a file of this name."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1").endswith(name)
+    except OSError:
+        return False
+
+
+def missing(kind: str) -> str:
+    """Why this engine cannot run here; "" if it can."""
+    parts = {"kubernetes": kubernetes_parts.missing, "slurm": slurm_cluster.missing, "ray": ray_cluster.missing}
+    return parts[kind]()
+
+
+@contextmanager
+def open_machines(kind: str, nodes: int = 2) -> Iterator[Machines]:
+    """Start an engine with room for so many nodes and one more, and set the variables by which it is used."""
+    before = dict(os.environ)
+    try:
+        if kind == "kubernetes":
+            with KubernetesCluster(nodes=2) as cluster:
+                yield Pods(cluster, deploy(cluster))
+        elif kind == "slurm":
+            with SlurmCluster(nodes=nodes + 1) as slurm:
+                os.environ.update(slurm.environment())
+                yield Slurmds(slurm)
+        else:
+            with RayCluster(nodes=nodes + 2) as ray:
+                os.environ.update(ray.access)
+                machines = Raylets(ray)
+                try:
+                    yield machines
+                finally:
+                    machines.asked.close()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

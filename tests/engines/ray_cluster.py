@@ -1,0 +1,121 @@
+"""A real, small Ray cluster for tests: a head and further raylets of one machine, on loopback only, with processes of
+their own.
+
+`RayCluster.kill` ends a raylet with all that runs below it, as a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+
+def missing() -> str:
+    """Why no cluster can run here; "" if one can."""
+    return "" if importlib.util.find_spec("ray") else "the package ray is not installed: pip install 'dtrain[ray]'"
+
+
+class RayCluster:
+    """A cluster as a context manager; when it is left nothing of it runs, and its folder is gone. The head, the first
+    of its machines, takes no work."""
+
+    def __init__(self, nodes: int = 4, cpus: int = 2) -> None:
+        self.names = [f"r{index}" for index in range(nodes)]
+        self.cpus = cpus
+        self.folder = Path(tempfile.mkdtemp(prefix="dray-", dir="/tmp"))  # short: paths of sockets are
+        self._token = secrets.token_hex(32)
+        self.port, self.dashboard_port = _free_ports(2)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def access(self) -> dict[str, str]:
+        """The variables with which processes prove that they may use this cluster."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token, "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    def __enter__(self) -> RayCluster:
+        try:
+            for name in self.names:
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self, name: str) -> None:
+        """Start the head (the first name) or a further machine, and return when it is part of the cluster."""
+        own = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--dashboard-host=127.0.0.1",
+               "--include-dashboard=true"] if name == self.names[0] else [f"--address={self.address}"]  # fmt: skip
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *(
+                f"--num-cpus={self.cpus if name != self.names[0] else 0}",
+                "--num-gpus=0",
+                "--object-store-memory=80000000",
+                f"--temp-dir={self.folder}",
+            ),
+            *("--node-ip-address=127.0.0.1", f'--resources={{"{name}": 1}}', *own),
+        ]
+        if name != self.names[0]:
+            command = [word for word in command if not word.startswith("--temp-dir")]
+        log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process has its own copy
+        environment = {**os.environ, **self.access, "RAY_enable_metrics_collection": "0"}
+        self.processes[name] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        log.close()
+        deadline = time.monotonic() + 60
+        while b"Ray runtime started" not in (self.folder / f"{name}.log").read_bytes():
+            assert time.monotonic() < deadline, (self.folder / f"{name}.log").read_text()
+            assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()
+            time.sleep(0.2)
+
+    def kill(self, name: str) -> None:
+        """Kill a machine: its raylet and all that it started, at once."""
+        process = self.processes.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(process.pid)
+            below = [top, *top.children(recursive=True)]
+            for each in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.suspend()
+            for each in {*below, *top.children(recursive=True)}:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        process.wait()
+
+    def close(self) -> None:
+        """End every process of the cluster, and take its folder away."""
+        for name in reversed(list(self.processes)):
+            self.kill(name)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,98 @@
+"""The engine on a real Ray cluster: what it creates, what it says of it, and how it ends it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.ray.engine import RayEngine
+from dtrain_dagster.clusters.ray.options import RayOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
+from tests.engines.ray_cluster import RayCluster
+
+pytestmark = pytest.mark.slow
+IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"
+
+
+@pytest.fixture
+def launch() -> dict[str, Any]:
+    return {"token": os.urandom(24).hex(), "launch": 1, "node_count": 2}
+
+
+@pytest.fixture
+def make(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayEngine]]:
+    made: list[RayEngine] = []
+
+    def engine(shell: str = IN_ORDER, **options: Any) -> RayEngine:
+        given = {"address": ray_cluster.address, "dashboard": ray_cluster.dashboard, "cpus": 2.0} | options
+        made.append(RayEngine(
+            RayOptions(**given), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
+        ))  # fmt: skip
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def wait_for(engine: RayEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
+    deadline = time.monotonic() + 40
+    while True:
+        jobs = sorted(engine.list_jobs(launch), key=lambda job: job.node_id)
+        if len(jobs) == count and all(job.state == state for job in jobs):
+            return jobs
+        assert time.monotonic() < deadline, jobs
+        time.sleep(0.2)
+
+
+def wait_for_output(engine: RayEngine, name: str, words: str) -> None:
+    deadline = time.monotonic() + 40
+    while words not in (engine.read_log(name) or ""):
+        assert time.monotonic() < deadline, engine.read_log(name)
+        time.sleep(0.1)
+
+
+def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
+    engine = make()
+    names = [engine.submit(launch, node, 1) for node in range(2)]
+    assert make().submit(launch, 0, 1) == names[0], "whoever asks"
+    jobs = wait_for(engine, launch, "running", 2)
+    assert [(job.id, job.node_id, job.incarnation) for job in jobs] == [(names[0], 0, 1), (names[1], 1, 1)]
+    assert all(job.host for job in jobs)
+    for node, name in enumerate(names):
+        wait_for_output(engine, name, f"node {node}")
+    engine.close()  # its driver's end changes nothing
+    engine._tried_at = float("-inf")
+    engine.cancel(names[:1], force=False)
+    engine.cancel(names[1:], force=True)
+    first, second = wait_for(engine, launch, "ended", 2)
+    assert (first.exit_code, first.lost) == (143, False)
+    assert "ends in order" in (engine.read_log(names[0]) or "")
+    assert "ends in order" not in (engine.read_log(names[1]) or "")
+    assert second.lost or second.exit_code == -9
+    assert engine.submit(launch, 0, 1) == names[0], "one that has ended is not bought again"
+    assert all(job.state == "ended" for job in engine.list_jobs(launch))
+    assert engine.list_jobs(launch | {"launch": 2}) == []
+
+
+def test_what_waits_says_why_and_is_withdrawn(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
+    engine = make(cpus=64.0)
+    name = engine.submit(launch, 0, 1)
+    (job,) = wait_for(engine, launch, "pending")
+    assert job.reason == "no machine is as large (CPU 64, the largest has 2): lower DTRAIN_RAY_CPUS, or add one"
+    engine.cancel([name], force=False)
+    (job,) = wait_for(engine, launch, "ended")
+    assert job.lost
+
+
+def test_a_cluster_that_is_not_there_is_told(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
+    engine = make(address="127.0.0.1:9", dashboard=None)
+    with pytest.raises(EngineUnreachableError, match="set DTRAIN_RAY_ADDRESS"):
+        engine.submit(launch, 0, 1)
+    with pytest.raises(EngineUnreachableError, match="a moment ago"):
+        engine.list_jobs(launch)

@@ -1,0 +1,28 @@
+"""Whole trainings on a real Ray cluster: their weights are those of the local cluster, whatever happens to machines,
+agents or the head."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.engine_training import EngineTrials, Outcome, Training
+from tests.engines.machines import Raylets
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+class TestRay(EngineTrials):
+    kind = "ray"
+
+    def test_the_control_plane_is_restarted(self, machines: Raylets, training: Training, expected: Outcome) -> None:
+        """All of a Ray cluster ends with its head, unless that keeps its memory in a Redis: the training goes on from
+        its checkpoint once there is a cluster again."""
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        start = machines.kill_control_plane()
+        before = training.step()
+        training.run_until(lambda: training.step() > before + 100, "steps without it")
+        start()
+        made = training.outcome()
+        assert made[:2] == expected[:2]
+        assert {node.launch for node in training.rundir.nodes()} >= {1}
