@@ -16,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import psutil
+
+from trainer.node.node_processes import die_with
 
 
 def missing() -> str:
@@ -83,8 +86,9 @@ class RayCluster:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process has its own copy
         environment = {**os.environ, **self.access, "RAY_enable_metrics_collection": "0"}
         self.processes[name] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid()),  # also where the tests are killed
+        )  # fmt: skip
         log.close()
         deadline = time.monotonic() + 60
         while b"Ray runtime started" not in (self.folder / f"{name}.log").read_bytes():
