@@ -113,8 +113,8 @@ def wrong_tables(folder: Path) -> str:
 def wrong_shards(folder: Path) -> str:
     """Return "" if there is one complete dataset and, after their time, no leftovers of killed builders; else the
     fault."""
-    from dtrain_dagster.data.building import LEFT_SECONDS, sweep_leftovers
     from dtrain_dagster.data.sharding import verify_dataset
+    from dtrain_dagster.support.building import LEFT_SECONDS, sweep_leftovers
 
     for parent in (folder / "prices", folder / "datasets"):
         for left in parent.glob("building-*"):

@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import dagster as dg
 from pydantic import Field
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions
+from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
@@ -63,7 +65,8 @@ def stock_prices(
     from dtrain_dagster.data.sources import price_source
 
     settings = load_settings()
-    ref = write_prices(price_source(config.source or settings.prices), project.storage_uri)
+    with opened_engine(settings.data_engine, project.storage_uri) as engine:
+        ref = write_prices(price_source(config.source or settings.prices), project.storage_uri, engine=engine)
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
     validation = validated(ref, settings.calendar)
     source = ref.manifest()["source"]
@@ -111,10 +114,12 @@ def sharded_dataset(
     from dtrain_dagster.data.publish import publish_dataset
     from dtrain_dagster.reports.training_charts import markdown_image
 
-    calendar = load_settings().calendar
+    settings = load_settings()
+    calendar = settings.calendar
     params = DatasetParams(**config.model_dump())
     validation = validated(stock_prices, calendar)
-    built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar)
+    with opened_engine(settings.data_engine, project.storage_uri) as engine:
+        built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it was there already, nothing to rebuild")
@@ -142,12 +147,26 @@ def sharded_dataset(
             "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
+            "data_engine": settings.data_engine if built.built else "not asked: it was there already",
             "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
             "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "path": dg.MetadataValue.path(built.uri),
             "read_by_nodes_at": shared_uri,
         },
     )
+
+
+@contextmanager
+def opened_engine(name: str, storage_uri: str) -> Iterator[DataEngine]:
+    """Yield the engine of data of this name. Raise `SettingsError` where its settings cannot be used."""
+    if name == "duckdb":
+        yield DUCKDB
+        return
+    from dtrain_dagster.data.ray_engine import opened_ray_engine
+    from dtrain_dagster.settings.data_engine import read_ray_place
+
+    with opened_ray_engine(read_ray_place(), storage_uri) as engine:
+        yield engine
 
 
 def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:

@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.building import building_in
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_file import GivenFile, opened, opened_database
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     import duckdb
     import pandas as pd
 
+    from dtrain_dagster.data.price_file import GivenFile
     from dtrain_dagster.data.sources import PriceSource
 
 SCHEMA_VERSION = 1
@@ -90,6 +89,9 @@ def write_prices(
     price, a row twice, a date out of order. Raise `OSError` where the disk is full. Nothing half-written is left
     behind.
     """
+    from dtrain_dagster.data.price_file import opened  # not above: loading the code location needs neither
+    from dtrain_dagster.support.building import building_in
+
     folder = Path(storage_uri) / "prices"
     with building_in(folder) as scratch:
         with opened(source.local_file(scratch), source.provenance.origin) as given:
@@ -160,6 +162,8 @@ def _convert_on_disk(
 def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine) -> dict[str, Any]:
     """Write the Parquet file; return the number of rows and tickers, and the dates."""
     import duckdb
+
+    from dtrain_dagster.data.price_file import opened_database
 
     origin, is_csv = given.origin, not given.is_parquet
     with opened_database(given, scratch) as database:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic_settings import BaseSettings
 
 from dtrain_dagster.settings.azure import AzureSettings
+from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
@@ -18,6 +19,7 @@ TABLES: dict[str, type[BaseSettings]] = {
     "README.md": Settings,
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
+    "docs/large-data.md": DataEngineSettings,
     "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,
 }

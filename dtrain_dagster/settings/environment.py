@@ -99,6 +99,11 @@ class Settings(BaseSettings):
     )
     calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
 
+    data_engine: Literal["duckdb", "ray"] = Field(
+        default="duckdb",
+        description="Who sorts prices and computes features: duckdb, in one process, or ray; the dataset is the same",
+    )
+
     factory_modules: str = Field(
         default="",
         description="Modules of your own models and losses, and all below them, separated by commas; no other is "

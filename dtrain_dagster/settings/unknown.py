@@ -31,12 +31,13 @@ _log = logging.getLogger(__name__)
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
+    from dtrain_dagster.settings.data_engine import DataEngineSettings
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
 
     names = {f"{PREFIX}{name}" for name in OF_PROCESSES}
-    for kind in (Settings, AzureSettings, KubernetesSettings, RaySettings, SlurmSettings):
+    for kind in (Settings, AzureSettings, DataEngineSettings, KubernetesSettings, RaySettings, SlurmSettings):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

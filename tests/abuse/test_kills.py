@@ -23,11 +23,11 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
-from dtrain_dagster.data.building import LEFT_SECONDS, building_in
 from dtrain_dagster.registry import register_model
 from dtrain_dagster.registry.packed import PACKED_TAG
 from dtrain_dagster.registry.versions import open_client, tracking_run
 from dtrain_dagster.settings.home import make_home
+from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from tests.dtrain_dagster import small_job
 from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError
@@ -270,7 +270,7 @@ def test_what_a_killed_builder_left_is_swept_and_what_is_being_built_is_not(tmp_
     code = f"""
 import time
 from pathlib import Path
-from dtrain_dagster.data.building import building_in
+from dtrain_dagster.support.building import building_in
 with building_in(Path({str(tmp_path)!r})) as folder:
     print(folder, flush=True)
     time.sleep(600)
