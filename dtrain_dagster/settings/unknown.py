@@ -17,6 +17,7 @@ OF_PROCESSES = (
         "FAULTS",
         "HOST",
         "INCARNATION",
+        "INTERFACE",
         "JOB_TOKEN",
         "LAUNCH",
         "LAUNCH_SECRET_FILE",

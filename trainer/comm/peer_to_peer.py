@@ -17,7 +17,6 @@ import struct
 import time
 from collections.abc import Generator, Mapping, Sequence
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -194,18 +193,16 @@ def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
 
 
 def connect_all(
-    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, key: bytes = b""
+    store: dist.Store, rank: int, size: int, host: str, timeout: float, key: bytes = b""
 ) -> PeerToPeerAllReduce:
     """Return this rank's links to all others; they exchange addresses through ``store``, which no other group uses.
 
-    ``host``: this host's address, None if unknown. ``key``: the key that only these ranks have. Raise OSError if at
+    ``host``: this host's address. ``key``: the key that only these ranks have. Raise OSError if at
     least one rank does not succeed in time."""
     sockets = dict[int, socket.socket]()
     with contextlib.ExitStack() as opened:
         place = None
         try:
-            if host is None:
-                raise OSError("this host's address is not known: set DTRAIN_HOST")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = opened.enter_context(socket.create_server((host, 0), family=family, backlog=BACKLOG))
             place = host, listener.getsockname()[1]
@@ -213,7 +210,7 @@ def connect_all(
             store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
         places = [json.loads(store.get(str(peer))) for peer in range(size)]
         if None in places:
-            raise OSError(f"rank {places.index(None)} has no address for them")
+            raise OSError(f"rank {places.index(None)} listens at no address")
         until = time.monotonic() + min(FORMING_SECONDS, timeout / 2)  # others may wait in a collective already
         door: Door[int] = Door(listener, lambda guest: _welcome(guest, key, rank, size, sockets))
         opened.callback(door.close)
@@ -257,16 +254,3 @@ def _welcome(
     if who <= rank or who in sockets:
         raise AuthenticationError(f"rank {who} is not expected")
     return who
-
-
-def address_on(interfaces: str | None, host: str | None) -> str | None:
-    """Return the address at which other ranks reach this host: that of the first interface in GLOO_SOCKET_IFNAME, if
-    it is set, else ``host``. None if it is unknown."""
-    if not interfaces:
-        return host
-    addresses = psutil.net_if_addrs().get(interfaces.split(",")[0], [])
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for address in addresses:
-            if address.family == family:
-                return address.address
-    return None

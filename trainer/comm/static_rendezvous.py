@@ -1,13 +1,12 @@
 """Rendezvous of the ranks of a fixed world, as torchrun and similar launchers start it, at MASTER_ADDR.
 
-Work on this address belongs here: joining, rank 0's listening socket, and this host's own address. Members that
-come and go find each other in `trainer.elastic.dynamic_rendezvous`.
+Work on this address belongs here: joining, and rank 0's listening socket. Members that come and go find each other in
+`trainer.elastic.dynamic_rendezvous`.
 """
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from trainer.comm.group import GroupError, InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.listener import BACKLOG
+from trainer.comm.own_address import is_loopback, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World, bind_rank, choose_device
@@ -69,8 +69,8 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
             config.collective_timeout_seconds, config.solo_timeout_seconds,
-            own_host=None if gpu is not None else _known_host(environment, facts),
-            key=secret.key("world", prefix), close_store=getattr(store, "close", lambda: None),
+            own_address(environment, facts.master_addr), key=secret.key("world", prefix),
+            close_store=getattr(store, "close", lambda: None),
         )  # fmt: skip
 
     world = World(
@@ -93,35 +93,9 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     return world
 
 
-def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
-    """Return the address at which peers reach this process: DTRAIN_HOST, else the one that leads to MASTER_ADDR."""
-    if "DTRAIN_HOST" in environment:
-        return environment["DTRAIN_HOST"]
-    if _is_loopback(facts.master_addr):
-        return "127.0.0.1"
-    family = socket.AF_INET6 if ":" in facts.master_addr else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: only asks the routing table
-        try:
-            probe.connect((facts.master_addr, 9))
-        except OSError as error:
-            raise ConfigError(
-                f"MASTER_ADDR={facts.master_addr!r} is no address that this host knows: {error}; set "
-                "DTRAIN_HOST to this host's own address"
-            ) from error
-        return probe.getsockname()[0]
-
-
-def _known_host(environment: Mapping[str, str], facts: RankFacts) -> str | None:
-    """Return the address of `own_host`, None if it is unknown: gloo then chooses."""
-    try:
-        return own_host(environment, facts)
-    except ConfigError:
-        return None
-
-
 def _stay_on_loopback(address: str) -> None:
     """Have gloo listen on loopback only if ``address`` is there: all peers are then on this machine."""
-    if _is_loopback(address):
+    if is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -136,7 +110,7 @@ def _beside(
         return agents
     where, listener = f"{prefix}/store", None
     if facts.rank == 0:
-        listener = open_listener(own_host(environment, facts))
+        listener = open_listener(own_address(environment, facts.master_addr))
         host, port = listener.getsockname()[:2]
         agents.set(where, f"{port} {host}")
     place = place_said(agents.get(where), address)
@@ -163,10 +137,3 @@ def _port_taken(port: int) -> ConfigError:
         f"MASTER_PORT={port} is in use on this machine by another process: choose another (training.master_port, or "
         "leave it out and a free one is taken)"
     )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

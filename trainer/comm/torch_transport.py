@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.comm.gloo_connections import deafen, find_listeners, prove_connections
 from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, address_on, connect_all
+from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, connect_all
 from trainer.runtime.affinity import yield_to_senders
 
 _log = logging.getLogger(__name__)
@@ -213,13 +213,12 @@ class ParameterServerTransport:
 
 def make_torch_transport(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float,
-    host: str | None = None, own_host: str | None = None, key: bytes = b"",
+    host: str, key: bytes = b"",
     close_store: Callable[[], None] = lambda: None,
 ) -> TorchTransport:  # fmt: skip
     """Return a transport over a store that no other group uses. ``patience``: the timeout of barriers, in seconds.
-    ``host``: the address of this host for gloo, None for its own choice; ``own_host``: the same for peer-to-peer
-    connections. GLOO_SOCKET_IFNAME in the environment comes first. ``key``: the key that only the ranks have.
-    ``close_store``: called when the transport is closed, or cannot be made."""
+    ``host``: the address of this host; gloo listens there unless GLOO_SOCKET_IFNAME is set. ``key``: the key that only
+    the ranks have. ``close_store``: called when the transport is closed, or cannot be made."""
 
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
         group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
@@ -232,9 +231,9 @@ def make_torch_transport(
         patient = make("patient", rank, size, None, patience)
         peer_to_peer = None
         if gpu is None and size <= MOST_RANKS:
-            place, words = host or own_host, hmac.digest(key, b"peer_to_peer", "sha256")
+            words = hmac.digest(key, b"peer_to_peer", "sha256")
             peer_to_peer = _connect_peers(
-                dist.PrefixStore("peer_to_peer", store), rank, size, place, timeout, data, words
+                dist.PrefixStore("peer_to_peer", store), rank, size, host, timeout, data, words
             )
     except BaseException:
         close_store()
@@ -243,13 +242,13 @@ def make_torch_transport(
 
 
 def _connect_peers(
-    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
+    store: dist.Store, rank: int, size: int, host: str, timeout: float, group: Any, key: bytes
 ) -> PeerToPeerAllReduce | None:
     """Return peer-to-peer connections if all ranks have them, else None: they are optional. ``group``: the group of
     these ranks."""
     links = None
     try:
-        links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout, key)
+        links = connect_all(store, rank, size, host, timeout, key)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
         _log.warning(
             "rank %d has no peer-to-peer connections to all others: %s; small sums take gloo's way", rank, error
@@ -265,7 +264,7 @@ def _connect_peers(
 
 
 def _group(
-    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str | None
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str
 ) -> tuple[Any, frozenset[int]]:  # fmt: skip
     """Return a group and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
@@ -284,15 +283,13 @@ def _group(
     return group, listeners
 
 
-def _gloo_options(timeout: float, host: str | None) -> Any:
+def _gloo_options(timeout: float, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._timeout = timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-    elif host:
-        device = dist.ProcessGroupGloo.create_device(hostname=host)
     else:
-        device = dist.ProcessGroupGloo.create_default_device()
+        device = dist.ProcessGroupGloo.create_device(hostname=host)
     options._devices, options._threads = [device], 1
     return options

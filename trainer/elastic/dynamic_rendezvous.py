@@ -16,9 +16,10 @@ import torch.distributed as dist
 from trainer.comm.group import GroupError, InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
 from trainer.comm.launcher_env import RankFacts
+from trainer.comm.own_address import own_address
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import AuthenticatedStore
-from trainer.comm.static_rendezvous import open_listener, own_host
+from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.tls import client_context, server_context
 from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank
@@ -44,7 +45,7 @@ class DynamicRendezvous:
         self.secret = read_launch_secret(environment)
         self.launch = int(environment["DTRAIN_LAUNCH"])
         self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
-        self.host = own_host(environment, facts)
+        self.host = own_address(environment, facts.master_addr)
         self.generation: Generation | None = None
         self.world: World | None = None
         self.has_state_of = 0

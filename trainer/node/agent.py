@@ -7,11 +7,9 @@ It decides nothing about other nodes: that is the supervisor's part, which reads
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +17,12 @@ from typing import Any
 
 import psutil
 
+from trainer.comm.own_address import own_address
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE, is_loss
 from trainer.node.environment import (
-    HOST,
     PEER_GRACE,
     STOP_GRACE,
     LaunchError,
@@ -53,7 +51,7 @@ class NodeAgent:
         """``launch``: as in ``launch.json``. ``secret``: the path of the file with the secret of the launch."""
         self.rundir, self.launch, self.secret = rundir, launch, secret
         self.clock = SteadyClock.begin()
-        self.host = own_host(os.environ)
+        self.host = own_address(os.environ)
         now = self.clock.now()
         self.presence = NodePresence(
             node_id=node_id, launch=launch["launch"], incarnation=incarnation, last_seen_at=now, host=self.host,
@@ -225,20 +223,6 @@ def summarize(codes: Sequence[int]) -> int:
         return failures[0]
     losses = [code for code in codes if code != DONE]
     return EVICTED if losses and set(losses) <= {EVICTED, -signal.SIGTERM} else LOST if losses else DONE
-
-
-def own_host(environment: Mapping[str, str]) -> str:
-    """Return the address under which other nodes reach this one: DTRAIN_HOST, else that of its name, else that of the
-    interface with the default route, else loopback."""
-    if host := environment.get(HOST):
-        return host
-    candidates = []
-    with contextlib.suppress(OSError):
-        candidates += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the routing table
-        candidates.append(str(probe.getsockname()[0]))
-    return next((host for host in candidates if not host.startswith("127.")), "127.0.0.1")
 
 
 def say(text: str) -> None:

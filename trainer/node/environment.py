@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.comm.launch_secret import SECRET_FILE
+from trainer.comm.own_address import HOST, LOOPBACK
 from trainer.exit_codes import RELEASES_NODES
 from trainer.node.gpus import VISIBLE, share_gpus, visible_gpus
 from trainer.node.processes import MARK
@@ -22,11 +23,6 @@ PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
 _OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", RELEASES_NODES, SECRET_FILE)
-
-
-LOOPBACK = "127.0.0.1"
-HOST = "DTRAIN_HOST"
-"""Variable: the address under which other nodes reach this one."""
 
 
 class LaunchError(ValueError):
