@@ -80,10 +80,13 @@ class Ours:
 
     def kill(self, node: int) -> None:
         """Send SIGKILL to the process group of the node's newest stay."""
+        self._signal(node, signal.SIGKILL)
+
+    def _signal(self, node: int, number: int) -> None:
         launch = self.rundir.read_json(LAUNCH) or {}
         stay = max(item.incarnation for item in self.rundir.nodes() if item.node_id == node)
         [pid] = [pid for pid in marked(node_mark(launch, node, stay)) if os.getpgid(pid) == pid]
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(pid, number)
 
     def replace(self, node: int) -> None:
         """Do nothing: the supervisor replaces the node."""
@@ -108,6 +111,27 @@ class Ours:
     def close(self) -> None:
         """Cancel the job."""
         self.cluster.cancel_job("job")
+
+
+class Freezing(Ours):
+    """The local cluster, where a node hangs instead of being killed, and goes on when the others train without it."""
+
+    def __init__(self, home: Path, config: dict[str, Any]) -> None:
+        super().__init__(home, config)
+        self._thawed_at = 0.0
+
+    def kill(self, node: int) -> None:
+        """Stop the processes of a node, as a machine that hangs does."""
+        self._signal(node, signal.SIGSTOP)
+
+    def replace(self, node: int) -> None:
+        """Let the frozen processes go on: they ask to be let in again."""
+        self._thawed_at = time.time()
+        self._signal(node, signal.SIGCONT)
+
+    def replaced_at(self, node: int) -> float:
+        """Return when they went on."""
+        return self._thawed_at
 
 
 class Torchrun:

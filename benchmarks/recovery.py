@@ -1,7 +1,8 @@
 """Measure how long a training stops when a node is killed: local cluster, torchrun tuned, torchrun by default.
 
 Run `python -m benchmarks.recovery`. The same trainer trains the same model on three nodes of this machine; only the
-launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. Times
+launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. With
+``--fault freeze`` it gets SIGSTOP instead, which nothing tells the others but its silence. Times
 come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
 formed) and its time.
 
@@ -13,6 +14,8 @@ formed) and its time.
     *_survivors_lost                 kills after which no step came for `LIMIT_SECONDS`, or the job ended
     *_never_back_to_three            kills after which the survivors went on, and the job failed when it was to grow
     ours_times_faster_than_default   ratio of the medians
+    suspicions, soak_seconds         with ``--fault none``: nodes that were given up though none was touched, while as
+                                     many processes as there are cores only computed; and for how long that was
     load_before, load_after          load of the machine; ``busy``: other work kept it busy before this began, so that
                                      the seconds are not those of a quiet machine. Such a line is saved with --busy only
 """
@@ -23,6 +26,7 @@ import argparse
 import datetime
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
@@ -41,7 +45,8 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 from worlds import build  # noqa: E402
 
 from benchmarks.host import is_busy  # noqa: E402
-from benchmarks.launchers import NODES, Launcher, Ours, Torchrun  # noqa: E402
+from benchmarks.launchers import NODES, Freezing, Launcher, Ours, Torchrun  # noqa: E402
+from trainer.elastic.membership import generations  # noqa: E402
 from trainer.rundir import SeenFiles  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -184,6 +189,36 @@ def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: 
     return figures
 
 
+def soak(launcher: Ours, seconds: float) -> dict[str, Any]:
+    """Train beside a load on every core, touch no node, and return how many were given up all the same."""
+    burners = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(os.cpu_count() or 1)]
+    try:
+        launcher.start()
+        steps = Steps(launcher)
+        steps.wait_for(lambda event: steps.is_of_three(event))
+        before = len(generations(launcher.rundir.storage))
+        for burner in burners:
+            burner.start()
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at and launcher.running:
+            time.sleep(1.0)
+        return {
+            "soak_seconds": round(seconds),
+            "suspicions": len(generations(launcher.rundir.storage)) - before,
+            "soak_load": round(os.getloadavg()[0], 2),
+        }
+    finally:
+        for burner in burners:
+            if burner.pid is not None:
+                burner.kill()
+        launcher.close()
+
+
+def _burn() -> None:
+    while True:
+        pass
+
+
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """Return the percentile by nearest rank; None if there is no value."""
     ordered = sorted(values)
@@ -213,7 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
+    parser.add_argument("--fault", choices=("kill", "freeze", "none"), default="kill", help="what happens to a node")
+    parser.add_argument("--seconds", type=float, default=600.0, help="with --fault none: how long nothing happens")
     options = parser.parse_args(arguments)
+    if options.fault != "kill":
+        options.only, options.default_repeats = "ours", 0
     load = os.getloadavg()[0]
     if options.save and is_busy(load) and not options.busy:
         parser.error(f"the load is {load:.1f}: wait until other work has ended, or mark the result with --busy")
@@ -227,8 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         os.environ["DTRAIN_CACHE"] = str(folder / "cache")
         found: dict[str, Figures] = {}
+        kind = Freezing if options.fault == "freeze" else Ours
         makers: list[tuple[str, Callable[[Path], Launcher], int, int]] = [
-            ("ours", lambda place: Ours(place, config), options.repeats, 1),
+            ("ours", lambda place: kind(place, config), 0 if options.fault == "none" else options.repeats, 1),
             ("torchrun_tuned", lambda place: Torchrun(_made(place), config, tuned=True), options.repeats, 1),
             (
                 "torchrun_default",
@@ -241,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if repeats and options.only in (None, name):
                 print(name, file=sys.stderr, flush=True)
                 found[name] = measure(make, folder, repeats, jobs, name)
-    result: dict[str, Any] = {"benchmark": "recovery"}
+        soaked = soak(Ours(folder / "soak", config), options.seconds) if options.fault == "none" else {}
+    result: dict[str, Any] = {"benchmark": "recovery", "fault": options.fault, **soaked}
     for name, figures in found.items():
         result |= summary(name, figures)
     result["steps_redone_max"] = result.get("ours_steps_redone_max")
@@ -258,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(line)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "recovery.json").write_text(line + "\n")
+        name = "recovery" if options.fault == "kill" else f"recovery_{options.fault}"
+        (RESULTS / f"{name}.json").write_text(line + "\n")
     return 0
 
 

@@ -143,10 +143,14 @@ class DistributedTrainingConfig:
     regroup: bool = True
     """On a cluster: continue without nodes that are lost, and take in new ones. False: one lost node ends the
     training."""
-    health_check_seconds: float = Field(default=30.0, gt=0)
-    """Seconds between two heartbeats."""
+    health_check_seconds: float = Field(default=0.5, gt=0)
+    """Seconds between two heartbeats to a peer; more where a process has more than 16 of them."""
+    adaptive_detection: bool = True
+    """Whether a peer counts as frozen or cut off as soon as its silence is out of proportion to its silences before
+    (`trainer.elastic.phi_accrual`); False: after ``peer_timeout_seconds`` only."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
-    """A peer that has been silent for this long is frozen or cut off, and counts as lost."""
+    """A peer that has been silent for this long is frozen or cut off, whatever its silences were, and counts as
+    lost."""
     communication_retries: int = Field(default=3, ge=0)
     """How often a step is tried again, with exponential backoff, when communication fails and no peer is lost; then
     gradients go through one rank (parameter-server mode, D3)."""

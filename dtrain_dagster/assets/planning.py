@@ -21,6 +21,7 @@ from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 from trainer.model.allowed_factories import refuse_foreign_factories
@@ -195,6 +196,7 @@ def cost_estimate(
             **plan_metadata(plan, forecast),
             **probe_metadata(pace, manager),
             **choices_metadata(table),
+            "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
         },

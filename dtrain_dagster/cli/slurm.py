@@ -27,3 +27,35 @@ def check() -> None:
     options = SlurmOptions.read(read_slurm_options())
     version = SlurmEngine(options, Path(), lambda launch, node_id, incarnation: ()).check()
     say(f"{version} answers{f' on {options.host}' if options.host else ''}")
+
+
+@slurm.command()
+@click.argument("job_id", metavar="JOB")
+@refuses
+def account(job_id: str) -> None:
+    """Compare the nodes' own presence with SLURM's accounting.
+
+    Costs are computed from presence. Where the cluster keeps an account (slurmdbd), this shows how far the two differ,
+    node by node.
+    """
+    import time
+    from pathlib import Path
+
+    from dtrain_dagster.cli.common import cluster_of, read_settings, run_dir
+    from dtrain_dagster.clusters.slurm import commands
+    from dtrain_dagster.clusters.slurm.accounting import compare_accounts, describe_accounts, names_of, read_account
+    from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+    from dtrain_dagster.clusters.slurm.options import SlurmOptions
+    from dtrain_dagster.settings.slurm import read_slurm_options
+    from trainer.rundir import LAUNCH
+
+    settings = read_settings()
+    cluster_of(settings)[0].manager().job_status(job_id)  # is there such a job?
+    rundir = run_dir(settings, job_id)
+    nodes = rundir.nodes()
+    names = names_of(rundir.read_json(LAUNCH) or {}, nodes)
+    engine = SlurmEngine(SlurmOptions.read(read_slurm_options()), Path(), lambda launch, node_id, incarnation: ())
+    since = min((node.started_at for node in nodes), default=time.time()) - 3600
+    told = engine.run(commands.account(list(names.values()), since), "read the accounting") if names else ""
+    for line in describe_accounts(compare_accounts(names, read_account(told), time.time())):
+        say(line)

@@ -57,7 +57,7 @@ class DynamicRendezvous:
         tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
         self.peers = FailureDetector(
             self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
-            config.peer_timeout_seconds, tls, self._changed,
+            config.peer_timeout_seconds, tls, self._changed, config.adaptive_detection,
         )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,

@@ -1,8 +1,9 @@
 """Failure detection: a connection to each other member, a heartbeat over it, and short messages.
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
-process that is frozen or cut off says nothing: it is *silent* once nothing has come for ``timeout`` seconds. All of it
-runs on one thread with an event loop, separate from the training.
+process that is frozen or cut off says nothing: it is *silent* once its silence is out of proportion to those before
+(`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, separate
+from the training.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.listener import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+from trainer.elastic.phi_accrual import SignsOfLife
 
 PeerStatus = Literal["unknown", "here", "gone", "silent"]
 Address = tuple[str, int]
@@ -29,6 +31,14 @@ CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.1
 TLS_SECONDS = 4.0
 """Additional seconds for a connection to authenticate if TLS comes first."""
+SUSPICION = 12.0
+"""The φ (`phi_accrual`) from which a member is silent: one live peer in 10¹² would be, were gaps normally
+distributed."""
+LEAST_BEATS = 5
+"""Beats that have to be missing besides."""
+PEERS_PER_BEAT = 16
+"""Peers for whom the interval between two beats holds; of more, each hears fewer, so that their number does not load
+the network."""
 DROPPED_OFTEN = 5
 """After this many connections in a row that were closed without an answer, another process owns the port. One or two
 may have been closed because the listener was busy with others."""
@@ -38,6 +48,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Peer:
     address: Address
+    signs: SignsOfLife
     view: PeerStatus = "unknown"
     heard_at: float = field(default_factory=time.monotonic)
     dropped: int = 0
@@ -49,8 +60,10 @@ class FailureDetector:
     sides of each connection prove it first (`trainer.comm.handshake`). The later messages are encrypted only with
     TLS, see `trainer.comm.tls`.
 
-    ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a message has come; it
-    must return at once. ``tls`` is (context as a server, context as a client), or None for plain connections.
+    ``interval``: seconds between two beats; ``timeout``: those of a silence that is always too long; ``adapts`` False:
+    only that counts. ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a
+    message has come; it must return at once. ``tls`` is (context as a server, context as a client), or None for plain
+    connections.
     """
 
     def __init__(
@@ -62,9 +75,10 @@ class FailureDetector:
         timeout: float,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         on_change: Callable[[], None] = lambda: None,
+        adapts: bool = False,
     ) -> None:
         self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
-        self.on_change = on_change
+        self.on_change, self.adapts = on_change, adapts
         self._tls = tls or (None, None)
         self._peers: dict[str, _Peer] = {}
         self._followers: set[asyncio.StreamWriter] = set()
@@ -88,7 +102,7 @@ class FailureDetector:
                 self._cancel(self._peers.pop(member))
             for member, address in wanted.items():
                 if member not in self._peers:
-                    self._peers[member] = _Peer((address[0], address[1]))
+                    self._peers[member] = _Peer((address[0], address[1]), SignsOfLife(self.interval))
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
 
     def statuses(self) -> dict[str, PeerStatus]:
@@ -253,27 +267,42 @@ class FailureDetector:
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            await asyncio.sleep(self.interval)
+            await asyncio.sleep(self._pause())
             writer.write(b"\n")
+
+    def _pause(self) -> float:
+        """Return the seconds between two beats to one peer."""
+        return self.interval * max(1.0, len(self._peers) / PEERS_PER_BEAT)
 
     async def _judge(self) -> None:
         """Mark members as silent that have not been heard for too long. After a pause of this process itself (a frozen
-        host, a debugger) the time starts again for all: this process did not listen."""
+        host, a debugger, a machine with too much work) the time starts again for all: this process did not listen."""
         nap = min(self.interval, self.timeout) / 4
         while True:
             before = time.monotonic()
             await asyncio.sleep(nap)
-            late = time.monotonic() - before - nap
+            now = time.monotonic()
+            shortest = min(self.timeout, LEAST_BEATS * self._pause()) if self.adapts else self.timeout
             for member, peer in list(self._peers.items()):
-                if late > self.timeout / 4:
-                    peer.heard_at = time.monotonic()
-                elif peer.view == "here" and time.monotonic() - peer.heard_at > self.timeout:
-                    _log.warning("nothing heard from %s for %.1f s", member, self.timeout)
+                if now - before - nap > shortest / 4:
+                    peer.heard_at = now
+                    peer.signs.forgive(now)
+                elif peer.view == "here" and self._is_overdue(peer, now):
+                    _log.warning("nothing heard from %s for %.1f s", member, now - peer.heard_at)
                     self._set(member, peer, "silent")
+
+    def _is_overdue(self, peer: _Peer, now: float) -> bool:
+        """Return whether a peer has been silent for too long."""
+        silence = now - peer.heard_at
+        if silence > self.timeout or not self.adapts:
+            return silence > self.timeout
+        peer.signs.expected_gap = self._pause()
+        return silence > LEAST_BEATS * self._pause() and peer.signs.phi(now) > SUSPICION
 
     def _set(self, member: str, peer: _Peer, view: PeerStatus) -> None:
         if view == "here":
             peer.heard_at = time.monotonic()
+            peer.signs.hear(peer.heard_at)
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             self.on_change()

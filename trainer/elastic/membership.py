@@ -226,7 +226,7 @@ class Membership:
         silent = any(view.get(member) == "silent" for member in late)  # frozen, or one of us is cut off
         if inside and not there:
             # Members at work find this candidacy in the storage, and come: then it is known which links are cut.
-            return not silent or waited > 3 * self.look_seconds
+            return not silent or waited > 1.5 * self.look_seconds
         if inside:
             return waited > self.patience
         # A newcomer waits to be admitted, and takes over only where no survivor is left.
