@@ -1,0 +1,63 @@
+"""The whole graph on each engine, from prices to a registered model, as CI runs it: `dagster asset materialize`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ROOT, make_project, small_prices
+from tests.engines.machines import missing, open_machines
+from trainer.rundir import RunDir
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+
+
+def variables(kind: str, options: dict[str, Any]) -> dict[str, str]:
+    """The environment that gives these options."""
+    given = {name: value for name, value in options.items() if name != "volumes"}
+    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
+    if volumes := options.get("volumes"):
+        texts = [
+            f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"
+            for one in volumes
+        ]
+        found["DTRAIN_KUBERNETES_VOLUMES"] = ",".join(texts)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ray"])
+def test_prices_become_a_registered_model(kind: str, tmp_path: Path) -> None:
+    if why := missing(kind):
+        pytest.skip(why)
+    with open_machines(kind) as machines:
+        project = make_project(
+            tmp_path / "home",
+            **variables(kind, machines.options(tmp_path)),
+            DTRAIN_CLUSTER=kind,
+            DTRAIN_CLUSTER_NAME="engine",
+            DTRAIN_PRICES=str(small_prices(tmp_path)),
+            PYTHONPATH=str(ROOT),
+            **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ},
+        )
+        options = {"epochs": 2, "checkpoint_frequency": 50, "warmup_steps": 3}
+        config = json.dumps({"ops": {"cost_estimate": {"config": options}}})
+        done = project.cli(
+            "dagster", "asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "not group:studies",
+            "--config-json", config, timeout=500,
+        )  # fmt: skip
+        # Four tickers teach a model nothing: it is registered and served, and the gate keeps it from being promoted.
+        assert done.returncode == 1, done.stdout[-6000:]
+        assert "1 blocking asset check failed with ERROR severity:\nregistered_model: promotion_gate" in done.stdout
+        assert "'serving_endpoint_answers' on 'registered_model' passed" in done.stdout
+        [folder] = project.jobs.glob("train-*")
+        rundir = RunDir(str(folder))
+        assert (rundir.read_json("status.json") or {})["state"] == "succeeded"
+        assert (rundir.read_json("launch.json") or {})["engine"] == kind
+        assert {node.node_id for node in rundir.nodes()} == {0, 1}
+        assert all(node.host for node in rundir.nodes())
+        assert "stock-return-distribution" in project.cli("dtrain", "summary").stdout
+        assert not [one for one in project.processes() if "trainer.node" in " ".join(one.cmdline())]
