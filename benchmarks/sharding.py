@@ -10,11 +10,16 @@ resident set (VmHWM), imports included.
 Sharding, from one long Parquet file, the same features by the same function:
 
     ours                   sort and check every cell, validate, features, checksummed shards, manifest
+    ray                    the same, with ``DTRAIN_DATA_ENGINE=ray`` (only with ``--engine ray``): its start is counted,
+                           and the peak is the sum over all its processes of their proportional sets (PSS), sampled
     pandas                 as most write it: read all, group by ticker, features, to_parquet; no checks, no manifest
     mosaic                 the same features, ticker by ticker, into MDSWriter, one row a sample (mosaicml-streaming);
                            it stops after two minutes, which give its rate (``share_done`` of the rows); the pass over
                            all prices that comes before makes it a little too low
     …_rows_per_second, …_peak_mb, …_cpu_seconds for each size
+
+``--engine ray`` compares the two engines and leaves other tools and reading out; its result is saved apart, and
+``same_bytes`` says whether their datasets are equal.
 
 Reading batches of 1,024 random windows (60 x 8, and the target) from the smallest set, which fits in memory:
 
@@ -31,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -41,8 +47,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +61,8 @@ SECONDS = 6.0
 """Seconds of each reading."""
 CLOSING_SECONDS = 10.0
 """Part of the budget that is kept for the end of the benchmark."""
+PACKAGES = ("torch", "numpy", "pandas", "pyarrow", "duckdb", "ray", "mosaicml-streaming")
+"""Packages whose versions the result has."""
 LEAST_LIMIT = 64 << 20
 """Smallest memory limit, in bytes: a batch and its bookkeeping must fit besides."""
 
@@ -63,6 +72,33 @@ def peak_mb() -> float:
     parent."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
+
+
+@contextlib.contextmanager
+def peak_of_all() -> Iterator[list[float]]:
+    """Yield a list that grows, while this process works, by the memory of it and of all that it started, in MB: each
+    page is counted once (PSS), with shared memory. A sample takes a second or more."""
+    samples, ended = [0.0], threading.Event()
+
+    def sample() -> None:
+        import psutil
+
+        own = psutil.Process()
+        while not ended.is_set():
+            total = 0.0
+            for process in [own, *own.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss / 2**20
+            samples.append(total)
+            ended.wait(1.0)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
 
 
 def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
@@ -75,12 +111,13 @@ def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
         Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the kernel kills this process first
         imported = peak_mb()
         began, cpu = time.monotonic(), time.process_time()
-        rows = SHARDING[what](folder)
+        with peak_of_all() as all_mb:
+            rows = SHARDING[what](folder)
         return {
             "rows": rows,
             "rows_per_second": round(rows / (time.monotonic() - began)),
             "cpu_seconds": round(time.process_time() - cpu, 2),
-            "peak_mb": round(peak_mb()), "imported_mb": round(imported),
+            "peak_mb": round(peak_mb()), "imported_mb": round(imported), "peak_of_all_mb": round(max(all_mb)),
         }  # fmt: skip
     import torch
 
@@ -196,7 +233,7 @@ def measure(measurements: Measurements, folder: Path, size: int, sizes: Sequence
     try:
         write_walks(here / "walks.parquet", TICKERS * size)
         for name in SHARDING:
-            if name == "mosaic" and not has_mosaic:
+            if name == "ray" or (name == "mosaic" and not has_mosaic):
                 continue
             found = measurements.take(f"shard_{size}x_{name}", f"shard.{name}", here)
             if (share := found.pop("rows", DAYS * TICKERS * size) / (DAYS * TICKERS * size)) < 1:
@@ -213,6 +250,32 @@ def measure(measurements: Measurements, folder: Path, size: int, sizes: Sequence
     finally:
         shutil.rmtree(here)
     return {}
+
+
+def compare_engines(measurements: Measurements, folder: Path, size: int) -> dict[str, Any]:
+    """Measure the two engines of data on data of one of the sizes; return whether their datasets are the same."""
+    here = folder / f"{size}x"
+    here.mkdir()
+    try:
+        write_walks(here / "walks.parquet", TICKERS * size)
+        for name in ("ours", "ray"):
+            measurements.take(f"shard_{size}x_{name}", f"shard.{name}", here).pop("rows", None)
+        stored = [
+            sorted(
+                (path.relative_to(here / name).as_posix(), digest(path)) for path in (here / name).rglob("*.parquet")
+            )
+            for name in ("ours", "ray")
+        ]
+        measurements.found[f"same_bytes_{size}x"] = bool(stored[0]) and stored[0] == stored[1]
+    finally:
+        shutil.rmtree(here)
+    return {}
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def version(name: str) -> str | None:
@@ -234,6 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="longest total time (690)")
     parser.add_argument("--folder", help="folder of the data, on a disk with 5 GB (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/sharding.json")
+    parser.add_argument("--engine", choices=["duckdb", "ray"], default="duckdb", help="ray: compare the two engines")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.step:
@@ -248,10 +312,13 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="sharding-", ignore_cleanup_errors=True) as name:
         measurements = Measurements(options.seconds, options.timeout, options.budget - CLOSING_SECONDS)
         parts = {f"{size}x": partial(measure, measurements, Path(name), size, sizes) for size in sizes}
+        if options.engine == "ray":
+            parts = {f"{size}x": partial(compare_engines, measurements, Path(name), size) for size in sizes}
         _, failed = in_parts(parts)
     result = {
         "versions": {
-            name: version(name) for name in ("torch", "numpy", "pandas", "pyarrow", "duckdb", "mosaicml-streaming")
+            name: version(name)
+            for name in ("torch", "numpy", "pandas", "pyarrow", "duckdb", "ray", "mosaicml-streaming")
         },
         "data": f"synthetic random walks, {TICKERS} tickers of {DAYS} days at 1x",
         "batch": BATCH,
@@ -260,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         "failed": failed,
         "load_before": round(load_before, 2),
     }
-    tell("sharding", result, options.save)
+    tell("sharding_engines" if options.engine == "ray" else "sharding", result, options.save)
     return int("stopped" in failed)
 
 

@@ -6,6 +6,7 @@ limiting the programs belongs to `benchmarks.sharding`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ BLOCK = 1024
 
 STEADY_SECONDS = 120.0
 """Seconds after which the rate of a program that writes row by row is known."""
+
+RAY_STORE_BYTES = 512 << 20
+"""Shared memory of Ray's object store; the settings' default."""
 
 MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
 """Columns of a row beside the features, for MDSWriter."""
@@ -47,13 +51,29 @@ def write_walks(path: Path, tickers: int) -> None:
 
 def shard_ours(folder: Path) -> int:
     """Build a dataset as the product does."""
+    from dtrain_dagster.data.engines import DUCKDB
+
+    return _shard(folder / "walks.parquet", folder / "ours", DUCKDB)
+
+
+def shard_ray(folder: Path) -> int:
+    """Build a dataset as the product does with ``DTRAIN_DATA_ENGINE=ray``, on a Ray that is started for it."""
+    from dtrain_dagster.data.ray_engine import opened_ray_engine
+    from dtrain_dagster.support.ray_session import RayPlace
+
+    place = RayPlace(cpus=len(os.sched_getaffinity(0)), store_bytes=RAY_STORE_BYTES)
+    with opened_ray_engine(place, str(folder / "ray")) as engine:
+        return _shard(folder / "walks.parquet", folder / "ray", engine)
+
+
+def _shard(walks: Path, storage: Path, engine: Any) -> int:
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sharding import build_dataset
     from dtrain_dagster.data.sources import price_source
     from dtrain_dagster.data.validation import validate_prices
 
-    prices = write_prices(price_source(str(folder / "walks.parquet")), str(folder / "ours"))
-    build_dataset(prices, validate_prices(prices, None), str(folder / "ours"), calendar=None)
+    prices = write_prices(price_source(str(walks)), str(storage), engine=engine)
+    build_dataset(prices, validate_prices(prices, None), str(storage), calendar=None, engine=engine)
     return prices.rows
 
 
@@ -190,7 +210,12 @@ def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
         yield from loader
 
 
-SHARDING: dict[str, Callable[[Path], int]] = {"ours": shard_ours, "pandas": shard_pandas, "mosaic": shard_mosaic}
+SHARDING: dict[str, Callable[[Path], int]] = {
+    "ours": shard_ours,
+    "ray": shard_ray,
+    "pandas": shard_pandas,
+    "mosaic": shard_mosaic,
+}
 """Programs that make shards, by name."""
 
 READING: dict[str, Callable[[Path], Iterator[Any]]] = {
