@@ -99,7 +99,7 @@ class RayEngine:
                 raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {error}") from error
             if self.place.address:
                 with _told_plainly(self._ray, self.spill):
-                    there = self._ray.get(self._ray.remote(num_cpus=1)(computing_versions).remote())
+                    there = self._ray.get(self._ray.remote(num_cpus=1)(_versions).remote())
                 refuse_other_versions(computing_versions(), there)
         return self._ray
 
@@ -120,6 +120,10 @@ def computing_versions() -> dict[str, str]:
     for name in ("features", "ticker_rows", "validation", "shard_file"):
         modules.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return {**{name: version(name) for name in _PACKAGES}, "dtrain": modules.hexdigest()[:8]}
+
+
+def _versions() -> dict[str, str]:
+    return computing_versions()
 
 
 def refuse_other_versions(here: dict[str, str], there: dict[str, str]) -> None:

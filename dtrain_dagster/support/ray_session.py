@@ -13,11 +13,13 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from dtrain_dagster.support.ray_guard import MARK, guarded
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # else it tells its makers of each start
@@ -59,8 +61,8 @@ def imported_ray() -> Any:
 def ray_session(place: RayPlace, spill: Path, namespace: str = "dtrain") -> Iterator[Any]:
     """Yield the module ``ray``, connected; at the end the connection is closed, and what was started here is ended.
 
-    ``spill``: a folder for objects for which there is no memory. A connection that this process has already is used
-    and kept. Raise `RayError` where there is no Ray or no cluster at the address.
+    ``spill``: a folder for objects for which there is no memory, removed with a Ray that was started here. A connection
+    that this process has already is used and kept. Raise `RayError` where there is no Ray or no cluster at the address.
     """
     wanted = {"RAY_DISABLE_IMPORT_WARNING": "1"} if place.address else {**QUIET, "RAY_AUTH_TOKEN": _own_token()}
     before = {name: os.environ.get(name) for name in wanted}
@@ -70,7 +72,11 @@ def ray_session(place: RayPlace, spill: Path, namespace: str = "dtrain") -> Iter
         if ray.is_initialized():
             yield ray
             return
-        with _own_folder() as folder, _signals_kept():
+        with _own_folder() as folder, ExitStack() as stack:
+            if not place.address:
+                stack.enter_context(guarded(str(folder), [folder, spill]))
+                os.environ[MARK] = str(folder)
+                stack.callback(os.environ.pop, MARK, None)  # before the guard acts
             try:
                 with _signals_kept():  # Ray puts a handler of its own in the place of ours
                     _connect(ray, place, namespace, folder, spill)
