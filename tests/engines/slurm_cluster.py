@@ -3,7 +3,8 @@
 `SlurmCluster` starts it from programs that ``fetch_slurm.sh`` has unpacked; nothing is installed, and it runs as
 whoever starts it. A machine of it is a slurmd with all that it runs; `SlurmCluster.kill` ends one as a machine that
 loses power. There are no control groups: memory is not limited. Accounting is slurmctld's own text file, or with
-``accounting`` slurmdbd on MariaDB.
+``accounting`` slurmdbd on MariaDB, which then lets only the account ``research`` submit, and has the quality of service
+``short`` (2 minutes, one job of a user).
 """
 
 from __future__ import annotations
@@ -245,6 +246,10 @@ class SlurmCluster:
         self.start("slurmdbd")
         self.wait(lambda: _answers(self._ports[1]), "slurmdbd", START_SECONDS)
         self.ask("sacctmgr", "-i", "add", "cluster", self.name)
+        self.ask("sacctmgr", "-i", "add", "account", "research", f"cluster={self.name}")
+        self.ask("sacctmgr", "-i", "add", "qos", "short", "flags=DenyOnLimit", "maxwall=2", "maxsubmitjobsperuser=1")
+        who = ("user", self._user, "account=research", f"cluster={self.name}", "qos=normal,short")
+        self.ask("sacctmgr", "-i", "add", *who, "defaultaccount=research", "defaultqos=normal")
 
     def _configuration(self) -> str:
         here, plugins = self.folder, next((self._root / "usr" / "lib").glob("*-linux-gnu")) / "slurm-wlm"
@@ -265,7 +270,8 @@ class SlurmCluster:
             "AccountingStorageType": f"accounting_storage/{'slurmdbd' if self.accounting else 'none'}",
         }  # fmt: skip
         if self.accounting:
-            lines = {**lines, "AccountingStorageHost": "127.0.0.1", "AccountingStoragePort": self._ports[1],
+            lines = {**lines, "AccountingStorageEnforce": "associations,limits,qos",
+                     "AccountingStorageHost": "127.0.0.1", "AccountingStoragePort": self._ports[1],
                      "AccountingStoragePass": here / "munge.sock"}  # fmt: skip
         if not self.jobcomp:
             lines = {name: value for name, value in lines.items() if name != "JobCompLoc"}

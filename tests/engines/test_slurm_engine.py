@@ -167,6 +167,59 @@ def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, En
         time.sleep(0.2)
 
 
+@pytest.mark.long
+def test_a_full_cluster_says_when_a_node_can_start(
+    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    engine = make(exclusive=True, time_limit_minutes=3)
+    names = [engine.submit(launch, node, 1) for node in range(len(slurm.nodes))]
+    wait_for(engine, launch, "running", len(names))
+    names.append(engine.submit(launch, 9, 1))
+    slurm.wait(lambda: "expected to start at" in of_node(engine, launch, 9).reason, "the expected start")
+    job = of_node(engine, launch, 9)
+    assert job.state == "pending"
+    assert "no machine is free, place 1 of 1 in the queue" in job.reason
+    engine.cancel(names, force=True)
+    wait_for(engine, launch, "ended", len(names))
+
+
+@pytest.mark.long
+def test_a_preempted_node_and_one_at_its_time_limit_are_losses(
+    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    make(time_limit_minutes=2).submit(launch, 0, 1)
+    deaf = make("trap '' TERM; while :; do sleep 1; done", time_limit_minutes=2, exclusive=True)
+    deaf.submit(launch, 1, 1)
+    jobs = wait_for(deaf, launch, "running", 2)
+    host = next(job.host for job in jobs if job.node_id == 0)
+    slurm.ask("sbatch", "--partition=urgent", "-w", host, "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    slurm.wait(lambda: of_node(deaf, launch, 0).state == "ended", "the preemption")
+    job = of_node(deaf, launch, 0)
+    assert (job.lost, job.is_planned) == (True, False)
+    assert "made way for another's job" in job.reason
+    slurm.wait(lambda: of_node(deaf, launch, 1).state == "ended", "the time limit", 240)
+    job = of_node(deaf, launch, 1)
+    assert (job.lost, job.is_planned) == (True, True)
+    assert "its time limit came" in job.reason
+
+
+@pytest.mark.long
+def test_a_job_that_slurm_has_forgotten_is_not_bought_again(
+    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    engine = make("echo done")
+    job_id = engine.submit(launch, 0, 1)
+    wait_for(engine, launch, "ended")
+    slurm.wait(lambda: not engine.list_jobs(launch), "slurmctld to forget it", 180)
+    assert make().submit(launch, 0, 1) == job_id
+    assert make().list_jobs(launch) == []
+    assert make().read_log(job_id) == "done\n"
+
+
+def of_node(engine: SlurmEngine, launch: dict[str, Any], node_id: int) -> EngineJob:
+    return next(job for job in engine.list_jobs(launch) if job.node_id == node_id)
+
+
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmError, match="set DTRAIN_SLURM_HOST"):

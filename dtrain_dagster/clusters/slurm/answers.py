@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Literal
 
-from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
+from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS, ENDED
 from dtrain_dagster.clusters.supervision.engine import EngineJob
 
 S = "DTRAIN_SLURM_"
@@ -57,6 +58,13 @@ REASONS = {
 }
 """The beginning of a reason → what it means, and what helps."""
 REFUSALS = {
+    "accounting storage is disabled": "the cluster keeps no account of jobs",
+    "walldurationperjob": f"lower {S}TIME_LIMIT_MINUTES",
+    "cpuperjob": f"lower {S}CPUS",
+    "memperjob": f"lower {S}MEMORY",
+    "gresperjob": f"lower {S}GPUS",
+    "accounting/qos policy": f"it asks for more than {S}ACCOUNT or {S}QOS may: ask for less, or change them",
+    "invalid account": f"correct {S}ACCOUNT, or give one that may use {S}PARTITION",
     "partition": f"correct {S}PARTITION",
     "account": f"correct {S}ACCOUNT",
     "qos": f"correct {S}QOS",
@@ -76,8 +84,10 @@ UNREACHABLE = (
     "slurmdbd", "expired", "munge",
 )  # fmt: skip
 """What commands say, in lower case, where the same one may succeed later."""
-FULL = ("submit limit", "maxsubmit", "job submission limit", "too many jobs")
+FULL = ("submit limit", "submitjob", "job submission limit", "too many jobs")
 """What sbatch says, in lower case, where no more jobs are taken for now."""
+_LIMIT_NAME = re.compile(r"(?:qos|assoc)\w*limit")
+"""The name of the limit that is met, in lower case. The sentence that follows it names all that there may be."""
 _OWN = re.compile(r"dtrain-[0-9a-z]+-l\d+-n(?P<node>\d+)-s(?P<incarnation>\d+)")
 _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 
@@ -92,6 +102,23 @@ def read_rows(text: str) -> list[dict[str, str]]:
             at += width
         if row["JobID"]:
             rows.append(row)
+    return rows
+
+
+def read_accounted(text: str) -> list[dict[str, str]]:
+    """Return the rows of sacct about jobs that have ended, as `read_rows` gives those of squeue."""
+    rows = []
+    for line in text.splitlines():
+        told = dict(zip(ENDED, line.split("|"), strict=False))
+        if len(told) < len(ENDED) or told["State"].split()[0] not in _ENDED:
+            continue
+        code, _, signal = told["ExitCode"].partition(":")
+        status = int(code) << 8 | int(signal or 0) if f"{code}{signal}".isdigit() else ""
+        rows.append({
+            "JobID": told["JobID"], "Name": told["JobName"], "State": told["State"], "exit_code": str(status),
+            "Reason": "", "NodeList": told["NodeList"], "SubmitTime": told["Submit"], "StartTime": told["Start"],
+            "EndTime": told["End"], "TimeLimit": told["Timelimit"], "Partition": told["Partition"],
+        })  # fmt: skip
     return rows
 
 
@@ -130,11 +157,13 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
 
 
 def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: float | None) -> str:
-    """Return why a job waits, in SLURM's word and in ours, with its place in the queue."""
+    """Return why a job waits, in SLURM's word and in ours, with its place in the queue and when SLURM expects it to
+    start (Unix seconds; None where it does not say)."""
     words = next((words for name, words in REASONS.items() if reason.startswith(name)), "")
     where = f"place {position[0]} of {position[1]} in the queue" if position else ""
+    when = f"expected to start at {datetime.fromtimestamp(starts_at, UTC):%Y-%m-%d %H:%M} UTC" if starts_at else ""
     said = reason if reason not in ("None", "") else "not looked at yet"
-    return ", ".join(part for part in (f"{said}: {words}" if words else said, where) if part)
+    return ", ".join(part for part in (f"{said}: {words}" if words else said, where, when) if part)
 
 
 def explain_end(state: str, reason: str) -> str:
@@ -183,7 +212,8 @@ def is_unreachable(said: str) -> bool:
 
 def is_full(said: str) -> bool:
     """Return whether SLURM takes no more jobs of this user for now."""
-    return any(word in said.lower() for word in FULL)
+    limits = _LIMIT_NAME.findall(said.lower())
+    return any(word in text for text in limits or [said.lower()] for word in FULL)
 
 
 def remedy_of(said: str) -> str:

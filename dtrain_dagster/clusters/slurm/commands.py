@@ -19,6 +19,8 @@ COLUMNS = {
 """The fields that squeue is asked for, with their widths. Text with explicit widths is what all versions agree on."""
 ACCOUNTED = ("JobID", "JobName", "State", "Start", "End", "ElapsedRaw", "ExitCode", "NodeList", "Partition")
 """The fields that sacct is asked for."""
+ENDED = ("JobID", "JobName", "State", "Submit", "Start", "End", "ExitCode", "NodeList", "Partition", "Timelimit")
+"""The fields that sacct is asked for about jobs that squeue has forgotten."""
 TIMES = {"SLURM_TIME_FORMAT": "%s"}
 """Has all commands print times as Unix seconds."""
 EXPORTED = ("PATH", "HOME", "USER", "LANG")
@@ -77,7 +79,15 @@ def account(names: Sequence[str], since: float) -> list[str]:
     seconds)."""
     return [
         *("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"),
-        *(f"--name={','.join(names)}", f"--starttime=@{int(since)}", f"--format={','.join(ACCOUNTED)}"),
+        *(f"--name={','.join(names)}", f"--starttime=uts{int(since)}", f"--format={','.join(ACCOUNTED)}"),
+    ]
+
+
+def find_ended(ids: Sequence[str], since: float) -> list[str]:
+    """Return the command that asks the accounting for jobs of these ids since ``since`` (Unix seconds)."""
+    return [
+        *("sacct", "--noheader", "--parsable2", "--allocations"),
+        *(f"--jobs={','.join(ids)}", f"--starttime=uts{int(since)}", f"--format={','.join(ENDED)}"),
     ]
 
 

@@ -10,13 +10,22 @@ import contextlib
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.slurm import commands
-from dtrain_dagster.clusters.slurm.answers import is_full, is_unreachable, place_in, read_job, read_rows, remedy_of
+from dtrain_dagster.clusters.slurm.answers import (
+    is_full,
+    is_unreachable,
+    place_in,
+    read_accounted,
+    read_job,
+    read_rows,
+    remedy_of,
+)
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
 from trainer.node.environment import LaunchError
@@ -25,6 +34,10 @@ from trainer.node.processes import MARK
 TIMEOUT_SECONDS = 25.0
 SSH_FAILED = 255
 MAX_LOG_BYTES = 4 * 2**20
+ACCOUNT_SECONDS = 60.0
+"""Seconds between two questions to the accounting, which many share."""
+ACCOUNTED_DAYS = 30
+"""Days for which the accounting is asked for a job: ids begin again some day."""
 
 
 class SlurmError(ClusterError, LaunchError):
@@ -41,26 +54,43 @@ class SlurmEngine:
         the job of an incarnation runs, for launch, node and incarnation."""
         self.options, self.log_folder, self.command = options, log_folder, command
         self.poll_seconds = options.poll_seconds
+        self._known: dict[str, str] = {}
+        """The id of each job that was submitted or seen, and whose end was not → its name."""
+        self._forgotten: dict[str, EngineJob] = {}
+        """What the accounting said of those that SLURM itself has forgotten, by id."""
+        self._asks_account_at = 0.0
+        """When the accounting may be asked again (of `time.monotonic`)."""
 
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
-        """Submit the job of an incarnation, and return its id; that of a job of this name that SLURM knows is returned,
-        and none is submitted. Raise `SlurmError` where it is refused."""
+        """Submit the job of an incarnation, and return its id. Where SLURM knows a job of this name, or one has run and
+        is forgotten, its id is returned, and none is submitted. Raise `SlurmError` where it is refused."""
         name = name_job(launch, node_id, incarnation)
-        if known := read_rows(self._run(commands.list_all(name))):
-            return known[-1]["JobID"]
-        output = str(self._log(name)).replace("%", "%%")
-        command = commands.submit(self.options, launch, node_id, incarnation, output)
-        script = commands.script(self.options, self.command(launch, node_id, incarnation))
-        return self._run(command, f"submit node {node_id}", script).strip().partition(";")[0]
+        rows = read_rows(self._run(commands.list_all(name)))
+        ids = [row["JobID"] for row in rows] or self._ran(name)
+        if not ids:
+            output = str(self.log_folder / f"slurm-{name}-").replace("%", "%%") + "%j.out"
+            command = commands.submit(self.options, launch, node_id, incarnation, output)
+            script = commands.script(self.options, self.command(launch, node_id, incarnation))
+            ids = [self._run(command, f"submit node {node_id}", script).strip().partition(";")[0]]
+        self._known[ids[-1]] = name
+        return ids[-1]
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        """Return the nodes of a launch that SLURM still knows, as it does for MinJobAge seconds after their end."""
+        """Return the nodes of a launch that SLURM still knows, as it does for MinJobAge seconds after their end, and
+        those that ended before and that its accounting knows."""
         prefix = f"{name_launch(launch)}-"
         rows = [row for row in read_rows(self._run(commands.list_all())) if row["Name"].startswith(prefix)]
         queues = {row["Partition"] for row in rows if row["State"] == "PENDING"}
         waiting = {queue: self._run(commands.list_waiting(queue)).split() for queue in queues}
         jobs = (read_job(row, place_in(waiting.get(row["Partition"], ()), row["JobID"])) for row in rows)
-        return [job for job in jobs if job is not None]
+        found = {job.id: job for job in jobs if job is not None}
+        self._known |= {row["JobID"]: row["Name"] for row in rows if row["JobID"] in found}
+        for job in found.values():
+            if job.state == "ended":
+                del self._known[job.id]
+        missing = [key for key, name in self._known.items() if name.startswith(prefix) and key not in found]
+        self._ask_account([key for key in missing if key not in self._forgotten])
+        return [*found.values(), *(self._forgotten[key] for key in missing if key in self._forgotten)]
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
         """End these jobs: in order, or at once with ``force``."""
@@ -69,12 +99,9 @@ class SlurmEngine:
                 self._run(command, "end nodes")
 
     def read_log(self, job_id: str) -> str | None:
-        """Return what a job printed, at most its last `MAX_LOG_BYTES`; None where SLURM forgot its name."""
-        rows = [row for row in read_rows(self._run(commands.list_all())) if row["JobID"] == job_id]
-        path = self._log(rows[0]["Name"]) if rows else None
-        if path is None or not path.exists():
-            return None
-        return path.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
+        """Return what a job printed, at most its last `MAX_LOG_BYTES`; None where there is nothing."""
+        path = next(iter(self.log_folder.glob(f"slurm-*-{job_id}.out")), None)
+        return path.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace") if path else None
 
     def check(self) -> str:
         """Return the version of SLURM. Raise `SlurmError` where its commands cannot be run, `EngineUnreachableError`
@@ -86,8 +113,22 @@ class SlurmEngine:
         """Run one of SLURM's commands, and return what it prints. Raise as `check` does."""
         return self._run(command, what)
 
-    def _log(self, name: str) -> Path:
-        return self.log_folder / f"slurm-{name}.out"
+    def _ran(self, name: str) -> list[str]:
+        """Return the ids of jobs of this name that have begun, from the files that SLURM made for their output."""
+        return sorted((path.stem.rpartition("-")[2] for path in self.log_folder.glob(f"slurm-{name}-*.out")), key=int)
+
+    def _ask_account(self, ids: Sequence[str]) -> None:
+        """Ask the accounting how these jobs ended. A cluster without one says nothing of them, now and then."""
+        if not ids or time.monotonic() < self._asks_account_at:
+            return
+        self._asks_account_at = time.monotonic() + ACCOUNT_SECONDS
+        try:
+            told = self._run(commands.find_ended(ids, time.time() - ACCOUNTED_DAYS * 86400), "read the accounting")
+        except (SlurmError, EngineUnreachableError):  # squeue answered: the nodes are what counts
+            return
+        for row in read_accounted(told):
+            if (job := read_job(row)) is not None and row["JobID"] in ids:
+                self._forgotten[job.id] = job
 
     def _run(self, command: Sequence[str], what: str = "look at the queue", given: str = "") -> str:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FORMATS) and name != MARK}

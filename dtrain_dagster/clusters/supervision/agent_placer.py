@@ -185,8 +185,8 @@ class AgentPlacer:
             for node_id, record in records.items():
                 if (job := jobs.get((node_id, record.incarnation))) is not None:
                     records[node_id] = replace(record, job=job, job_id=job.id)
-                elif record.job is not None and not self._is_heard(record):
-                    records[node_id] = replace(record, job=_forgotten(record.job, self._now()))
+                elif (seen := _last_seen(record)) is not None and not self._is_heard(record):
+                    records[node_id] = replace(record, job=_forgotten(seen, self._now()))
         return True
 
     def _is_heard(self, record: NodeRecord) -> bool:
@@ -301,6 +301,18 @@ class AgentPlacer:
                 file.write(text.rstrip("\n") + "\n")
         except OSError as error:
             warn_once(f"could not write the log of node {node_id}: {error}")
+
+
+def _last_seen(record: NodeRecord) -> EngineJob | None:
+    """Return the job as the engine last showed it. One that began, and ended while no supervisor looked, may have been
+    forgotten before this one could see it."""
+    presence = record.presence
+    if record.job is not None or presence is None or record.job_id is None:
+        return record.job
+    return EngineJob(
+        id=record.job_id, node_id=record.node_id, incarnation=record.incarnation, state="running",
+        host=presence.host, started_at=presence.started_at,
+    )  # fmt: skip
 
 
 def _forgotten(job: EngineJob, now: float) -> EngineJob:

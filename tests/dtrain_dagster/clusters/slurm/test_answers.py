@@ -10,6 +10,7 @@ from dtrain_dagster.clusters.slurm.answers import (
     is_unreachable,
     limit_seconds,
     place_in,
+    read_accounted,
     read_job,
     read_rows,
     remedy_of,
@@ -53,9 +54,13 @@ def test_a_waiting_node_says_why_what_helps_and_its_place():
     assert found.reason.startswith("PartitionConfig: ")
     assert found.reason.endswith("place 2 of 5 in the queue")
     assert found.started_at is None, "the expected start is none"
-    long = job(State="PENDING", Reason="Nodes required for job are DOWN, DRAINED or reserved for jobs", NodeList="")
-    assert long.reason == "Nodes required for job are DOWN, DRAINED or reserved for jobs"
-    assert job(State="PENDING", Reason="AssocGrpCPUMinutesLimit").reason.endswith("wait, or ask for less")
+    told = job((1, 1), State="PENDING", Reason="Resources", StartTime="1795521600", EndTime="N/A", NodeList="")
+    assert told.reason.endswith("expected to start at 2026-11-24 12:00 UTC")
+    assert told.started_at is None
+    rare = "Nodes required for job are DOWN, DRAINED or reserved for jobs"
+    long = job(State="PENDING", Reason=rare, NodeList="", StartTime="N/A")
+    assert long.reason == rare
+    assert "wait, or ask for less" in job(State="PENDING", Reason="AssocGrpCPUMinutesLimit").reason
 
 
 @pytest.mark.parametrize(
@@ -97,9 +102,42 @@ def test_what_sbatch_says_is_told_with_the_setting():
     said = "sbatch: error: Batch job submission failed: Invalid partition name specified"
     assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
     assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_SLURM_GPUS")
+    both = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+    assert remedy_of(both).startswith("correct DTRAIN_SLURM_ACCOUNT")
     assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     assert not is_unreachable(said)
-    assert is_full("sbatch: error: Job violates accounting/QOS policy (job submit limit, user's size and/or time)")
+
+
+POLICY = (
+    "sbatch: error: {} sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit "
+    "limit, user's size and/or time limits)"
+)
+
+
+def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
+    assert is_full(POLICY.format("QOSMaxSubmitJobPerUserLimit"))
+    assert is_full(POLICY.format("AssocGrpSubmitJobsLimit"))
+    assert is_full(POLICY.format(""))
+    too_long = POLICY.format("QOSMaxWallDurationPerJobLimit")
+    assert not is_full(too_long), "it would wait for ever"
+    assert remedy_of(too_long) == "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"
+    assert "DTRAIN_SLURM_QOS" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
+    assert remedy_of("Slurm accounting storage is disabled") == "the cluster keeps no account of jobs"
+
+
+def test_the_accounting_has_what_the_queue_has_forgotten():
+    told = f"""\
+1|{NAME}|FAILED|1795525535|1795525536|1795525538|3:0|n1|main|01:00:00
+2|{NAME}|CANCELLED by 0|1795525197|1795525199|1795525202|0:15|n1|main|01:00:00
+3|{NAME}|PREEMPTED|1795525197|1795525199|1795525202|0:0|n1|main|UNLIMITED
+4|{NAME}|RUNNING|1795525197|1795525203|Unknown|0:0|n1|main|00:02:00
+"""
+    jobs = [read_job(row) for row in read_accounted(told)]
+    assert [(job.id, job.state, job.exit_code, job.lost) for job in jobs if job] == [
+        ("1", "ended", 3, False), ("2", "ended", -15, True), ("3", "ended", 0, True),
+    ]  # fmt: skip
+    assert jobs[0] is not None
+    assert (jobs[0].submitted_at, jobs[0].started_at, jobs[0].ended_at) == (1795525535.0, 1795525536.0, 1795525538.0)
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():

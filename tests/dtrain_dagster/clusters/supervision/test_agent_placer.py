@@ -9,18 +9,21 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from dtrain_dagster.clusters.supervision.engine import name_job
+from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
+from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
 from tests.dtrain_dagster.clusters.supervision.waiting import wait_for
 from tests.engines.process_engine import ProcessEngine
+from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
+from trainer.runtime.clock import SteadyClock
 
 HEAD = """
 import os, signal, sys, time
@@ -172,6 +175,43 @@ def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_nodes(make_j
     (job.folder / "go").touch()
     assert job.ends()["state"] == "succeeded", job.said()
     assert len(job.presences()) == 2
+
+
+class ForgetfulEngine:
+    """It has a job of every name, and shows none of them."""
+
+    poll_seconds = 0.0
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+        return name_job(launch, node_id, incarnation)
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        return []
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        raise AssertionError("nothing is there to be cancelled")
+
+    def read_log(self, job_id: str) -> str | None:
+        return None
+
+
+def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path / "run"))
+    rundir.make()
+    clock = SteadyClock.begin()
+    launch = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True}
+    now = clock.now()
+    for node_id, silence in ((0, 3600.0), (1, 0.0)):
+        rundir.begin_presence(
+            NodePresence(node_id=node_id, launch=1, started_at=now - 7200, last_seen_at=now - silence, host="n1")
+        )
+    placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock)
+    assert placer.resume_launch(launch) == {0, 1}
+    wait_for(lambda: placer.look()[0].state == "gone", "the loss", said=str)
+    assert [node.state for node in placer.look().values()] == ["gone", "running"]
+    closed = rundir.read_node(1, 0, 1)
+    assert closed is not None
+    assert closed.ended_at is not None
 
 
 def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:
