@@ -36,20 +36,26 @@ def account(job_id: str) -> None:
     """Compare the nodes' own presence with SLURM's accounting.
 
     Costs are computed from presence. Where the cluster keeps an account (slurmdbd), this shows how far the two differ,
-    node by node.
+    node by node, and with DTRAIN_SLURM_PRICES what the site charges.
     """
     import time
     from pathlib import Path
 
     from dtrain_dagster.cli.common import cluster_of, read_settings, run_dir
     from dtrain_dagster.clusters.slurm import commands
-    from dtrain_dagster.clusters.slurm.accounting import compare_accounts, describe_accounts, names_of, read_account
+    from dtrain_dagster.clusters.slurm.accounting import (
+        compare_accounts,
+        describe_accounts,
+        describe_price,
+        names_of,
+        read_account,
+    )
     from dtrain_dagster.clusters.slurm.engine import SlurmEngine
     from dtrain_dagster.clusters.slurm.options import SlurmOptions
-    from dtrain_dagster.settings.slurm import read_slurm_options
+    from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
     from trainer.rundir import LAUNCH
 
-    settings = read_settings()
+    settings, prices = read_settings(), read_partition_prices()
     cluster_of(settings)[0].manager().job_status(job_id)  # is there such a job?
     rundir = run_dir(settings, job_id)
     nodes = rundir.nodes()
@@ -57,5 +63,6 @@ def account(job_id: str) -> None:
     engine = SlurmEngine(SlurmOptions.read(read_slurm_options()), Path(), lambda launch, node_id, incarnation: ())
     since = min((node.started_at for node in nodes), default=time.time()) - 3600
     told = engine.run(commands.account(list(names.values()), since), "read the accounting") if names else ""
-    for line in describe_accounts(compare_accounts(names, read_account(told), time.time())):
+    accounted = compare_accounts(names, read_account(told), time.time())
+    for line in (*describe_accounts(accounted), *([describe_price(accounted, prices)] if prices else [])):
         say(line)

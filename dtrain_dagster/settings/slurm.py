@@ -6,14 +6,17 @@ Which options of ``sbatch`` come of them belongs in `dtrain_dagster.clusters.slu
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import read_environment, without_secret
+from dtrain_dagster.settings.environment import SettingsError, read_environment, without_secret
 
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
@@ -70,6 +73,11 @@ class SlurmSettings(BaseSettings):
         description="Variables of the submitter that nodes get besides PATH, HOME, USER and LANG; separated by commas",
     )
     extra: str = Field(default="", description="Further options of sbatch, as --nice=100 --licenses=matlab")
+    prices: str | None = Field(
+        default=None,
+        description="File with what a partition charges for a node-hour, in US dollars, as JSON: "
+        '{"gpu": 2.5}; shown by `dtrain slurm account`',
+    )
     poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
 
     @field_validator("*", mode="before")
@@ -102,13 +110,31 @@ class SlurmSettings(BaseSettings):
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `dtrain_dagster.clusters.slurm.options.SlurmOptions`, in JSON's types."""
-        own = self.model_dump(exclude_none=True)
+        own = self.model_dump(exclude_none=True, exclude={"prices"})
         return {**own, "export": _words(self.export), "extra": shlex.split(self.extra)}
 
 
 def read_slurm_options() -> dict[str, Any]:
     """Return the environment's options for SLURM. Raise `SettingsError` for unusable values."""
     return read_environment(SlurmSettings).options()
+
+
+def read_partition_prices() -> dict[str, float]:
+    """Return partition → US dollars per node-hour, from the file of ``DTRAIN_SLURM_PRICES``; none where it is not set.
+    Raise `SettingsError` for a file that is not there, or is no such table."""
+    path = read_environment(SlurmSettings).prices
+    if path is None:
+        return {}
+    try:
+        found = json.loads(Path(path).expanduser().read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{PREFIX}PRICES={path}: it cannot be read as JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f'{PREFIX}PRICES={path}: give partitions and dollars per node-hour: {{"gpu": 2.5}}')
+    for name, usd in found.items():
+        if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 <= usd < math.inf:
+            raise SettingsError(f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no number of dollars per node-hour")
+    return {name: float(usd) for name, usd in found.items()}
 
 
 def _words(text: str) -> list[str]:

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
+from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from tests.engines.engine_training import Training, write_job
 from tests.engines.slurm_cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -93,6 +99,34 @@ def test_the_accounting_has_the_end_that_slurmctld_forgot_and_the_seconds(
     row = dict(zip(commands.ACCOUNTED, told.strip().split("|"), strict=True))
     assert row["JobName"] == name_job(launch, 0, 1)
     assert int(row["ElapsedRaw"]) == job.ended_at - job.started_at
+
+
+def test_a_training_is_told_by_both_accounts(
+    accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = LaunchSettings(engine="slurm", cluster_name="engine")
+    manager = EngineClusterManager(tmp_path, settings, {"cpus": 1, "poll_seconds": 0.3})
+    training = Training(manager, write_job(tmp_path, 300))
+    training.submit()
+    assert training.end() == JobState.SUCCEEDED, training.said()
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"main": 3600}')
+    own = {"HOME": str(tmp_path), "CLUSTER": "slurm", "CLUSTER_NAME": "engine", "SLURM_PRICES": str(prices)}
+    for name, value in own.items():
+        monkeypatch.setenv(f"DTRAIN_{name}", value)
+
+    def lines() -> list[str]:
+        told = CliRunner().invoke(main, ["slurm", "account", "one"])
+        assert told.exit_code == 0, told.output
+        return told.output.splitlines()
+
+    accounted.wait(lambda: "2 of 2 nodes in both" in "\n".join(lines()), "the accounting", 60)
+    print("\n".join(lines()))
+    nodes = [line.split() for line in lines()[1:3]]
+    assert [(words[1], words[-1]) for words in nodes] == [("0", "completed"), ("1", "completed")]
+    # SLURM counts whole seconds, from before the agent's start until after its end.
+    assert all(-2.0 < float(words[-3]) < 15.0 for words in nodes)
+    assert "by SLURM's accounting (2 nodes)" in lines()[-1]
 
 
 def _queue(cluster: SlurmCluster) -> str:

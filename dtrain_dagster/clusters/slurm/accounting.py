@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain_dagster.clusters.presence import end_of
 from dtrain_dagster.clusters.slurm.commands import ACCOUNTED
@@ -30,6 +30,8 @@ class AccountedNode:
     """SLURM's seconds; None where its accounting has no such job."""
     state: str = ""
     """How it ended, in SLURM's word."""
+    partition: str = ""
+    """Where it ran; "" where SLURM's accounting has no such job."""
 
     @property
     def difference(self) -> float | None:
@@ -37,14 +39,24 @@ class AccountedNode:
         return None if self.accounted_seconds is None else self.accounted_seconds - self.present_seconds
 
 
-def read_account(text: str) -> dict[str, tuple[float, str]]:
-    """Return name of a job → (seconds, state), from what sacct prints. A job that was accounted twice counts twice."""
-    found: dict[str, tuple[float, str]] = {}
+class AccountedJob(NamedTuple):
+    """One job, as SLURM accounts it."""
+
+    seconds: float
+    state: str
+    partition: str
+
+
+def read_account(text: str) -> dict[str, AccountedJob]:
+    """Return name of a job → its account, from what sacct prints. A job that was accounted twice counts twice."""
+    found: dict[str, AccountedJob] = {}
     for line in text.splitlines():
         row = dict(zip(ACCOUNTED, line.split("|"), strict=False))
         if len(row) == len(ACCOUNTED) and row["ElapsedRaw"].isdigit():
-            before = found.get(row["JobName"], (0.0, ""))[0]
-            found[row["JobName"]] = before + float(row["ElapsedRaw"]), row["State"].split()[0]
+            before = found[row["JobName"]].seconds if row["JobName"] in found else 0.0
+            found[row["JobName"]] = AccountedJob(
+                before + float(row["ElapsedRaw"]), row["State"].split()[0], row["Partition"]
+            )
     return found
 
 
@@ -54,7 +66,7 @@ def names_of(launch: Mapping[str, Any], presences: Iterable[NodePresence]) -> di
 
 
 def compare_accounts(
-    names: Mapping[NodePresence, str], account: Mapping[str, tuple[float, str]], now: float
+    names: Mapping[NodePresence, str], account: Mapping[str, AccountedJob], now: float
 ) -> list[AccountedNode]:
     """Return each node by both accounts. ``now``: Unix seconds, until which a node that has not ended was present."""
     return [
@@ -63,11 +75,27 @@ def compare_accounts(
             node_id=node.node_id,
             incarnation=node.incarnation,
             present_seconds=(end_of(node) if node.ended_at is not None else now) - node.started_at,
-            accounted_seconds=account[name][0] if name in account else None,
-            state=account[name][1] if name in account else "",
+            accounted_seconds=account[name].seconds if name in account else None,
+            state=account[name].state if name in account else "",
+            partition=account[name].partition if name in account else "",
         )
         for node, name in names.items()
     ]
+
+
+def describe_price(nodes: Sequence[AccountedNode], prices: Mapping[str, float]) -> str:
+    """Return what the site charges for the nodes that both accounts have, in words. ``prices``: partition → US dollars
+    per node-hour. Partitions without one are named, and not counted."""
+    both = [node for node in nodes if node.accounted_seconds is not None]
+    priced = [node for node in both if node.partition in prices]
+    present = sum(prices[node.partition] * node.present_seconds / 3600 for node in priced)
+    accounted = sum(prices[node.partition] * (node.accounted_seconds or 0.0) / 3600 for node in priced)
+    line = (
+        f"at the prices of the partitions: ${present:.4f} by presence, ${accounted:.4f} by SLURM's accounting "
+        f"({len(priced)} nodes)"
+    )
+    without = sorted({node.partition for node in both} - set(prices))
+    return f"{line}; no price is given for {', '.join(without)}" if without else line
 
 
 def describe_accounts(nodes: Sequence[AccountedNode]) -> list[str]:

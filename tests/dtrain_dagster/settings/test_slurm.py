@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dtrain_dagster.settings.environment import SettingsError
-from dtrain_dagster.settings.slurm import read_slurm_options
+from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,18 @@ def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
     found = read_slurm_options()
     assert found["extra"] == ["--nice=100", "--comment=a b"]
     assert found["export"] == ["HF_HOME", "http_proxy"]
+
+
+def test_prices_of_partitions_are_checked_where_they_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert read_partition_prices() == {}
+    path = tmp_path / "prices.json"
+    monkeypatch.setenv("DTRAIN_SLURM_PRICES", str(path))
+    with pytest.raises(SettingsError, match=r"DTRAIN_SLURM_PRICES=.*: it cannot be read as JSON"):
+        read_partition_prices()
+    for text in ("[2.5]", '{"gpu": "2.5"}', '{"gpu": -1}', '{"gpu": true}', '{"gpu": NaN}', '{"gpu": 1e999}'):
+        path.write_text(text)
+        with pytest.raises(SettingsError, match="dollars per node-hour"):
+            read_partition_prices()
+    path.write_text('{"gpu": 2.5, "cpu": 0}')
+    assert read_partition_prices() == {"gpu": 2.5, "cpu": 0.0}
+    assert "prices" not in read_slurm_options()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.clusters.slurm.accounting import compare_accounts, describe_accounts, names_of, read_account
+from dtrain_dagster.clusters.slurm.accounting import (
+    compare_accounts,
+    describe_accounts,
+    describe_price,
+    names_of,
+    read_account,
+)
 from trainer.documents.presences import NodePresence
 
 LAUNCH = {"token": "0123456789abcdef" * 3, "launch": 2}
@@ -39,3 +45,15 @@ def test_each_node_is_told_by_both_accounts():
 
 def test_an_empty_account_is_no_error():
     assert describe_accounts(compare_accounts({}, read_account(""), now=0.0))[-1].startswith("0 of 0 nodes")
+
+
+def test_the_price_of_each_partition_counts_for_its_nodes():
+    names = names_of(LAUNCH, [node(0, 60.0), node(1, 30.0), node(1, 10.0, incarnation=2, ended=False)])
+    told = TOLD.replace("|n2|main", "|n2|gpu")
+    found = compare_accounts(names, read_account(told), now=140.5)
+    assert [one.partition for one in found] == ["main", "gpu", ""]
+    both = describe_price(found, {"main": 60.0, "gpu": 120.0})
+    assert "$2.0000 by presence, $2.0500 by SLURM's accounting (2 nodes)" in both
+    assert "no price" not in both
+    one = describe_price(found, {"main": 60.0})
+    assert "$1.0000 by presence, $1.0167 by SLURM's accounting (1 nodes); no price is given for gpu" in one
