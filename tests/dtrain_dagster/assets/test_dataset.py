@@ -1,0 +1,46 @@
+"""The data assets: which engine made a dataset is told, and its name and data version do not depend on it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.dataset import sharded_dataset, stock_prices
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings.environment import load_settings
+
+NO_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'dtrain[ray]'")
+
+
+def materialized(home: Path, engine: str) -> dict[str, Any]:
+    """The metadata of the dataset of the five stocks, in this home, with its data version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_HOME", str(home))
+        patch.setenv("DTRAIN_PRICES", "us_ohlcv")
+        patch.setenv("DTRAIN_DATA_ENGINE", engine)
+        patch.setenv("DTRAIN_DATA_CPUS", "1")
+        patch.setenv("DTRAIN_DATA_STORE_MB", "80")
+        result = dg.materialize([stock_prices, sharded_dataset], resources=build_resources(load_settings()))
+    [made] = result.asset_materializations_for_node("sharded_dataset")
+    found = {name: value.value for name, value in made.metadata.items()}
+    return {**found, "version": (made.tags or {})["dagster/data_version"]}
+
+
+@pytest.mark.slow
+def test_the_engine_is_told_where_a_dataset_is_made(tmp_path: Path):
+    made, again = (materialized(tmp_path, "duckdb") for _ in range(2))
+    assert (made["rebuilt"], made["data_engine"]) == (True, "duckdb")
+    assert (again["rebuilt"], again["data_engine"]) == (False, "not asked: it was there already")
+
+
+@NO_RAY
+@pytest.mark.long
+def test_another_engine_makes_the_same_dataset(tmp_path: Path):
+    one, other = (materialized(tmp_path / engine, engine) for engine in ("duckdb", "ray"))
+    assert other["data_engine"] == "ray"
+    for name in ("dataset_id", "version", "bytes", "train_samples", "dagster/row_count"):
+        assert other[name] == one[name]
