@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES, help="engines to measure")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of nodes")
     parser.add_argument("--kills", type=int, default=5, help="nodes that are killed on each engine")
-    parser.add_argument("--steps", type=int, default=4000, help="steps of the training")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of the training")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     stop_on_signals()
