@@ -122,7 +122,8 @@ class LoginNode:
         (self.folder / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\nStrictModes no\n"
-            f"KbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nLogLevel VERBOSE\nSetEnv {variables}\n"
+            f"KbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nLogLevel VERBOSE\n"
+            f"SetEnv {variables}\n"
         )
         (self.folder / "ssh_config").write_text(
             f"Host {NAME}\n  HostName 127.0.0.1\n  Port {self.port}\n  User {pwd.getpwuid(os.geteuid()).pw_name}\n"

@@ -109,7 +109,7 @@ def test_a_training_is_told_by_both_accounts(
     training = Training(manager, write_job(tmp_path, 300))
     training.submit()
     assert training.end() == JobState.SUCCEEDED, training.said()
-    prices = tmp_path / "prices.json"
+    prices = tmp_path / "site.json"
     prices.write_text('{"main": 3600}')
     own = {"HOME": str(tmp_path), "CLUSTER": "slurm", "CLUSTER_NAME": "engine", "SLURM_PRICES": str(prices)}
     for name, value in own.items():
