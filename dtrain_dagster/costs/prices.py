@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dtrain_dagster.settings.environment import SettingsError, setting
-from dtrain_dagster.settings.slurm import read_partition_prices, site_prices_path
 
 Tier = Literal["dedicated", "low_priority", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -172,6 +171,8 @@ def hardware_of(sku: str) -> SkuPrice:
 def name_at_site(sku: str, partition: str | None) -> str:
     """Return the SKU as nodes of a partition, where the site has a table of prices; else, or without a partition, as it
     is. Raise `PriceError` where that table lacks the partition."""
+    from dtrain_dagster.settings.slurm import site_prices_path
+
     if partition is None or site_prices_path() is None:
         return sku
     _price_of_site(hardware_of(sku), partition)
@@ -271,6 +272,8 @@ def merge(tables: Iterable[Prices]) -> Prices:
 
 def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     """Return what nodes of a partition cost, on whatever tier, and the hardware that they are taken for."""
+    from dtrain_dagster.settings.slurm import site_prices_path
+
     path = site_prices_path()
     if path is None:
         raise PriceError(
@@ -301,6 +304,8 @@ def _site_table(path: Path) -> tuple[Mapping[str, float], str]:
 
 @lru_cache(maxsize=4)
 def _read_site_table(version: tuple[Any, ...]) -> Mapping[str, float]:
+    from dtrain_dagster.settings.slurm import read_partition_prices
+
     return read_partition_prices()
 
 

@@ -140,7 +140,9 @@ def read_partition_prices() -> dict[str, float]:
         raise SettingsError(f'{PREFIX}PRICES={path}: give partitions and dollars per node-hour: {{"gpu": 2.5}}')
     for name, usd in found.items():
         if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 < usd < math.inf:
-            raise SettingsError(f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no positive number of dollars per node-hour")
+            raise SettingsError(
+                f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no positive number of dollars per node-hour"
+            )
     return {name: float(usd) for name, usd in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""A site's price per node-hour of a partition: the same figure in plan, choices, budget and bill, told as the site's."""
+"""A site's price per node-hour of a partition: one figure in plan, choices, budget and bill, told as the site's."""
 
 from __future__ import annotations
 
