@@ -121,7 +121,7 @@ def test_a_training_is_told_by_both_accounts(
         return told.output.splitlines()
 
     accounted.wait(lambda: "2 of 2 nodes in both" in "\n".join(lines()), "the accounting", 60)
-    print("\n".join(lines()))
+    assert manager.describe_account("one") == lines()[:-1], "what the asset cost_breakdown shows"
     nodes = [line.split() for line in lines()[1:3]]
     assert [(words[1], words[-1]) for words in nodes] == [("0", "completed"), ("1", "completed")]
     # SLURM counts whole seconds, from before the agent's start until after its end.
