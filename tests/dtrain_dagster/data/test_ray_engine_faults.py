@@ -120,7 +120,7 @@ def test_a_disk_that_is_really_full_is_told_and_nothing_half_written_stays(megab
     command = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", script]
     if subprocess.run([*command[:-1], f"mount -t tmpfs none {storage}"], capture_output=True).returncode:
         pytest.skip("this kernel mounts no file system here")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, "BUILD": BUILD})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "BUILD": BUILD})
     assert "OSError" in done.stdout, (done.stdout, done.stderr[-3000:])
     assert str(storage) in done.stdout
     assert "same files: True" in done.stdout
