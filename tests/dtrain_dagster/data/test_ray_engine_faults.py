@@ -105,11 +105,11 @@ print("same files:", before == sorted(str(path) for path in Path(storage).rglob(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted, which only root may do")
-@pytest.mark.parametrize("megabytes", [40, 120])
+@pytest.mark.parametrize("megabytes", [24, 85])
 def test_a_disk_that_is_really_full_is_told_and_nothing_half_written_stays(megabytes: int, tmp_path: Path) -> None:
     """The storage folder is a small file system of its own: it is full while rows are sorted, or while they are
     written."""
-    address = large_prices(tmp_path, tickers=500)
+    address = large_prices(tmp_path, tickers=300)
     small, storage = tmp_path / "small", tmp_path / "storage"
     prepared = prepare(save(long_frame(), tmp_path / "small.csv"), small, PARAMS)
     storage.mkdir()
