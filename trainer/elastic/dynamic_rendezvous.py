@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from trainer.comm.encryption import choose_certificates, open_contexts, warn_of_open_traffic
 from trainer.comm.group import GroupError
-from trainer.comm.launch_secret import read_launch_secret, warn_if_open
+from trainer.comm.launch_secret import read_launch_secret, warn_if_unauthenticated
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import own_address
 from trainer.comm.static_rendezvous import open_listener
-from trainer.comm.tls import client_context, server_context
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import FailureDetector
@@ -47,13 +47,13 @@ class DynamicRendezvous:
         self.has_state_of = 0
         """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
-        self._is_over = self._warned = self._others_may_leave = False
+        self._is_over = self._has_warned = self._others_may_leave = False
         self._formed_at = time.monotonic()
         self._fallbacks = 0
-        tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
+        self.tls = open_contexts(config, self.secret, self.host, job)
         self.peers = FailureDetector(
             self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
-            config.peer_timeout_seconds, tls, self._changed, config.adaptive_detection,
+            config.peer_timeout_seconds, self.tls, self._changed, config.adaptive_detection,
         )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
@@ -95,13 +95,15 @@ class DynamicRendezvous:
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self._others_may_leave = False
         self.generation = generation
-        if not self._warned:
-            self._warned = True
-            hosts, rank = len({seat.host for seat in generation.members}), generation.rank_of(self.member)
-            warn_if_open(self.secret, rank or 0, hosts, self.config.tls is not None)
         self.world = form_world(
-            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret
-        )
+            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret,
+            self.tls,
+        )  # fmt: skip
+        if old is None:
+            warn_if_unauthenticated(self.secret, self.world.rank)
+        if self.world.open_traffic and not self._has_warned:
+            self._has_warned = True
+            warn_of_open_traffic(self.world.rank, self.world.open_traffic)
         self._changed()  # a member may have been lost meanwhile
         return self.world
 
@@ -158,7 +160,8 @@ class DynamicRendezvous:
         host, port = self.peers.address
         return Candidate(
             member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
-            host=host, port=port, gpu=self.device.type == "cuda", **what,
+            host=host, port=port, gpu=self.device.type == "cuda",
+            certificates=choose_certificates(self.config, self.secret, self.host), **what,
         )  # fmt: skip
 
     def _changed(self) -> None:

@@ -10,15 +10,18 @@ import socket
 import torch
 import torch.distributed as dist
 
+from trainer.comm.encrypted_mesh import EncryptedMesh
+from trainer.comm.encryption import describe_open_traffic, is_mesh_encrypted, refuse_open_traffic, uses_nccl
 from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
+from trainer.comm.mesh_links import connect_links
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import AuthenticatedStore
-from trainer.comm.tls import client_context, server_context
+from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank
-from trainer.config import DistributedTrainingConfig
+from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.elastic.generation import Generation
 
 
@@ -31,11 +34,13 @@ def form_world(
     config: DistributedTrainingConfig,
     job: str,
     secret: LaunchSecret,
+    tls: TLSContexts | None = None,
 ) -> World:
     """Return at once the world of a generation for one of its members; the first collective waits for all.
 
-    ``listener``: the socket at this member's ``store_port``, closed if this member is not rank 0. ``job``: the job's
-    id; keys from the ``secret`` are derived for it and the generation.
+    ``listener``: the socket at this member's ``store_port``, closed if this member does not need it. ``job``: the job's
+    id; keys from the ``secret`` are derived for it and the generation. ``tls``: what this process's connections are
+    encrypted with. Raise `ConfigError` if encryption is required and something would leave a host without it.
     """
     rank = generation.rank_of(member)
     assert rank is not None
@@ -43,10 +48,19 @@ def form_world(
     host = generation.members[rank].host
     here = [other for other, seat in enumerate(generation.members) if seat.host == host]
     cores = bind_rank(here.index(rank), len(here), device, config)
-    backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
+    by_nccl = uses_nccl(config, generation.gpu)
+    backend = "nccl" if by_nccl else "gloo"
     group = None
-    topology = "star" if config.tls is not None else generation.topology
-    if rank or size == 1:
+    source, hosts = generation.members[rank].certificates, len({seat.host for seat in generation.members})
+    open_traffic = describe_open_traffic(source, hosts, by_nccl, config.encryption == "off")
+    try:
+        refuse_open_traffic(config, open_traffic)
+    except ConfigError:
+        listener.close()
+        raise
+    topology = generation.topology
+    is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
+    if size == 1 or (rank and not is_mesh):
         listener.close()
     if size > 1:
         address = (first.host, first.store_port)
@@ -57,14 +71,19 @@ def form_world(
             if topology == "star":
                 key = secret.key("star", *about)
                 if rank == 0:
-                    contexts = server_context(config.tls) if config.tls else None
-                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, contexts))
-                contexts = client_context(config.tls) if config.tls else None
+                    context = tls.server if tls else None
+                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, context))
+                context = tls.client if tls else None
                 return ParameterServerTransport(
-                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, contexts)
+                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, context)
                 )
+            if is_mesh:
+                assert tls is not None
+                places = [(seat.host, seat.store_port) for seat in generation.members]
+                links = connect_links(places, rank, listener, tls, secret.key("mesh", *about), seconds)
+                return EncryptedMesh(rank, links, tls, seconds)
             key = secret.key("store", *about)
-            store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None)
+            store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None, tls)
             gpu = device if backend == "nccl" else None
             return make_torch_transport(
                 dist.PrefixStore(name, store), rank, size, gpu,
@@ -73,4 +92,6 @@ def form_world(
             )  # fmt: skip
 
         group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
-    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores)
+    return World(
+        facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores, open_traffic
+    )
