@@ -240,6 +240,7 @@ DOCUMENTS: Mapping[str, Check] = {
         launch=optional(count),
         steps=count,
         error=text,
+        open_traffic=text,
         world_size=whole(1),
         train_seconds=seconds,
         epochs=seconds,
