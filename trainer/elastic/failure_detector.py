@@ -85,6 +85,8 @@ class FailureDetector:
         self._unproven: dict[asyncio.Task[None], socket.socket] = {}
         """In the order in which they came."""
         self._messages: list[dict[str, Any]] = []
+        self.sent_lines = 0
+        """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -167,6 +169,7 @@ class FailureDetector:
         for writer in self._followers:
             with contextlib.suppress(Exception):
                 writer.write(line)
+                self.sent_lines += 1
 
     def _accept(self) -> None:
         """Accept a connection. Without a free descriptor, close the oldest unauthenticated one, or wait a little."""
@@ -212,6 +215,7 @@ class FailureDetector:
             writer.write(answer)
             while await reader.readline():
                 writer.write(answer)
+                self.sent_lines += 1
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, EOFError, asyncio.CancelledError):
             pass
@@ -269,6 +273,7 @@ class FailureDetector:
         while True:
             await asyncio.sleep(self._pause())
             writer.write(b"\n")
+            self.sent_lines += 1
 
     def _pause(self) -> float:
         """Return the seconds between two beats to one peer."""
