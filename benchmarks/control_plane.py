@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -36,7 +37,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ from trainer.storage.base import Storage
 
 SIZES = (8, 32, 128, 256)
 REST_SECONDS = 10.0
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 60.0
 """Seconds after which a step of the benchmark that has not come has failed."""
 CALM_SECONDS = 4.0
 """Seconds of rest before nodes vanish, so that all connections of a new generation are there."""
@@ -190,6 +190,7 @@ class Crowd:
             pid = os.fork()
             if pid == 0:
                 try:
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark
                     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
                         signal.signal(number, signal.SIG_DFL)
                     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -358,7 +359,9 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a size could not be measured, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.control_plane", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=list(SIZES), help="numbers of nodes")
     parser.add_argument("--rounds", type=int, default=8, help="losses of each size")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")

@@ -91,7 +91,7 @@ def _check(value: Any) -> None:
         elif isinstance(item, list):
             waiting += [(part, depth + 1) for part in item]
         elif isinstance(item, str):
-            if any("\ud800" <= character <= "\udfff" for character in item):
+            if not item.isascii() and any("\ud800" <= character <= "\udfff" for character in item):
                 raise ValueError("half a character (a lone surrogate) is in it")
         elif isinstance(item, int | float) and abs(item) > (
             LARGEST_FLOAT if isinstance(item, float) else LARGEST_INTEGER

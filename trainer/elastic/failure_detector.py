@@ -1,9 +1,12 @@
-"""Failure detection: a connection to each other member, a heartbeat over it, and short messages.
+"""Failure detection: a connection to each watched member, a heartbeat over it, and short messages.
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once its silence is out of proportion to those before
 (`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, separate
 from the training.
+
+A message goes to all who watch this process; in a large world, where few do, each member passes it on (`mailbox`). A
+letter goes to one watched member, over the connection that this process holds to it.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.listener import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+from trainer.elastic.mailbox import Mailbox, line_of
 from trainer.elastic.phi_accrual import SignsOfLife
 
 PeerStatus = Literal["unknown", "here", "gone", "silent"]
@@ -42,6 +46,8 @@ the network."""
 DROPPED_OFTEN = 5
 """After this many connections in a row that were closed without an answer, another process owns the port. One or two
 may have been closed because the listener was busy with others."""
+COLLECT_SECONDS = 0.01
+"""Seconds in which losses are collected into one message: a rack is lost at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +59,10 @@ class _Peer:
     heard_at: float = field(default_factory=time.monotonic)
     dropped: int = 0
     task: asyncio.Task[None] | None = None
+    writer: asyncio.StreamWriter | None = None
+    """The authenticated connection to it, while there is one."""
+    letter: bytes = b""
+    """The last line for this peer alone. Each new connection sends it again: it may have been lost with the last."""
 
 
 class FailureDetector:
@@ -84,7 +94,11 @@ class FailureDetector:
         self._followers: set[asyncio.StreamWriter] = set()
         self._unproven: dict[asyncio.Task[None], socket.socket] = {}
         """In the order in which they came."""
-        self._messages: list[dict[str, Any]] = []
+        self.mail = Mailbox(me)
+        """What others have told, but for `take_messages`."""
+        self._found_lost: dict[str, str] = {}
+        """Losses that are not told yet."""
+        self._most_unproven = MOST_UNPROVEN
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
@@ -107,6 +121,19 @@ class FailureDetector:
                     self._peers[member] = _Peer((address[0], address[1]), SignsOfLife(self.interval))
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
 
+    def enter(self, number: int, members: Collection[str], passes_on: bool) -> None:
+        """From now on messages are about a generation, see `Mailbox.enter`. Members that are lost to this process
+        already are told again."""
+        self.mail.enter(number, members, passes_on)
+        self.expect(len(members))
+        with self._lock:
+            lost = {member: str(peer.view) for member, peer in self._peers.items() if peer.view in ("gone", "silent")}
+        self._loop.call_soon_threadsafe(self._note_lost, lost)
+
+    def expect(self, callers: int) -> None:
+        """Have room for so many callers at once that have not yet authenticated."""
+        self._most_unproven = max(self._most_unproven, callers)
+
     def statuses(self) -> dict[str, PeerStatus]:
         """Return the status of each followed member as this process sees it."""
         with self._lock:
@@ -119,15 +146,21 @@ class FailureDetector:
             return {member: now - peer.heard_at for member, peer in self._peers.items()}
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Send a message to all followers of this process, without an answer or a guarantee of delivery."""
-        line = json.dumps({**message, "from": self.me}).encode() + b"\n"
-        self._loop.call_soon_threadsafe(self._send, line)
+        """Send a message to all followers of this process, without an answer or a guarantee of delivery. In a large
+        world they pass it on, and one that this process has passed on already is not sent again."""
+        if (line := self.mail.tell(message)) is not None:
+            self._loop.call_soon_threadsafe(self._send, line)
+
+    def write_letter(self, member: str, letter: dict[str, Any]) -> None:
+        """Send a letter to a followed member, in the place of an earlier one, now or as soon as it is reached."""
+        with self._lock:
+            if (peer := self._peers.get(member)) is not None:
+                peer.letter = line_of(letter)
+                self._loop.call_soon_threadsafe(self._post, peer)
 
     def take_messages(self) -> list[dict[str, Any]]:
         """Return the messages that have come since the last call."""
-        with self._lock:
-            taken, self._messages = self._messages, []
-        return taken
+        return self.mail.take_messages()
 
     def close(self) -> None:
         """Stop the thread; its connections end with it."""
@@ -165,6 +198,27 @@ class FailureDetector:
 
         self._loop.call_soon_threadsafe(cancel)
 
+    def _notify(self) -> None:
+        self.mail.notify()
+        self.on_change()
+
+    def _post(self, peer: _Peer) -> None:
+        if peer.writer is not None and peer.letter:
+            with contextlib.suppress(Exception):
+                peer.writer.write(peer.letter)
+                self.sent_lines += 1
+
+    def _note_lost(self, lost: Mapping[str, str]) -> None:
+        """Tell these losses soon, with others that are seen meanwhile."""
+        if lost and not self._found_lost:
+            self._loop.call_later(COLLECT_SECONDS, self._tell_losses)
+        self._found_lost.update(lost)
+
+    def _tell_losses(self) -> None:
+        lost, self._found_lost = self._found_lost, {}
+        if (line := self.mail.tell_losses(lost)) is not None:
+            self._send(line)
+
     def _send(self, line: bytes) -> None:
         for writer in self._followers:
             with contextlib.suppress(Exception):
@@ -182,7 +236,7 @@ class FailureDetector:
             return
         if connection is None:
             return
-        if len(self._unproven) >= MOST_UNPROVEN:
+        if len(self._unproven) >= self._most_unproven:
             self._drop_oldest()
         connection.setblocking(False)
         task = self._loop.create_task(self._serve(connection))
@@ -208,12 +262,15 @@ class FailureDetector:
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 listener = Listener(self.key, self.me)
                 writer.write(listener.reply(await reader.readexactly(HELLO.size)))
-                listener.admit(await reader.readexactly(PROOF_BYTES))
+                caller = listener.admit(await reader.readexactly(PROOF_BYTES))
             self._unproven.pop(task, None)
             self._followers.add(writer)
             answer = json.dumps({"member": self.me}).encode() + b"\n"
             writer.write(answer)
-            while await reader.readline():
+            while line := await reader.readline():
+                if line != b"\n":
+                    self.mail.put_letter(caller, line)
+                    self.on_change()
                 writer.write(answer)
                 self.sent_lines += 1
                 await writer.drain()
@@ -253,7 +310,8 @@ class FailureDetector:
             caller = Caller(self.key, self.me, member)
             writer.write(caller.hello)
             writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
-            peer.dropped = 0
+            peer.dropped, peer.writer = 0, writer
+            self._post(peer)
             self._set(member, peer, "here")
             beating = self._loop.create_task(self._beat(writer))
             try:
@@ -261,12 +319,15 @@ class FailureDetector:
                     self._set(member, peer, "here")
                     message = json.loads(line)
                     if isinstance(message, dict) and "member" not in message:
-                        with self._lock:
-                            self._messages.append(message)
-                        self.on_change()
+                        is_news, passed_on = self.mail.hear(message)
+                        if passed_on is not None:
+                            self._send(passed_on)
+                        if is_news:
+                            self._notify()
             finally:
                 beating.cancel()
         finally:
+            peer.writer = None
             writer.transport.abort()
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
@@ -310,4 +371,6 @@ class FailureDetector:
             peer.signs.hear(peer.heard_at)
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
-            self.on_change()
+            if view in ("gone", "silent"):
+                self._note_lost({member: view})
+            self._notify()
