@@ -77,6 +77,7 @@ class Gathering:
         self._take_letters()
         own = self.peers.statuses()
         self._gone |= {member for member, view in own.items() if view == "gone"}
+        self._gone -= {member for member, view in own.items() if view == "here"}
         told = self.peers.mail.told_losses()
         silent = {member for member, view in own.items() if view == "silent"}
         reached = {member for member, view in own.items() if view == "here"}
@@ -154,6 +155,8 @@ class Gathering:
 
     def _store(self, name: str) -> None:
         if (found := self.candidacies.read(self.number, name)) is not None:
+            if found != self._stored.get(name):
+                self._gone.discard(name)
             self._stored[name] = found
         elif name not in self._stored:
             self._foreign.add(name)
@@ -189,9 +192,14 @@ class Gathering:
         lost, newcomers, and after a while some that do not come."""
         come = {name for name, seat in self._stored.items() if seat.ready} | self._letters.keys()
         known = self.inside or tuple(self._stored.values())
-        late = [seat for seat in known if seat.member not in come and seat.member not in self._gone]
-        named = [seat for seat in known if seat.member in told and seat.member not in self._gone]
-        if now - self._began > VERIFY_SECONDS:
+        named = [
+            seat
+            for seat in known
+            if (seat.member in self._gone and seat.member in come)
+            or (seat.member in told and seat.member not in self._gone)
+        ]
+        if now - self._began > (VERIFY_SECONDS if self.inside else TAKEOVER_SECONDS):
+            late = [seat for seat in known if seat.member not in come and seat.member not in self._gone]
             named += [seat for seat in late if seat.member not in told][:MOST_VERIFIED]
         if self.inside:
             named += [seat for name, seat in self._stored.items() if name not in self._names]
@@ -225,8 +233,8 @@ class Gathering:
             # A member that files although it knows who gathers does so because its letters may not arrive.
             if name != mine.member and (name not in found or (name in self._names and seat.ready)):
                 found[name] = seat
-        view = {name: "silent" for name in told} | {name: seen for name, seen in own.items() if seen != "unknown"}
-        view |= dict.fromkeys(self._gone, "gone")
+        view = dict.fromkeys(told, "silent") | dict.fromkeys(self._gone, "gone")
+        view |= {name: seen for name, seen in own.items() if seen != "unknown"}
         doubtful = any(name in found and own.get(name, "unknown") == "unknown" for name in told if name != mine.member)
         return Gathered(sorted(found.values(), key=lambda seat: place_of(seat.member)), view, doubtful)
 
