@@ -5,9 +5,8 @@ process that is frozen or cut off says nothing: it is *silent* once its silence 
 (`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, separate
 from the training.
 
-A message goes to all who watch this process; in a large world, where few do, each member passes it on (`mailbox`). A
-letter goes to one watched member, over the connection that this process holds to it. There a member also beats by itself
-to all who watch it, so that none has to ask, which halves the lines at rest.
+A message goes to all who watch this process; in a large world, where few do, each member passes it on (`mailbox`).
+There two members that watch each other share one connection, over which both beat unasked.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
-from trainer.comm.listener import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+from trainer.comm.listener import BACKLOG, SPEAK_SECONDS
+from trainer.elastic.doorkeeper import Doorkeeper
 from trainer.elastic.mailbox import Mailbox, line_of
 from trainer.elastic.phi_accrual import SignsOfLife
 
@@ -33,6 +34,12 @@ Address = tuple[str, int]
 
 CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.1
+MOST_DOUBLED = 5
+"""In a large world the pause before another attempt doubles so often: attempts must not be what keeps a peer busy."""
+SHARED_SECONDS = 3.0
+"""Seconds in which the other end of a shared connection has to make it, before this one does."""
+MOST_CONNECTING = 3
+"""Connections to watched members that are made at a time: all members make theirs when a generation begins."""
 TLS_SECONDS = 4.0
 """Additional seconds for a connection to authenticate if TLS comes first."""
 SUSPICION = 12.0
@@ -65,6 +72,10 @@ class _Peer:
     """The authenticated connection to it, while there is one."""
     letter: bytes = b""
     """The last line for this peer alone. Each new connection sends it again: it may have been lost with the last."""
+    is_shared: bool = False
+    """Whether one connection is enough for both, since it watches this process, too."""
+    failures: int = 0
+    """Attempts to connect in a row that came to nothing."""
 
 
 class FailureDetector:
@@ -93,27 +104,30 @@ class FailureDetector:
         self.on_change, self.adapts = on_change, adapts
         self._tls = tls or (None, None)
         self._peers: dict[str, _Peer] = {}
-        self._followers: set[asyncio.StreamWriter] = set()
-        self._unproven: dict[asyncio.Task[None], socket.socket] = {}
-        """In the order in which they came."""
+        self._followers: dict[asyncio.StreamWriter, str] = {}
+        """The connections that others have made, with their proven names."""
+        self._came = asyncio.Condition()
+        """Notified when a connection of another comes or ends."""
+        self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self.mail = Mailbox(me)
         """What others have told, but for `take_messages`."""
         self._found_lost: dict[str, str] = {}
         """Losses that are not told yet."""
-        self._most_unproven = MOST_UNPROVEN
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self._socket.setblocking(False)
-        self.address: Address = self._socket.getsockname()[:2]
+        listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        listening.setblocking(False)
+        self.address: Address = listening.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
+        self._door = Doorkeeper(self._loop, listening, self._serve)
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
 
-    def follow(self, addresses: Mapping[str, Address]) -> None:
-        """Watch exactly these members from now on, except this process itself."""
+    def follow(self, addresses: Mapping[str, Address], shared: Collection[str] = ()) -> None:
+        """Watch exactly these members from now on, except this process itself. With those in ``shared``, which watch
+        this process, too, one connection is enough: the one whose name is first makes it."""
         wanted = {member: address for member, address in addresses.items() if member != self.me}
         with self._lock:
             for member in set(self._peers) - set(wanted):
@@ -122,6 +136,7 @@ class FailureDetector:
                 if member not in self._peers:
                     self._peers[member] = _Peer((address[0], address[1]), SignsOfLife(self.interval))
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
+                self._peers[member].is_shared = member in shared
 
     def enter(self, number: int, members: Collection[str], passes_on: bool) -> None:
         """From now on messages are about a generation, see `Mailbox.enter`. Members that are lost to this process
@@ -134,7 +149,7 @@ class FailureDetector:
 
     def expect(self, callers: int) -> None:
         """Have room for so many callers at once that have not yet authenticated."""
-        self._most_unproven = max(self._most_unproven, callers)
+        self._door.most_unproven = max(self._door.most_unproven, callers)
 
     def statuses(self) -> dict[str, PeerStatus]:
         """Return the status of each followed member as this process sees it."""
@@ -153,12 +168,12 @@ class FailureDetector:
         if (line := self.mail.tell(message)) is not None:
             self._loop.call_soon_threadsafe(self._send, line)
 
-    def write_letter(self, member: str, letter: dict[str, Any]) -> None:
+    def write_letter(self, member: str, letter: Mapping[str, Any]) -> None:
         """Send a letter to a followed member, in the place of an earlier one, now or as soon as it is reached."""
         with self._lock:
             if (peer := self._peers.get(member)) is not None:
                 peer.letter = line_of(letter)
-                self._loop.call_soon_threadsafe(self._post, peer)
+                self._loop.call_soon_threadsafe(self._post, member, peer)
 
     def take_messages(self) -> list[dict[str, Any]]:
         """Return the messages that have come since the last call."""
@@ -174,14 +189,13 @@ class FailureDetector:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.add_reader(self._socket, self._accept)
+        self._door.open()
         self._loop.create_task(self._judge())
         self._loop.create_task(self._pulse())
         try:
             self._loop.run_forever()
         finally:
-            self._loop.remove_reader(self._socket)
-            self._socket.close()
+            self._door.close()
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
@@ -205,10 +219,44 @@ class FailureDetector:
         self.mail.notify()
         self.on_change()
 
-    def _post(self, peer: _Peer) -> None:
-        if peer.letter and peer.writer is not None and not peer.writer.is_closing():
-            peer.writer.write(peer.letter)
+    def _post(self, member: str, peer: _Peer) -> None:
+        if peer.letter and (writer := self._links().get(member)) is not None:
+            self._write(writer, peer.letter)
+
+    def _links(self) -> dict[str, asyncio.StreamWriter]:
+        """Return one connection to each member that this process can write to, its own before the other's."""
+        links = {member: writer for writer, member in self._followers.items()}
+        return links | {member: peer.writer for member, peer in self._peers.items() if peer.writer is not None}
+
+    def _write(self, writer: asyncio.StreamWriter, line: bytes) -> None:
+        if not writer.is_closing():
+            writer.write(line)
             self.sent_lines += 1
+
+    def _take(self, sender: str, line: bytes) -> None:
+        """Take in a line that is no beat: a message, or a letter that is kept or sent on."""
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise ValueError("a line is an object")
+        if "candidacy" in value:
+            self._deliver(value)
+            return
+        if "member" not in value:
+            is_news, passed_on = self.mail.hear(value, sender)
+            if passed_on is not None:
+                self._send(passed_on)
+            if is_news:
+                self._notify()
+        elif "pulse" in value and (peer := self._peers.get(sender)) is not None:
+            peer.pulse_at = time.monotonic()
+
+    def _deliver(self, letter: dict[str, Any]) -> None:
+        """Keep a letter that is for this process; send another one on towards its reader, if the way is known."""
+        next_one = self.mail.put_letter(letter)
+        if next_one is None:
+            self._notify()
+        elif (writer := self._links().get(next_one)) is not None:
+            self._write(writer, line_of(letter))
 
     def _note_lost(self, lost: Mapping[str, str]) -> None:
         """Tell these losses soon, with others that are seen meanwhile."""
@@ -222,35 +270,9 @@ class FailureDetector:
             self._send(line)
 
     def _send(self, line: bytes) -> None:
-        for writer in self._followers:
-            if not writer.is_closing():
-                writer.write(line)
-                self.sent_lines += 1
-
-    def _accept(self) -> None:
-        """Accept a connection. Without a free descriptor, close the oldest unauthenticated one, or wait a little."""
-        try:
-            connection = accept(self._socket)
-        except NoRoomError:
-            if not self._drop_oldest():
-                self._loop.remove_reader(self._socket)
-                self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._socket, self._accept)
-            return
-        if connection is None:
-            return
-        if len(self._unproven) >= self._most_unproven:
-            self._drop_oldest()
-        connection.setblocking(False)
-        task = self._loop.create_task(self._serve(connection))
-        self._unproven[task] = connection
-        task.add_done_callback(lambda done: self._unproven.pop(done, None))
-
-    def _drop_oldest(self) -> bool:
-        for task in self._unproven:
-            del self._unproven[task]
-            task.cancel()
-            return True
-        return False
+        links = self._links().values() if self.mail.passes_on else self._followers
+        for writer in links:
+            self._write(writer, line)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Serve one follower: once it is authenticated, answer each of its lines with one."""
@@ -265,14 +287,17 @@ class FailureDetector:
                 listener = Listener(self.key, self.me)
                 writer.write(listener.reply(await reader.readexactly(HELLO.size)))
                 caller = listener.admit(await reader.readexactly(PROOF_BYTES))
-            self._unproven.pop(task, None)
-            self._followers.add(writer)
-            answer = json.dumps({"member": self.me}).encode() + b"\n"
+            self._door.admit(task)
+            self._followers[writer] = caller
+            await self._tell_came()
+            answer = line_of({"member": self.me})
             writer.write(answer)
             while line := await reader.readline():
+                if (peer := self._peers.get(caller)) is not None and peer.is_shared:
+                    self._set(caller, peer, "here")
                 if line != b"\n":
-                    self.mail.put_letter(caller, line)
-                    self.on_change()
+                    self._take(caller, line)
+                    continue
                 writer.write(answer)
                 self.sent_lines += 1
                 await writer.drain()
@@ -282,12 +307,15 @@ class FailureDetector:
             if writer is None:
                 connection.close()
             else:
-                self._followers.discard(writer)
+                self._followers.pop(writer, None)
                 writer.transport.abort()
+                await self._tell_came()
 
     async def _follow(self, member: str, peer: _Peer) -> None:
         """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
         while True:
+            if peer.is_shared and member < self.me:
+                await self._await_shared(member)
             heard_at = peer.heard_at
             try:
                 await self._converse(member, peer)
@@ -300,10 +328,46 @@ class FailureDetector:
             except (TimeoutError, OSError, ValueError):
                 if peer.view == "unknown":
                     self._set(member, peer, "silent")
-            await asyncio.sleep(RETRY_SECONDS if peer.heard_at == heard_at else 0)
+            peer.failures = peer.failures + 1 if peer.heard_at == heard_at else 0
+            doubled = 2 ** min(peer.failures - 1, MOST_DOUBLED) if self.mail.passes_on else 1
+            await asyncio.sleep(RETRY_SECONDS * doubled if peer.failures else 0)
+
+    async def _await_shared(self, member: str) -> None:
+        """Wait for the connection that a member makes to this process, and then for its end."""
+
+        def is_there() -> bool:
+            return member in self._followers.values()
+
+        async with self._came:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._came.wait_for(is_there), SHARED_SECONDS)
+            await self._came.wait_for(lambda: not is_there())
+
+    async def _tell_came(self) -> None:
+        async with self._came:
+            self._came.notify_all()
 
     async def _converse(self, member: str, peer: _Peer) -> None:
         """Connect, and read until the connection ends. Returns or raises when it has."""
+        async with self._connecting if peer.is_shared else nullcontext():
+            reader, writer = await self._connect(member, peer)
+        try:
+            peer.dropped, peer.writer = 0, writer
+            self._post(member, peer)
+            self._set(member, peer, "here")
+            beating = self._loop.create_task(self._beat(peer, writer))
+            try:
+                while line := await reader.readline():
+                    self._set(member, peer, "here")
+                    self._take(member, line)
+            finally:
+                beating.cancel()
+        finally:
+            peer.writer = None
+            writer.transport.abort()
+
+    async def _connect(self, member: str, peer: _Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a connection over which both sides have proved who they are."""
         connecting = asyncio.open_connection(
             *peer.address, ssl=self._tls[1], server_hostname="" if self._tls[1] else None
         )
@@ -312,33 +376,16 @@ class FailureDetector:
             caller = Caller(self.key, self.me, member)
             writer.write(caller.hello)
             writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
-            peer.dropped, peer.writer = 0, writer
-            self._post(peer)
-            self._set(member, peer, "here")
-            beating = self._loop.create_task(self._beat(peer, writer))
-            try:
-                while line := await reader.readline():
-                    self._set(member, peer, "here")
-                    message = json.loads(line)
-                    if isinstance(message, dict) and "pulse" in message:
-                        peer.pulse_at = time.monotonic()
-                    if isinstance(message, dict) and "member" not in message:
-                        is_news, passed_on = self.mail.hear(message)
-                        if passed_on is not None:
-                            self._send(passed_on)
-                        if is_news:
-                            self._notify()
-            finally:
-                beating.cancel()
-        finally:
-            peer.writer = None
+        except BaseException:
             writer.transport.abort()
+            raise
+        return reader, writer
 
     async def _beat(self, peer: _Peer, writer: asyncio.StreamWriter) -> None:
         """Ask a peer for a sign of life at each beat, unless it gives them unasked."""
         while True:
             await asyncio.sleep(self._pause())
-            if time.monotonic() - peer.pulse_at > 1.5 * self._pause():
+            if not self.mail.passes_on or time.monotonic() - peer.pulse_at > 1.5 * self._pause():
                 writer.write(b"\n")
                 self.sent_lines += 1
 

@@ -2,17 +2,17 @@
 
 In a small world every member files its candidacy in the storage and reads all others. With N members that are N² reads
 at every look. Here the first in line gathers: of the newest generation, the first by rank that is not known to be lost;
-at a start, the first whose candidacy is filed. The others send it theirs as a letter, and file it in the storage where
-they are new, or where it is not reached in time. Whoever has had no turn for long joins in (`overlay.count_acting`), so
-nothing depends on one member, and the storage alone is enough. Two may gather at once: the record that is created first
-counts (`trainer.elastic.membership`).
+at a start, the first whose candidacy is filed. It says so, and the others send it theirs as a letter, back on the way
+on which they heard of it. They file it in the storage where they are new, or where it does not act in time. Whoever has
+had no turn for long joins in (`overlay.count_acting`), so nothing depends on one member, and the storage alone is
+enough. Two may gather at once: the record that is created first counts (`trainer.elastic.membership`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -27,6 +27,8 @@ READ_SECONDS, REMOTE_READ_SECONDS = 0.25, 1.0
 """Seconds between two listings of the candidacies."""
 MOST_REREAD = 32
 """Announcements of members that prepare which one look reads again: their letters are faster."""
+DIRECT_SECONDS = 1.0
+"""Seconds after which the one that gathers is written to over a connection of its own, if no way to it is known."""
 VERIFY_SECONDS = 0.5
 """Seconds after which members that do not come, and that nobody calls lost, are tried by the one that gathers."""
 MOST_VERIFIED = 16
@@ -64,8 +66,11 @@ class Gathering:
         """Members of another launch whose candidacies are in the same folder."""
         self._gone: set[str] = set()
         """Members that refused a connection, and from which no letter has come since."""
-        self._sent: dict[str, Candidate] = {}
-        """What each member that is followed as one that gathers has been sent last."""
+        self._sent: dict[str, tuple[str, Candidate]] = {}
+        """What each member that gathers has been sent last, and by which way."""
+        self._has_told = False
+        """Whether this process has said that it gathers."""
+        peers.mail.catch_up(number - 1)
         self._filed: Candidate | None = None
         self._is_filing = False
         self._reread = 0
@@ -84,28 +89,42 @@ class Gathering:
         lost = self._gone | silent | (set(told) - reached - set(self._letters))
         acting = self._find_acting(mine, lost - {mine.member}, now)
         gathers = any(seat.member == mine.member for seat in acting)
+        if gathers and not self._has_told and mine.member in self._names:
+            self._has_told = True
+            self.peers.broadcast({"gather": self.number, "by": mine.member})
         others = [seat for seat in acting if seat.member != mine.member]
         if mine.member in told and gathers:  # then others have another first one, which needs to hear from this process
             others += [seat for seat in self.inside if seat.member not in lost and seat not in acting][:1]
         near = neighbours_of(mine.member, self._names) if self.inside else frozenset()
         watched = [seat for seat in self.inside if seat.member in near]
         tried = self._choose_tried(told, now) if gathers else []
-        self.peers.follow({seat.member: (seat.host, seat.port) for seat in [*watched, *others, *tried]})
+        ways = {seat.member: self._way_to(seat.member, reached, now) for seat in others}
+        direct = [seat for seat in others if ways[seat.member] == seat.member]
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in [*watched, *direct, *tried]}, near)
         own = self.peers.statuses()
-        mine = replace(mine, view=self._view(own, near | {seat.member for seat in others}) if self.inside else {})
-        if not self.inside or mine.member in self._names:
-            self._write_letters(mine, others)
+        mine = replace(mine, view=self._view(own, near | {seat.member for seat in direct}) if self.inside else {})
+        if mine.member in self._names:
+            self._write_letters(mine, ways)
         self._file(mine, silent, now)
         if not gathers:
             return mine, None
         self._read(now)
         return mine, self._gathered(mine, own, told)
 
-    def _write_letters(self, mine: Candidate, others: Sequence[Candidate]) -> None:
-        for seat in others:
-            if self._sent.get(seat.member) != mine:
-                self.peers.write_letter(seat.member, {"candidacy": self.number, "candidate": asdict(mine)})
-        self._sent = {seat.member: mine for seat in others}
+    def _way_to(self, reader: str, reached: set[str], now: float) -> str:
+        """Return the member to which a letter to ``reader`` goes next: itself where it is reached, or where no way
+        there is known in time; "" while one may still become known."""
+        way = self.peers.mail.way_to(reader, self.number) or ""
+        if reader in reached or way in reached:
+            return reader if reader in reached else way
+        return reader if now - self._first_since >= DIRECT_SECONDS else ""
+
+    def _write_letters(self, mine: Candidate, ways: Mapping[str, str]) -> None:
+        for reader, way in ways.items():
+            if way and self._sent.get(reader) != (way, mine):
+                letter = {"candidacy": self.number, "to": reader, "from": mine.member, "candidate": asdict(mine)}
+                self.peers.write_letter(way, letter)
+                self._sent[reader] = way, mine
 
     def _take_letters(self) -> None:
         for sender, letter in self.peers.mail.read_letters().items():

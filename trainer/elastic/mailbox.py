@@ -11,6 +11,9 @@ from typing import Any
 
 from trainer.elastic.rumours import Rumours
 
+RUMOURS = frozenset({"lost", "formed", "gather"})
+"""The kinds of messages that only a large world knows."""
+
 
 class Mailbox:
     """Messages, letters and rumours of one member, named ``me``. Any number of threads may use it."""
@@ -52,8 +55,19 @@ class Mailbox:
             taken, self._messages = self._messages, []
         return taken
 
+    def catch_up(self, number: int) -> None:
+        """Take messages to be about this generation from now on, where those known are of older ones."""
+        with self._lock:
+            if number > self._rumours.number:
+                self._rumours.begin(number)
+
+    def way_to(self, reader: str, number: int) -> str | None:
+        """Return the neighbour over which letters reach a member that gathers for the generation of this number."""
+        with self._lock:
+            return self._rumours.ways.get((number, reader))
+
     def read_letters(self) -> dict[str, dict[str, Any]]:
-        """Return the last letter of each sender, by its proven name."""
+        """Return the last letter of each writer."""
         with self._lock:
             return dict(self._letters)
 
@@ -67,14 +81,17 @@ class Mailbox:
         """Wake who waits for news."""
         self._news.set()
 
-    def put_letter(self, sender: str, line: bytes) -> None:
-        """Keep a letter in the place of an earlier one. Raise ValueError if it is none."""
-        letter = json.loads(line)
-        if not isinstance(letter, dict):
-            raise ValueError("a letter is an object")
+    def put_letter(self, letter: Mapping[str, Any]) -> str | None:
+        """Keep a letter to this member in the place of an earlier one of its writer, and return None. Return the next
+        one on the way of a letter to another; "" where none is known. Raise ValueError for what is no letter."""
+        reader, writer, number = letter.get("to"), letter.get("from"), letter.get("candidacy")
+        if not isinstance(reader, str) or not isinstance(writer, str) or not isinstance(number, int):
+            raise ValueError("it is no letter")
+        if reader != self.me:
+            return self.way_to(reader, number) or ""
         with self._lock:
-            self._letters[sender] = letter
-        self.notify()
+            self._letters[writer] = dict(letter)
+        return None
 
     def tell(self, message: dict[str, Any]) -> bytes | None:
         """Return the line that tells a message of this member; None where the member has passed it on already."""
@@ -89,19 +106,17 @@ class Mailbox:
             return None
         return self.tell({"lost": mine, "of": self._rumours.number})
 
-    def hear(self, message: dict[str, Any]) -> tuple[bool, bytes | None]:
-        """Take in a message that another member sent. Return whether it is news, and the line that passes it on; None
-        where it is not passed on."""
-        is_about_record = "formed" in message  # who has written it tells all that wait for it
+    def hear(self, message: dict[str, Any], sender: str) -> tuple[bool, bytes | None]:
+        """Take in a message that ``sender`` has sent or passed on. Return whether it is news, and the line that passes
+        it on; None where it is not passed on."""
         with self._lock:
-            is_rumour = self.passes_on or is_about_record or "lost" in message
-            news = self._rumours.take(message) if is_rumour else message
+            is_rumour = self.passes_on or not RUMOURS.isdisjoint(message)
+            news = self._rumours.take(message, sender) if is_rumour else message
             if news is None:
                 return False, None
-            if not is_about_record and "lost" not in news:
+            if RUMOURS.isdisjoint(news):
                 self._messages.append(news)
-            passes_on = self.passes_on and not is_about_record
-        return True, line_of(news) if passes_on else None
+        return True, line_of(news) if self.passes_on else None
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:

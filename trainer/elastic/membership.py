@@ -119,7 +119,8 @@ class Membership:
         if generation.topology == "star":
             near = frozenset(names if self.peers.me == names[0] else {*near, names[0]})
         seats = [*(seat for seat in generation.members if seat.member in near), *waiting]
-        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats})
+        shared = near if is_partial(len(names)) else ()
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats}, shared)
 
     def is_over(self, current: Generation) -> bool:
         """Return whether another generation has begun, so that ``current`` is fenced out."""
