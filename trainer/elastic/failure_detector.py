@@ -226,7 +226,8 @@ class FailureDetector:
     def _links(self) -> dict[str, asyncio.StreamWriter]:
         """Return one connection to each member that this process can write to, its own before the other's."""
         links = {member: writer for writer, member in self._followers.items()}
-        return links | {member: peer.writer for member, peer in self._peers.items() if peer.writer is not None}
+        with self._lock:
+            return links | {member: peer.writer for member, peer in self._peers.items() if peer.writer is not None}
 
     def _write(self, writer: asyncio.StreamWriter, line: bytes) -> None:
         if not writer.is_closing():
