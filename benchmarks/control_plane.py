@@ -15,7 +15,7 @@ from 64 nodes a core on they beat less often (``beat_seconds``), which delays th
     join                     seconds from the start of the newcomers to the last member of the generation with them
     messages_per_second      lines that a member sends at rest, mean and max (beats and their answers)
     storage_per_second       storage operations of a member at rest, the mean
-    supervisor               seconds of one look of the supervisor's placer at that many nodes, and files read in it
+    supervisor_look_seconds  of one look of the supervisor at that many nodes of an engine, all running: the median
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from typing import Any
 import torch
 
 import trainer.elastic.dynamic_rendezvous as rendezvous_module
+from benchmarks.control_plane_supervisor import measure_supervisor
 from benchmarks.host import note, stop_on_signals, tell
 from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import rank_facts
@@ -392,6 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for nodes in options.nodes:
         try:
             found = measure(nodes, options.rounds, options.beat or choose_beat(nodes, os.cpu_count() or 1))
+            found |= measure_supervisor(nodes)
             sizes[str(nodes)] = {**found, "load_after": round(os.getloadavg()[0], 2)}
         except Exception as error:
             note(traceback.format_exc())
