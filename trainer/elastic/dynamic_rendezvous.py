@@ -90,10 +90,11 @@ class DynamicRendezvous:
         except BaseException:
             listener.close()
             raise
-        self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
+        self.membership.enter(generation)
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self._others_may_leave = False
+        self.peers.mail.tells_losses = True
         self.generation = generation
         self.world = form_world(
             generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret,
@@ -129,7 +130,7 @@ class DynamicRendezvous:
         if self.generation is None:
             return False
         view = self.peers.statuses()
-        return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
+        return any(view.get(seat.member, "here") != "here" for seat in self.generation.members)
 
     def require_current(self) -> None:
         """Raise `GroupError` if others have formed a newer generation without this process: its work does not count."""
@@ -140,6 +141,7 @@ class DynamicRendezvous:
         """From now on, take the end of another member for what it is: it has nothing more to do. With ``may`` False it
         is a loss again, also of those that have ended meanwhile."""
         self._others_may_leave = may
+        self.peers.mail.tells_losses = not may
         self._changed()
 
     def describe_peers(self) -> dict[str, str]:
@@ -170,18 +172,22 @@ class DynamicRendezvous:
         messages = self.peers.take_messages()
         if generation is None or world is None or world.group is None or self._others_may_leave:
             return
-        view = self.peers.statuses()
+        view: dict[str, str] = dict(self.peers.statuses())
         rank = generation.rank_of(self.member)
         needed = generation.members
-        if generation.topology == "star" and rank != 0:
-            needed = generation.members[:1]
+        if generation.topology == "star":
+            needed = needed if rank == 0 else needed[:1]
+        else:  # of most members of a large world, others tell
+            view = {**self.peers.mail.told_losses(), **{name: seen for name, seen in view.items() if seen != "unknown"}}
         for seat in needed:
-            if view.get(seat.member) in ("gone", "silent"):
+            if seat.member != self.member and view.get(seat.member) in ("gone", "silent"):
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
         for message in messages:
             if message.get("regroup") == generation.number:
                 reason = _told_by(message["from"], str(message.get("reason") or ""))
                 return world.group.fail(reason, bool(message.get("communication")))
+        for item in self.membership.read_requests(generation):
+            return world.group.fail(_told_by(item.member, item.reason), item.communication)
 
     def _look_around(self) -> None:
         """Check now and then whether this generation is still the newest, a member asks for another, or a newcomer

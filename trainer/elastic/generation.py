@@ -5,10 +5,12 @@ The agreement on it, with its reading, writing and waiting, belongs in `trainer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trainer.elastic.overlay import is_partial
 from trainer.errors import ConfigError
 
 START = "start"
@@ -165,12 +167,19 @@ def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str
 
 
 def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
-    """Return, of three or more candidates, those that no other reaches: their host is cut off, not a single link.
-    Return none if that is true of all: one of them has to go on."""
+    """Return, of three or more candidates, those that no other reaches: their host is cut off, not a single link. In a
+    large world, where few watch each, those that none of these reaches. Return none if that is true of all: one of them
+    has to go on."""
     bad = find_unreachable_pairs(candidates)
-    if len(candidates) < 3:
+    if len(candidates) < 3 or not bad:
         return set()
-    found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
+    failed = Counter(member for pair in bad for member in pair)
+    tried = dict.fromkeys(failed, len(candidates) - 1)
+    if is_partial(len(candidates)):
+        names = {item.member for item in candidates}
+        pairs = {frozenset((item.member, other)) for item in candidates for other in item.view.keys() & names}
+        tried = Counter(member for pair in pairs for member in pair)
+    found = {member for member, count in failed.items() if count == tried[member]}
     return found if len(found) < len(candidates) else set()
 
 
