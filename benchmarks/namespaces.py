@@ -80,6 +80,14 @@ class Hosts:
         """Return the words before a command that is to run on a host; it is executed in the place of this process."""
         return ["nsenter", f"--net={self.paths[host]}", "--"]
 
+    @property
+    def local_cluster(self) -> list[str]:
+        """The words before the command of a job of the local cluster that put each of its nodes on the host of its
+        number, and have gloo use that host's link instead of loopback."""
+        path = self.paths[0].removesuffix("-0")
+        line = f'GLOO_SOCKET_IFNAME=eth0 exec nsenter --net="{path}-$NODE_RANK" -- "$@"'
+        return ["sh", "-c", line, "node"]
+
     @contextmanager
     def inside(self, host: int) -> Iterator[None]:
         """Be on a host: this thread, and the threads and processes that it starts meanwhile."""

@@ -25,7 +25,7 @@ from trainer.rundir import RunDir
 
 NODES = 2
 STEPS = 2500
-WAIT_SECONDS = 240.0
+WAIT_SECONDS = 600.0
 TOLERANCE = 5e-3
 """Sums over another number of ranks are rounded differently, and many steps make that larger. That no sample was lost,
 or used twice, is compared exactly."""
@@ -127,6 +127,16 @@ class Training:
             self.manager.cancel_job("one")
 
 
+def train_here(home: Path, steps: int) -> Outcome:
+    """Train on the local cluster, with as many nodes."""
+    training = Training(LocalClusterManager(home), write_job(home, steps))
+    training.submit()
+    try:
+        return training.outcome()
+    finally:
+        training.close()
+
+
 class EngineTrials:
     """What a training has to survive on every engine. A subclass names its ``kind``."""
 
@@ -145,9 +155,7 @@ class EngineTrials:
     def expected(cls, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         """The same training on the local cluster, with as many nodes."""
         home = tmp_path_factory.mktemp("here")
-        training = Training(LocalClusterManager(home), write_job(home, STEPS))
-        training.submit()
-        return training.outcome()
+        return train_here(home, STEPS)
 
     @pytest.fixture
     def training(self, machines: Machines, tmp_path: Path) -> Iterator[Training]:

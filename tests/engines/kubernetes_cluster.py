@@ -1,8 +1,8 @@
 """A real, small Kubernetes for tests: etcd, the API server, controllers, a scheduler, and machines with a kubelet each.
 
 `KubernetesCluster` starts it without Docker, in namespaces of its own; only the API is to be reached from outside, on a
-free loopback port. Each machine has a network namespace of its own, its pods have addresses in the same network. Machines
-are killed and brought back whole, and their links are cut and restored. Where the programs come from belongs in
+free loopback port. Each machine is in a network namespace of its own, and its pods have addresses in the same network.
+Machines are killed and brought back, and their links cut and restored. Where the programs come from belongs in
 `kubernetes_parts`, what is done inside of the namespaces in `kubernetes_init`.
 """
 

@@ -98,8 +98,8 @@ def make_machine(name: str, address: str) -> None:
 
 
 class Cluster:
-    """Programs by name, started and killed, and links of machines, cut and restored, by lines of JSON on standard input; each is answered by one on standard
-    output."""
+    """Programs by name, started and killed, and links of machines, cut and restored, by lines of JSON on standard
+    input; each is answered by one on standard output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from benchmarks.namespaces import Hosts
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.ray.engine import RayEngine
@@ -46,6 +48,14 @@ class Machines(Protocol):
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         """Take away the machine of a node, and return what gives it back."""
+        ...
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        """Pull the cable of the machine of a node, and return what plugs it in again. Needs hosts of their own."""
+        ...
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        """Return the addresses that ranks of a node may have: those of its machine, or of its pod."""
         ...
 
     def kill_control_plane(self) -> Callable[[], None]:
@@ -88,6 +98,19 @@ class Pods:
 
         return give_back
 
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        self.cluster.cut(job.host)
+
+        def give_back() -> None:
+            self.cluster.restore(job.host)
+            self.cluster.wait_for_node(job.host)
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        pods = self.cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector=job-name={job.id}")["items"]
+        return [pod["status"]["podIP"] for pod in pods]
+
     def kill_control_plane(self) -> Callable[[], None]:
         self.cluster.kill("kube-apiserver")
         return lambda: self.cluster.start("kube-apiserver")
@@ -118,6 +141,20 @@ class Slurmds:
             self.cluster.wait_for_nodes()
 
         return give_back
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        hosts = self.cluster.hosts
+        assert hosts is not None
+        hosts.cut(self.cluster.host_of(job.host))
+
+        def give_back() -> None:
+            hosts.restore(self.cluster.host_of(job.host))
+            self.cluster.wait_for_nodes()
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        return [self.cluster.address(job.host)]
 
     def kill_control_plane(self) -> Callable[[], None]:
         time.sleep(6)  # slurmctld writes its state every 5 s, and forgets later jobs if it is killed
@@ -151,13 +188,32 @@ class Raylets:
         return self.asked.list_jobs(launch)
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
-        launch = job.id.split("-")[1]
+        name = self._machine_of(job)
+        self.cluster.kill(name)
+        return lambda: self.cluster.start(name)
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        hosts, name = self.cluster.hosts, self._machine_of(job)
+        assert hosts is not None
+        hosts.cut(self.cluster.names.index(name))
+
+        def give_back() -> None:
+            hosts.restore(self.cluster.names.index(name))
+            self.cluster.wait_for_end(name)  # a raylet that was given up ends when it hears of it
+            self.cluster.start(name)
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        return [self.cluster.address_of(self._machine_of(job))]
+
+    def _machine_of(self, job: EngineJob) -> str:
+        """Return the machine on which a node runs, by the processes above it."""
         outputs = [process for process in psutil.process_iter() if _writes_to(process, f"ray-{job.id}.out")]
         above = {parent.pid for process in outputs for parent in process.parents()}
         names = [name for name, process in self.cluster.processes.items() if process.pid in above]
-        assert len(names) == 1, (launch, names, outputs)
-        self.cluster.kill(names[0])
-        return lambda: self.cluster.start(names[0])
+        assert len(names) == 1, (job, names, outputs)
+        return names[0]
 
     def kill_control_plane(self) -> Callable[[], None]:
         self.cluster.kill(self.cluster.names[0])
@@ -187,25 +243,37 @@ def missing(kind: str) -> str:
 
 
 @contextmanager
-def open_machines(kind: str, nodes: int = 2) -> Iterator[Machines]:
-    """Start an engine with room for so many nodes and one more, and set the variables by which it is used."""
+def open_machines(
+    kind: str, nodes: int = 2, on_hosts: bool = False, variables: Mapping[str, str] | None = None
+) -> Iterator[Machines]:
+    """Start an engine with room for so many nodes and one more, and set the variables by which it is used.
+
+    ``on_hosts``: each machine is a host of its own, and this thread is on that of the control plane. (Machines of a
+    Kubernetes always are, and their API is to be reached from here.) ``variables``: as of `RayCluster`. Raise
+    `NoNamespacesError` where there can be no hosts."""
     before = dict(os.environ)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_set_environment, before)
         if kind == "kubernetes":
-            with KubernetesCluster(nodes=2) as cluster:
-                yield Pods(cluster, deploy(cluster))
-        elif kind == "slurm":
-            with SlurmCluster(nodes=nodes + 1) as slurm:
-                os.environ.update(slurm.environment())
-                yield Slurmds(slurm)
-        else:
-            with RayCluster(nodes=nodes + 2) as ray:
-                os.environ.update(ray.access)
-                machines = Raylets(ray)
-                try:
-                    yield machines
-                finally:
-                    machines.asked.close()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+            kubernetes = stack.enter_context(KubernetesCluster(nodes=2))
+            yield Pods(kubernetes, deploy(kubernetes))
+            return
+        machines = nodes + (1 if kind == "slurm" else 2)  # the head of a Ray cluster takes no node
+        hosts = stack.enter_context(Hosts(machines + (kind == "slurm"))) if on_hosts else None
+        if hosts:
+            stack.enter_context(hosts.inside(0))
+        if kind == "slurm":
+            slurm = stack.enter_context(SlurmCluster(nodes=machines, hosts=hosts))
+            os.environ.update(slurm.environment())
+            yield Slurmds(slurm)
+            return
+        ray = stack.enter_context(RayCluster(nodes=machines, hosts=hosts, variables=variables))
+        os.environ.update(ray.access)
+        raylets = Raylets(ray)
+        stack.callback(raylets.asked.close)
+        yield raylets
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)

@@ -103,7 +103,8 @@ class RayCluster:
             command = [*self.hosts.command(self.names.index(name)), *command]
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process has its own copy
         own = {each: value.format(index=self.names.index(name)) for each, value in self.variables.items()}
-        environment = {**os.environ, **self.access, **(_MISSED if self.hosts else {}), "RAY_enable_metrics_collection": "0", **own}
+        own |= {"RAY_enable_metrics_collection": "0", **(_MISSED if self.hosts else {})}
+        environment = {**os.environ, **self.access, **own}
         self.processes[name] = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),  # also where the tests are killed
@@ -128,6 +129,11 @@ class RayCluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
         process.wait()
+
+    def wait_for_end(self, name: str) -> None:
+        """Return when a machine has ended by itself."""
+        process = self.processes.pop(name)
+        process.wait(60)
 
     def close(self) -> None:
         """End every process of the cluster, and take its folder away."""

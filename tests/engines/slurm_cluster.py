@@ -139,10 +139,11 @@ class SlurmCluster:
         stepd = str(self._root / "usr" / "sbin" / "slurmstepd")
         command = commands.get(name) or ["slurmd", "-D", "-f", str(self.conf), "-N", name, "-d", stepd]
         if self.hosts:
-            # Each machine knows the names of all by its /etc/hosts, as those of a real cluster do.
-            named = 'mount --bind "$0" /etc/hosts && exec "$@"'
-            private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", named, str(self.folder / "hosts")]
-            command = [*self.hosts.command(self.host_of(name)), *private, *command]
+            # Each machine has its name, and knows those of all by its /etc/hosts, as those of a real cluster do.
+            named = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
+            own = ("--mount", "--uts", "--propagation", "private", "sh", "-c", named, str(self.folder / "hosts"))
+            hostname = name if name in self.nodes else self._host
+            command = [*self.hosts.command(self.host_of(name)), "unshare", *own, hostname, *command]
         with open(self.folder / f"{name}.out", "ab") as out:
             mark = {_MARK: f"{self.name}/{name}"}
             self._running[name] = subprocess.Popen(
@@ -276,7 +277,8 @@ class SlurmCluster:
     def _configuration(self) -> str:
         here, plugins = self.folder, next((self._root / "usr" / "lib").glob("*-linux-gnu")) / "slurm-wlm"
         lines: Mapping[str, object] = {
-            "ClusterName": self.name, "SlurmctldHost": f"{self._host}({self.address('slurmctld')})", "SlurmctldPort": self._ports[0],
+            "ClusterName": self.name, "SlurmctldHost": f"{self._host}({self.address('slurmctld')})",
+            "SlurmctldPort": self._ports[0],
             "SlurmUser": self._user, "SlurmdUser": self._user, "PluginDir": plugins,
             "AuthType": "auth/munge", "AuthInfo": f"socket={here}/munge.sock", "CredType": "cred/munge",
             "CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny",
@@ -299,7 +301,8 @@ class SlurmCluster:
             lines = {name: value for name, value in lines.items() if name != "JobCompLoc"}
         text = "".join(f"{name}={value}\n" for name, value in lines.items())
         for node, port in zip(self.nodes, self._ports[3:], strict=True):
-            text += f"NodeName={node} NodeHostname={self._host} NodeAddr={self.address(node)} Port={port} "
+            hostname = node if self.hosts else self._host
+            text += f"NodeName={node} NodeHostname={hostname} NodeAddr={self.address(node)} Port={port} "
             text += "CPUs=2 RealMemory=2000\n"
         nodes = f"Nodes={','.join(self.nodes)} State=UP"
         return (

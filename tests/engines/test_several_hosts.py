@@ -1,0 +1,132 @@
+"""Trainings on several hosts: each machine of an engine has a network of its own, and they share nothing but files and
+one switch (`benchmarks.namespaces`). No host has a default route, and the first interface of each has an address at
+which nobody reaches it: what a node takes for its own address matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.namespaces import NoNamespacesError
+from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from tests.engines.engine_training import (
+    NODES,
+    Outcome,
+    Training,
+    assert_nothing_is_left,
+    assert_same,
+    incarnations,
+    train_here,
+    write_job,
+)
+from tests.engines.machines import Machines, missing, open_machines
+from trainer.elastic.membership import generations
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+STEPS = 4000
+"""Enough for an engine to miss a machine, and to start a node in its place."""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same training on the local cluster, on loopback."""
+    return train_here(tmp_path_factory.mktemp("here"), STEPS)
+
+
+@pytest.fixture(scope="module", params=["slurm", "kubernetes", "ray"])
+def machines(request: pytest.FixtureRequest, expected: Outcome) -> Iterator[Machines]:
+    if why := missing(request.param):
+        pytest.skip(why)
+    try:
+        # Ray's nodes have what their raylet has in its environment; SLURM's are told by `setup`.
+        with open_machines(request.param, NODES, on_hosts=True) as opened:
+            yield opened
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def training(machines: Machines, tmp_path: Path) -> Iterator[Training]:
+    yield from open_training(machines, tmp_path)
+
+
+def open_training(machines: Machines, folder: Path, **options: Any) -> Iterator[Training]:
+    settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
+    given = machines.options(folder) | options
+    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, STEPS))
+    yield made
+    made.close()
+    assert_nothing_is_left(made, machines)
+
+
+def members(training: Training, generation: int = -1) -> dict[int, str]:
+    """The addresses of a generation's members, by node, as its record has them."""
+    return {member.node: member.host for member in generations(training.rundir.storage)[generation].members}
+
+
+def places(machines: Machines, training: Training) -> dict[int, list[str]]:
+    """The addresses of the machines on which the nodes run, by node."""
+    running = [job for job in machines.jobs(training.launch()) if job.state == "running"]
+    return {job.node_id: machines.addresses(job) for job in running}
+
+
+def assert_own_addresses(machines: Machines, training: Training) -> None:
+    """Each member of the newest generation meets the others at an address of its own machine."""
+    own, met = places(machines, training), members(training)
+    assert sorted(met) == list(range(NODES))
+    assert len(set(met.values())) == NODES
+    assert all(address in own[node] for node, address in met.items()), (met, own)
+    assert not any(address.startswith("127.") for address in met.values())
+
+
+def test_each_node_finds_the_address_of_its_own_host(machines: Machines, training: Training, expected: Outcome) -> None:
+    training.submit()
+    training.run_until(lambda: training.step() > 20, "a step")
+    assert_own_addresses(machines, training)
+    met = members(training)
+    made = training.outcome()
+    assert made[:3] == expected[:3]
+    assert_same(training, expected, tolerance=0.0)
+    assert {node.node_id: node.host for node in training.rundir.nodes()} == met
+    assert len(generations(training.rundir.storage)) == 1
+
+
+def test_a_host_is_killed(machines: Machines, training: Training, expected: Outcome) -> None:
+    training.submit()
+    training.run_until(lambda: training.step() > 20, "a step")
+    give_back = machines.kill_node(node_of(machines, training, 1))
+    try:
+        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+        training.run_until(lambda: len(members(training)) == NODES, "its place in the group")
+        assert_own_addresses(machines, training)
+        assert_same(training, expected)
+    finally:
+        give_back()
+
+
+def test_a_host_is_cut_off_and_comes_back(machines: Machines, training: Training, expected: Outcome) -> None:
+    """Nobody is told: no connection closes. The host is given up, and its node begins elsewhere; when the cable is
+    back, what still ran there ends, and takes no part."""
+    training.submit()
+    training.run_until(lambda: training.step() > 20, "a step")
+    job = node_of(machines, training, 1)
+    plug_in = machines.cut_node(job)
+    try:
+        training.run_until(lambda: list(members(training)) == [0], "the group without it")
+        training.run_until(lambda: (1, 2) in incarnations(training), "a replacement")
+        training.run_until(lambda: len(members(training)) == NODES, "its place in the group")
+        assert_own_addresses(machines, training)
+        assert training.processes("--node 1 --incarnation 1"), "it has not noticed"
+    finally:
+        plug_in()
+    training.run_until(lambda: not training.processes("--node 1 --incarnation 1"), "the end of what was cut off")
+    assert_same(training, expected)
+    assert incarnations(training) == [(0, 1), (1, 1), (1, 2)]
+
+
+def node_of(machines: Machines, training: Training, node: int) -> Any:
+    return next(job for job in machines.jobs(training.launch()) if job.node_id == node)
