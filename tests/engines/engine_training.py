@@ -6,6 +6,7 @@ An engine's file of tests gives a `Trial` and inherits `EngineTrials`. What is p
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
-from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from tests.engines.machines import Machines, missing, open_machines
+from tests.engines.machines import Machines, missing, open_machines, variables
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
@@ -237,6 +240,41 @@ class EngineTrials:
         assert training.status().state == JobState.CANCELLED
         assert training.rundir.latest_checkpoint() is not None, "written on SIGTERM"
         assert {node.exit_codes for node in training.rundir.nodes()} == {(143,)}
+
+    def test_a_full_cluster_is_waited_for(self, machines: Machines, training: Training, expected: Outcome) -> None:
+        """All machines have others' work: the training waits, and begins by itself when there is room."""
+        give_back = machines.fill()
+        try:
+            training.submit()
+            training.run_until(lambda: machines.full in training.status().message, machines.full)
+            assert training.status().state == JobState.QUEUED
+            assert training.manager.node_usage("one") == []
+        finally:
+            give_back()
+        assert_same(training, expected)
+        assert incarnations(training) == [(0, 1), (1, 1)]
+
+    def test_bad_settings_are_refused_and_nothing_is_submitted(
+        self, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = tmp_path / "job.json"
+        job.write_text(json.dumps(write_job(tmp_path / "given", STEPS).read_json("job.json")))
+        before = machines.all_jobs()
+        own = {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_CLUSTER": machines.kind, "DTRAIN_CLUSTER_NAME": "engine"}
+        for number, (changes, said) in enumerate([*machines.bad_settings, ({"DTRAIN_NODES": "300"}, "DTRAIN_NODES")]):
+            with monkeypatch.context() as patch:
+                for name, value in {**variables(machines.kind, machines.options(tmp_path)), **own, **changes}.items():
+                    patch.setenv(name, value)
+                told = CliRunner().invoke(main, ["train", "--config", str(job), "--name", f"bad-{number}"])
+                assert told.exit_code != 0, (changes, told.output)
+                assert said in " ".join(told.output.split()), changes
+        manager = EngineClusterManager(
+            tmp_path, LaunchSettings(engine=machines.kind, cluster_name="engine"), machines.options(tmp_path)
+        )
+        training = Training(manager, write_job(tmp_path, STEPS), nodes=300)
+        with pytest.raises(ClusterError, match="DTRAIN_NODES=300"):
+            training.submit()
+        assert machines.all_jobs() <= before
 
     def test_what_waits_says_why_and_costs_nothing(self, machines: Machines, tmp_path: Path) -> None:
         rundir = write_job(tmp_path, STEPS)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import psutil
 
@@ -20,9 +20,9 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
-from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob
 from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
-from tests.engines.kubernetes_access import NAMESPACE, deploy
+from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE, host_volumes
 from tests.engines.ray_cluster import RayCluster
@@ -33,6 +33,10 @@ class Machines(Protocol):
     """What a test may do to a real engine."""
 
     kind: str
+    full: str
+    """Words of the reason that is told while others have all the room."""
+    bad_settings: list[tuple[dict[str, str], str]]
+    """Variables that cannot work here, and words of the refusal."""
 
     def options(self, folder: Path) -> dict[str, Any]:
         """The options of nodes that reach this folder."""
@@ -44,6 +48,14 @@ class Machines(Protocol):
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         """What the engine knows of a launch."""
+        ...
+
+    def all_jobs(self) -> set[str]:
+        """What the engine knows at all."""
+        ...
+
+    def fill(self) -> Callable[[], None]:
+        """Take all room of all machines by work of another, and return what gives it back."""
         ...
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
@@ -67,6 +79,12 @@ class Pods:
     """The machines of a Kubernetes: kubelets."""
 
     kind = "kubernetes"
+    full = "cpu"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_KUBERNETES_IMAGE": ""}, "DTRAIN_KUBERNETES_IMAGE"),
+        ({"DTRAIN_KUBERNETES_VOLUMES": "nix"}, "is no volume"),
+        ({"DTRAIN_KUBERNETES_NAMESPACE": "absent"}, "deploy/kubernetes has the rights"),
+    ]
 
     def __init__(self, cluster: KubernetesCluster, kubeconfig: Path) -> None:
         self.cluster, self.kubeconfig = cluster, kubeconfig
@@ -88,6 +106,15 @@ class Pods:
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         options = KubernetesOptions.read({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
         return KubernetesEngine(options, "", lambda *_: ()).list_jobs(launch)
+
+    def all_jobs(self) -> set[str]:
+        return {job["metadata"]["uid"] for job in self.cluster.ask("GET", "/apis/batch/v1/jobs")["items"]}
+
+    def fill(self) -> Callable[[], None]:
+        nodes = self.cluster.ask("GET", "/api/v1/nodes")["items"]
+        cpus = min(int(node["status"]["allocatable"]["cpu"]) for node in nodes)
+        engine = make_engine(make_options(self.kubeconfig, cpu=f"{1000 * cpus - 50}m"), "sleep 1000")
+        return _fill(engine, len(nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         self.cluster.kill(job.host)
@@ -120,6 +147,12 @@ class Slurmds:
     """The machines of a SLURM: slurmd with all that it runs."""
 
     kind = "slurm"
+    full = "no machine is free"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_SLURM_CPUS": "0"}, "DTRAIN_SLURM_CPUS"),
+        ({"DTRAIN_SLURM_EXTRA": "--array=1-3"}, "nodes are jobs of their own"),
+        ({"DTRAIN_SLURM_PARTITION": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
+    ]
 
     def __init__(self, cluster: SlurmCluster) -> None:
         self.cluster = cluster
@@ -132,6 +165,13 @@ class Slurmds:
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)
+
+    def all_jobs(self) -> set[str]:
+        return set(self.cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
+
+    def fill(self) -> Callable[[], None]:
+        engine = SlurmEngine(SlurmOptions(exclusive=True), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        return _fill(engine, len(self.cluster.nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         self.cluster.kill(job.host)
@@ -171,6 +211,12 @@ class Raylets:
     """The machines of a Ray cluster: raylets with all that they run."""
 
     kind = "ray"
+    full = "no machine is free"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_RAY_CPUS": "0"}, "DTRAIN_RAY_CPUS"),
+        ({"DTRAIN_RAY_RESOURCES": "CPU=3"}, "has a setting of its own"),
+        ({"DTRAIN_RAY_ADDRESS": "nowhere"}, "DTRAIN_RAY_ADDRESS"),
+    ]
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
@@ -186,6 +232,19 @@ class Raylets:
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         return self.asked.list_jobs(launch)
+
+    def all_jobs(self) -> set[str]:
+        return {actor["name"] for actor in self.asked._ask("list_actors", prefix="")["actors"]}
+
+    def fill(self) -> Callable[[], None]:
+        engine = RayEngine(RayOptions(**self.options(Path())), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        release = _fill(engine, len(self.cluster.names) - 1)
+
+        def give_back() -> None:
+            release()
+            engine.close()
+
+        return give_back
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         name = self._machine_of(job)
@@ -228,12 +287,36 @@ class Raylets:
         return start
 
 
+def _fill(engine: Engine, count: int) -> Callable[[], None]:
+    """Have an engine run so many nodes of another's launch, and return what ends them."""
+    launch = {"job_id": "others", "token": os.urandom(24).hex(), "launch": 1, "node_count": count, "env": {}}
+    names = [engine.submit(launch, node, 1) for node in range(count)]
+    deadline = time.monotonic() + 120
+    while len([job for job in engine.list_jobs(launch) if job.state == "running"]) < count:
+        assert time.monotonic() < deadline, engine.list_jobs(launch)
+        time.sleep(0.2)
+    return lambda: engine.cancel(names, force=True)
+
+
 def _writes_to(process: psutil.Process, name: str) -> bool:
     """Whether the output of a process is a file of this name."""
     try:
         return os.readlink(f"/proc/{process.pid}/fd/1").endswith(name)
     except OSError:
         return False
+
+
+def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """The environment that gives these options."""
+    given = {name: value for name, value in options.items() if name != "volumes"}
+    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
+    if volumes := options.get("volumes"):
+        texts = [
+            f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"
+            for one in volumes
+        ]
+        found["DTRAIN_KUBERNETES_VOLUMES"] = ",".join(texts)
+    return found
 
 
 def missing(kind: str) -> str:

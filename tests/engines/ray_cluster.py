@@ -148,3 +148,8 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+if __name__ == "__main__":
+    if why := missing():
+        sys.exit(why)
