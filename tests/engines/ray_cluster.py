@@ -110,7 +110,7 @@ class RayCluster:
             preexec_fn=partial(die_with, os.getpid()),  # also where the tests are killed
         )  # fmt: skip
         log.close()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while b"Ray runtime started" not in (self.folder / f"{name}.log").read_bytes():
             assert time.monotonic() < deadline, (self.folder / f"{name}.log").read_text()
             assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()

@@ -80,6 +80,16 @@ def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngin
     assert engine.list_jobs(launch | {"launch": 2}) == []
 
 
+def test_a_node_is_reached_where_ray_reaches_its_machine(
+    make: Callable[..., RayEngine], launch: dict[str, Any]
+) -> None:
+    engine = make('echo "at $DTRAIN_HOST."; sleep 100')
+    name = engine.submit(launch, 0, 1)
+    (job,) = wait_for(engine, launch, "running")
+    wait_for_output(engine, name, f"at {job.host}.")
+    engine.cancel([name], force=True)
+
+
 def test_what_waits_says_why_and_is_withdrawn(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
     engine = make(cpus=64.0)
     name = engine.submit(launch, 0, 1)

@@ -27,7 +27,7 @@ from tests.engines.machines import Machines, missing, open_machines
 from trainer.elastic.membership import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
-STEPS = 4000
+STEPS = 3000
 """Enough for an engine to miss a machine, and to start a node in its place."""
 
 
@@ -42,7 +42,6 @@ def machines(request: pytest.FixtureRequest, expected: Outcome) -> Iterator[Mach
     if why := missing(request.param):
         pytest.skip(why)
     try:
-        # Ray's nodes have what their raylet has in its environment; SLURM's are told by `setup`.
         with open_machines(request.param, NODES, on_hosts=True) as opened:
             yield opened
     except NoNamespacesError as error:
