@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,11 +67,14 @@ def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
 class Training:
     """One job of a manager, from its submission to its outcome."""
 
-    def __init__(self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES) -> None:
-        self.manager, self.rundir, self.nodes = manager, rundir, nodes
+    def __init__(
+        self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES, place: Sequence[str] = ()
+    ) -> None:
+        """``place``: words before the command, as of `Hosts.local_cluster`."""
+        self.manager, self.rundir, self.nodes, self.place = manager, rundir, nodes, place
 
     def submit(self) -> None:
-        command = (self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        command = (*self.place, self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
         self.manager.submit_job(
             JobSpec(job_id="one", run_dir=self.rundir.uri, command=command, node_count=self.nodes, elastic=True)
         )

@@ -5,13 +5,16 @@ which nobody reaches it: what a node takes for its own address matters."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.namespaces import NoNamespacesError
+from benchmarks.namespaces import Hosts, NoNamespacesError
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
     NODES,
@@ -50,13 +53,15 @@ def machines(request: pytest.FixtureRequest, expected: Outcome) -> Iterator[Mach
 
 @pytest.fixture
 def training(machines: Machines, tmp_path: Path) -> Iterator[Training]:
-    yield from open_training(machines, tmp_path)
+    with open_training(machines, tmp_path) as made:
+        yield made
 
 
-def open_training(machines: Machines, folder: Path, **options: Any) -> Iterator[Training]:
+@contextmanager
+def open_training(machines: Machines, folder: Path, steps: int = STEPS, **options: Any) -> Iterator[Training]:
     settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
     given = machines.options(folder) | options
-    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, STEPS))
+    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps))
     yield made
     made.close()
     assert_nothing_is_left(made, machines)
@@ -125,6 +130,46 @@ def test_a_host_is_cut_off_and_comes_back(machines: Machines, training: Training
     training.run_until(lambda: not training.processes("--node 1 --incarnation 1"), "the end of what was cut off")
     assert_same(training, expected)
     assert incarnations(training) == [(0, 1), (1, 1), (1, 2)]
+
+
+def test_a_setting_names_another_address(machines: Machines, tmp_path: Path) -> None:
+    """Where a site's own shell lines, or the machine's environment, say so."""
+    if machines.kind != "slurm":
+        pytest.skip("pods always have DTRAIN_HOST; what a raylet has is in test_ray_engine.py")
+    other = "export DTRAIN_HOST=10.79.1.$(( ${SLURMD_NODENAME#n} + 1 ))"
+    with open_training(machines, tmp_path, steps=100, setup=other) as training:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        own = places(machines, training)
+        assert members(training) == {node: first.replace("10.79.0.", "10.79.1.") for node, [first] in own.items()}
+        assert training.end() == JobState.SUCCEEDED, training.said()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with Hosts(NODES) as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("setting", ["", "DTRAIN_INTERFACE=eth0", "DTRAIN_HOST=10.79.1.$((NODE_RANK + 1))"])
+def test_nodes_of_the_local_cluster_on_hosts_of_their_own(
+    hosts: Hosts, tmp_path: Path, expected: Outcome, setting: str
+) -> None:
+    steps = 100 if setting else STEPS
+    place = ["sh", "-c", f'{setting} exec "$@"', "with", *hosts.local_cluster]
+    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps), place=place)
+    training.submit()
+    try:
+        assert training.end() == JobState.SUCCEEDED, training.said()
+    finally:
+        training.close()
+    address = hosts.other_address if "HOST" in setting else hosts.address
+    assert members(training) == {node: address(node) for node in range(NODES)}
+    if not setting:
+        assert_same(training, expected, tolerance=0.0)
 
 
 def node_of(machines: Machines, training: Training, node: int) -> Any:
