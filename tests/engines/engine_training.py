@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.machines import Machines, missing, open_machines, variables
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
 NODES = 2
@@ -42,7 +43,7 @@ class Outcome(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
+def write_job(folder: Path, steps: int, nodes: int = NODES, model: FactoryConfig | None = None) -> RunDir:
     """A job and its dataset in a home."""
     path = Path(__file__).parents[1] / "dtrain_dagster" / "small_job.py"
     spec = importlib.util.spec_from_file_location("small_job", path)
@@ -59,7 +60,7 @@ def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
     )  # fmt: skip
     rundir.write_job(JobConfig(
         job_id="one", run_dir=rundir.uri, dataset=DatasetRef(uri=str(dataset)), training=training,
-        tracking=TrackingConfig(tensorboard=False),
+        tracking=TrackingConfig(tensorboard=False), **({"model": model} if model else {}),
     ))  # fmt: skip
     return rundir
 
@@ -71,12 +72,20 @@ class Training:
         self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES, place: Sequence[str] = ()
     ) -> None:
         """``place``: words before the command, as of `Hosts.local_cluster`."""
+        self.env = {name: os.environ[name] for name in ("DTRAIN_FACTORY_MODULES",) if name in os.environ}
         self.manager, self.rundir, self.nodes, self.place = manager, rundir, nodes, place
 
     def submit(self) -> None:
         command = (*self.place, self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
         self.manager.submit_job(
-            JobSpec(job_id="one", run_dir=self.rundir.uri, command=command, node_count=self.nodes, elastic=True)
+            JobSpec(
+                job_id="one",
+                run_dir=self.rundir.uri,
+                command=command,
+                node_count=self.nodes,
+                elastic=True,
+                env=self.env,
+            )
         )
 
     def status(self) -> JobStatus:
@@ -133,9 +142,9 @@ class Training:
             self.manager.cancel_job("one")
 
 
-def train_here(home: Path, steps: int) -> Outcome:
+def train_here(home: Path, steps: int, model: FactoryConfig | None = None) -> Outcome:
     """Train on the local cluster, with as many nodes."""
-    training = Training(LocalClusterManager(home), write_job(home, steps))
+    training = Training(LocalClusterManager(home), write_job(home, steps, model=model))
     training.submit()
     try:
         return training.outcome()

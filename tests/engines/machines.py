@@ -28,6 +28,10 @@ from tests.engines.kubernetes_image import IMAGE, host_volumes
 from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
 
+ROOT = Path(__file__).parents[2]
+OWN_MODELS = ROOT / "tests" / "faults"
+"""Models of a user's own that tests train."""
+
 
 class Machines(Protocol):
     """What a test may do to a real engine."""
@@ -94,10 +98,15 @@ class Pods:
             {"mount": path, "source": {"hostPath": {"path": path}}, "read_only": read_only}
             for path, read_only in host_volumes(folder)
         ]
+        python = (
+            folder / "python"
+        )  # what an image has: an interpreter that finds this project, as it is in this checkout
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{OWN_MODELS} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
         return {
             "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never",
             "cpu": "100m", "memory": "1Gi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.3,
-            "volumes": volumes, "user": os.getuid(), "python": sys.executable,
+            "volumes": volumes, "user": os.getuid(), "python": str(python),
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -4,6 +4,7 @@ which nobody reaches it: what a node takes for its own address matters."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,18 +27,31 @@ from tests.engines.engine_training import (
     train_here,
     write_job,
 )
-from tests.engines.machines import Machines, missing, open_machines
+from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines
+from trainer.config import FactoryConfig
 from trainer.elastic.membership import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
-STEPS = 3000
-"""Enough for an engine to miss a machine, and to start a node in its place."""
+STEPS = 400
+PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
+"""A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
+to start a node in its place."""
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """The same training on the local cluster, on loopback."""
-    return train_here(tmp_path_factory.mktemp("here"), STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(OWN_MODELS)
+        patch.setenv("PYTHONPATH", str(OWN_MODELS), prepend=os.pathsep)
+        patch.setenv("DTRAIN_FACTORY_MODULES", "paced")
+        yield train_here(tmp_path_factory.mktemp("here"), STEPS, PACED)
+
+
+@pytest.fixture(autouse=True)
+def own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests begin without any of our variables."""
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "paced")
 
 
 @pytest.fixture(scope="module", params=["slurm", "kubernetes", "ray"])
@@ -61,7 +75,7 @@ def training(machines: Machines, tmp_path: Path) -> Iterator[Training]:
 def open_training(machines: Machines, folder: Path, steps: int = STEPS, **options: Any) -> Iterator[Training]:
     settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
     given = machines.options(folder) | options
-    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps))
+    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps, model=PACED))
     yield made
     made.close()
     assert_nothing_is_left(made, machines)
@@ -137,7 +151,7 @@ def test_a_setting_names_another_address(machines: Machines, tmp_path: Path) -> 
     if machines.kind != "slurm":
         pytest.skip("pods always have DTRAIN_HOST; what a raylet has is in test_ray_engine.py")
     other = "export DTRAIN_HOST=10.79.1.$(( ${SLURMD_NODENAME#n} + 1 ))"
-    with open_training(machines, tmp_path, steps=100, setup=other) as training:
+    with open_training(machines, tmp_path, steps=60, setup=other) as training:
         training.submit()
         training.run_until(lambda: training.step() > 20, "a step")
         own = places(machines, training)
@@ -158,9 +172,9 @@ def hosts() -> Iterator[Hosts]:
 def test_nodes_of_the_local_cluster_on_hosts_of_their_own(
     hosts: Hosts, tmp_path: Path, expected: Outcome, setting: str
 ) -> None:
-    steps = 100 if setting else STEPS
+    steps = 60 if setting else STEPS
     place = ["sh", "-c", f'{setting} exec "$@"', "with", *hosts.local_cluster]
-    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps), place=place)
+    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps, model=PACED), place=place)
     training.submit()
     try:
         assert training.end() == JobState.SUCCEEDED, training.said()
