@@ -27,9 +27,10 @@ from benchmarks.namespaces import Hosts
 from trainer.node.node_processes import die_with
 
 _MISSED = {
-    "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "4",
-}  # fmt: skip
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5",
+}
 """A machine that does not answer is given up within seconds."""
 
 

@@ -9,7 +9,7 @@ from tests.engines.engine_training import EngineTrials, Outcome, Training, asser
 from tests.engines.kubernetes_access import NAMESPACE
 from tests.engines.machines import Pods
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class TestKubernetes(EngineTrials):

@@ -8,7 +8,7 @@ import pytest
 from tests.engines.engine_training import EngineTrials, Outcome, Training
 from tests.engines.machines import Raylets
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class TestRay(EngineTrials):

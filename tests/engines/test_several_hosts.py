@@ -31,7 +31,7 @@ from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines
 from trainer.config import FactoryConfig
 from trainer.elastic.membership import generations
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
 STEPS = 400
 PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
 """A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and

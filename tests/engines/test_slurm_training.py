@@ -22,7 +22,7 @@ from tests.engines.engine_training import (
 )
 from tests.engines.machines import Slurmds
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class TestSlurm(EngineTrials):
