@@ -32,7 +32,7 @@ from trainer.config import FactoryConfig
 from trainer.elastic.membership import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
-STEPS = 400
+STEPS = 300
 PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
 """A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
 to start a node in its place."""
