@@ -210,7 +210,7 @@ def plan_of_launchpad(
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
     from dtrain_dagster.planning.build_plan import size_up_job
 
-    price, tier = price_of(cluster.gpu_type), tier_of(cluster.first_tier)
+    price, tier = price_of(cluster.sku), tier_of(cluster.first_tier)
     price.usd_per_hour(tier)
     job = job_on(cluster.node_count, config, cluster, project, dataset)
     stated_ranks = config.more.get("world_size")

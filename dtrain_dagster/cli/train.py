@@ -96,7 +96,7 @@ def launch(
     job_id = new_job_id(name, "launch")
     if _runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
-    manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
+    manager.provision_cluster(nodes or settings.nodes, cluster.sku)
     rundir = run_dir(settings, job_id)
     follower = FileFollower(rundir.storage.local_path("logs"))
     follower.skip_to_end()
@@ -191,7 +191,7 @@ def train(
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
     else:
-        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     _take_over(rundir)
     with cancelled_by_signals(manager, job.job_id, unless=detach):
@@ -335,11 +335,11 @@ def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) 
         signal.signal(signal.SIGTERM, before)
 
 
-def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
-    """Print the kind of nodes if it differs from the settings."""
-    if got.gpu_type != settings.gpu_type:
+def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
+    """Print the kind of nodes if it differs from the wanted one."""
+    if got.gpu_type != wanted:
         tier = f" ({got.tier})" if got.tier else ""
-        say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+        say(f"{wanted} was not to be had: {got.gpu_type}{tier} is taken", err=True)
 
 
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
