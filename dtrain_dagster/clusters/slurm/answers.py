@@ -157,7 +157,8 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         submitted_at=submitted,
         started_at=started if stage != "pending" else None,
         ended_at=ended if stage == "ended" else None,
-        ends_at=ended if stage == "running" and limit is not None else None,
+        # While a job completes, its end is no limit any more, but the moment at which it came.
+        ends_at=ended if stage == "running" and state != "COMPLETING" and limit is not None else None,
     )
 
 

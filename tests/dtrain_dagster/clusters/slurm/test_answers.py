@@ -45,6 +45,7 @@ def test_a_running_node_has_its_machine_and_its_limit():
     assert found.ends_at == 1795521395.0
     assert job(TimeLimit="UNLIMITED", EndTime="N/A").ends_at is None
     assert job(State="COMPLETING").state == "running", "processes of it may be there"
+    assert job(State="COMPLETING").ends_at is None, "it needs no successor"
 
 
 def test_a_waiting_node_says_why_what_helps_and_its_place():
