@@ -134,6 +134,13 @@ class GPUClusterResource(dg.ConfigurableResource):
         return name_at_site(self.gpu_type, self.engine.get("partition")) if self.kind == "slurm" else self.gpu_type
 
     @property
+    def have_gpus(self) -> bool:
+        """Whether its nodes are known to have GPUs. Raise `PriceError` for an unknown SKU."""
+        from dtrain_dagster.clusters.ranks import have_gpus
+
+        return have_gpus(self.traits, self.gpu_type, self.engine.get("gpus", 0))
+
+    @property
     def traits(self) -> ClusterKind:
         """What this kind of cluster is and can do."""
         return KINDS[self.kind]

@@ -345,12 +345,15 @@ def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
     """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
-    from dtrain_dagster.clusters.ranks import explain_idle_gpus
+    from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
     from dtrain_dagster.costs.prices import price_of
     from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.settings.engines import read_engine_options
 
+    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    for sentence in check_job(job, node_count * ranks, rehearses):
+    for sentence in check_job(job, node_count * ranks, rehearses, hosts, has_gpus):
         say(sentence, err=True)
     if settings.cluster == "azure_ml":
         from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired

@@ -95,7 +95,11 @@ def describe_kind(kind: ClusterKind) -> dict[str, str]:
         "time limit of nodes": _yes(kind.has_time_limit, "with a successor before it"),
         "account of its own": _yes(kind.has_accounting, "beside the presence of nodes"),
         "logs while it runs": _yes(kind.has_live_logs, ""),
+<<<<<<< HEAD
         "live metrics": _yes(kind.has_live_metrics, "from the run directory"),
+=======
+        "traffic of nodes": "within this machine" if kind.is_this_machine else "encrypted, but for NCCL's",
+>>>>>>> w-tls
         "outlives its supervisor": _yes(kind.outlives_supervisor, "another takes over"),
     }
 

@@ -28,6 +28,7 @@ from trainer.elastic.generation import (
     choose_generation,
     find_missing_members,
     proposal_delay,
+    refuse_mixed_encryption,
     survivors_of,
 )
 from trainer.errors import DamagedError
@@ -181,6 +182,7 @@ class Membership:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else self.first
         candidates = self.read_candidates(number)
+        refuse_mixed_encryption(mine, newest, candidates)
         said = (newest.number, self._at_work(newest.number)) if newest else None
         if said != state.at_work:
             state.at_work, state.heard_at = said, time.monotonic()
