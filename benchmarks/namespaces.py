@@ -52,6 +52,11 @@ class Hosts:
         """Paths of the namespaces, host by host."""
         return [f"/run/netns/{name}" for name in self.names]
 
+    @property
+    def switch_path(self) -> str:
+        """The path of the namespace of the bridge, which all traffic between hosts passes."""
+        return f"/run/netns/{self._switch}"
+
     def address(self, host: int) -> str:
         """Return the IP address of a host."""
         return f"10.79.0.{host + 1}"

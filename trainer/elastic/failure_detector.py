@@ -15,7 +15,6 @@ import asyncio
 import json
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +24,7 @@ from typing import Any, Literal
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.listener import BACKLOG, SPEAK_SECONDS
+from trainer.comm.tls import TLSContexts
 from trainer.elastic.doorkeeper import Doorkeeper
 from trainer.elastic.mailbox import Mailbox, line_of
 from trainer.elastic.phi_accrual import SignsOfLife
@@ -85,8 +85,7 @@ class FailureDetector:
 
     ``interval``: seconds between two beats; ``timeout``: those of a silence that is always too long; ``adapts`` False:
     only that counts. ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a
-    message has come; it must return at once. ``tls`` is (context as a server, context as a client), or None for plain
-    connections.
+    message has come; it must return at once. ``tls``: None for plain connections.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class FailureDetector:
         host: str,
         interval: float,
         timeout: float,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        tls: TLSContexts | None = None,
         on_change: Callable[[], None] = lambda: None,
         adapts: bool = False,
     ) -> None:
         self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
         self.on_change, self.adapts = on_change, adapts
-        self._tls = tls or (None, None)
+        self._tls = tls
         self._peers: dict[str, _Peer] = {}
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
@@ -280,10 +279,11 @@ class FailureDetector:
         writer, task = None, asyncio.current_task()
         assert task is not None
         try:
-            async with asyncio.timeout(SPEAK_SECONDS + (TLS_SECONDS if self._tls[0] else 0.0)):
+            async with asyncio.timeout(SPEAK_SECONDS + (TLS_SECONDS if self._tls else 0.0)):
                 reader = asyncio.StreamReader()
                 protocol = asyncio.StreamReaderProtocol(reader)
-                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls[0])
+                context = self._tls.server if self._tls else None
+                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 listener = Listener(self.key, self.me)
                 writer.write(listener.reply(await reader.readexactly(HELLO.size)))
@@ -369,9 +369,8 @@ class FailureDetector:
 
     async def _connect(self, member: str, peer: _Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Return a connection over which both sides have proved who they are."""
-        connecting = asyncio.open_connection(
-            *peer.address, ssl=self._tls[1], server_hostname="" if self._tls[1] else None
-        )
+        context = self._tls.client if self._tls else None
+        connecting = asyncio.open_connection(*peer.address, ssl=context, server_hostname="" if context else None)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         try:
             caller = Caller(self.key, self.me, member)

@@ -11,12 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainer.elastic.overlay import is_partial
+from trainer.errors import ConfigError
 
 START = "start"
 """The reason of a launch's first generation."""
 TOLD = "told by"
 """The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]
+_ENCRYPTS = {
+    "": "does not encrypt its connections",
+    "launch": "encrypts its connections with the launch's own certificates",
+    "files": "encrypts its connections with the files of training.tls",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +39,8 @@ class Candidate:
     store_port: int = 0
     """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
+    certificates: str = ""
+    """Where the certificates of its connections come from (`trainer.comm.encryption.CertificateSource`)."""
     ready: bool = False
     """Whether it has its data and model; until then it only announces itself."""
     was_in: int = 0
@@ -131,6 +139,20 @@ def find_missing_members(
     of_launch = [item for item in candidates if item.launch == launch]
     late = [item.member for item in of_launch if not item.ready]
     return late + [f"?{number}" for number in range(planned - len(of_launch))]
+
+
+def refuse_mixed_encryption(mine: Candidate, newest: Generation | None, candidates: Iterable[Candidate]) -> None:
+    """Raise `ConfigError` if another member of this launch encrypts its connections differently: neither could reach
+    the other. The newest generation decides, so that a newcomer stops none of its members; at the start of a launch,
+    all candidates do."""
+    others = newest.members if newest is not None and newest.launch == mine.launch else candidates
+    for other in others:
+        if other.launch == mine.launch and other.certificates != mine.certificates:
+            raise ConfigError(
+                f"this process, {mine.member} at {mine.host}, {_ENCRYPTS[mine.certificates]}, and {other.member} at "
+                f"{other.host} {_ENCRYPTS[other.certificates]}: training.encryption, training.tls and the launch's "
+                "secret must be the same on all nodes, and none may be at an address of loopback (DTRAIN_HOST)"
+            )
 
 
 def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str]]:

@@ -100,9 +100,14 @@ def read_rows(text: str) -> list[dict[str, str]]:
         for name, width in COLUMNS.items():
             row[name] = line[at : at + width].strip()
             at += width
-        if row["JobID"]:
+        if row["JobID"].isdigit():  # with several clusters there are lines that name them
             rows.append(row)
     return rows
+
+
+def is_own(name: str) -> bool:
+    """Return whether a job of this name is a node of ours."""
+    return _OWN.fullmatch(name) is not None
 
 
 def read_accounted(text: str) -> list[dict[str, str]]:

@@ -162,5 +162,10 @@ def test_a_login_node_gets_one_line_and_asks_nobody_anything():
     assert command[0] == "ssh"
     assert "BatchMode=yes" in command
     assert command[-2] == "login"
-    assert command[-1].startswith("env SLURM_TIME_FORMAT=%s squeue --me")
+    assert command[-1].startswith("sh -c ")
+    assert " sh env SLURM_TIME_FORMAT=%s squeue --me" in command[-1]
     assert command[-1].endswith("'--name=a b'")
+
+
+def test_lines_that_name_clusters_are_no_jobs():
+    assert [row["JobID"] for row in read_rows(f"CLUSTER: one\n{line()}\n\n")] == ["7"]
