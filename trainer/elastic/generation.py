@@ -177,7 +177,12 @@ def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
     tried = dict.fromkeys(failed, len(candidates) - 1)
     if is_partial(len(candidates)):
         names = {item.member for item in candidates}
-        pairs = {frozenset((item.member, other)) for item in candidates for other in item.view.keys() & names}
+        pairs = {
+            frozenset((item.member, other))
+            for item in candidates
+            for other, view in item.view.items()
+            if other in names and view != "unknown"
+        }
         tried = Counter(member for pair in pairs for member in pair)
     found = {member for member, count in failed.items() if count == tried[member]}
     return found if len(found) < len(candidates) else set()

@@ -234,6 +234,7 @@ class Membership:
             if state.gathering is None or state.gathering.number != number:
                 state.gathering, state.settled_at = Gathering(self.candidacies, self.peers, number, inside), None
             mine, found = state.gathering.look(mine)
+            refuse_mixed_encryption(mine, newest, found.candidates if found else [])
         else:
             mine, found = self._read_all(number, inside, mine, state)
         refuse_mixed_encryption(mine, newest, found.candidates if found is not None else ())
@@ -255,6 +256,7 @@ class Membership:
     ) -> tuple[Candidate, Gathered | None]:
         """In a small world, read the candidacies of all and watch all; file this process's own where it has changed."""
         candidates = self.read_candidates(number)
+        refuse_mixed_encryption(mine, state.newest, candidates)
         self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
         mine = replace(mine, view=dict(sorted(self.peers.statuses().items())))
         if state.filed != (number, mine):
