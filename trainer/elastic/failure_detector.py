@@ -19,20 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
-from trainer.comm.listener import BACKLOG, SPEAK_SECONDS
+from trainer.comm.handshake import AuthenticationError
+from trainer.comm.listener import BACKLOG
 from trainer.comm.tls import TLSContexts
 from trainer.elastic.doorkeeper import Doorkeeper
 from trainer.elastic.mailbox import Mailbox, line_of
+from trainer.elastic.peer_connection import admit_peer, connect_peer
 from trainer.elastic.phi_accrual import SignsOfLife
+from trainer.elastic.watched_peer import LEAST_BEATS, Address, PeerStatus, WatchedPeer
 
-PeerStatus = Literal["unknown", "here", "gone", "silent"]
-Address = tuple[str, int]
-
-CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.1
 MOST_DOUBLED = 5
 """In a large world the pause before another attempt doubles so often: attempts must not be what keeps a peer busy."""
@@ -40,13 +37,6 @@ SHARED_SECONDS = 3.0
 """Seconds in which the other end of a shared connection has to make it, before this one does."""
 MOST_CONNECTING = 3
 """Connections to watched members that are made at a time: all members make theirs when a generation begins."""
-TLS_SECONDS = 4.0
-"""Additional seconds for a connection to authenticate if TLS comes first."""
-SUSPICION = 12.0
-"""The φ (`phi_accrual`) from which a member is silent: one live peer in 10¹² would be, were gaps normally
-distributed."""
-LEAST_BEATS = 5
-"""Beats that have to be missing besides."""
 PEERS_PER_BEAT = 16
 """Peers for whom the interval between two beats holds; of more, each hears fewer, so that their number does not load
 the network."""
@@ -56,26 +46,6 @@ may have been closed because the listener was busy with others."""
 COLLECT_SECONDS = 0.01
 """Seconds in which losses are collected into one message: a rack is lost at once."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Peer:
-    address: Address
-    signs: SignsOfLife
-    view: PeerStatus = "unknown"
-    heard_at: float = field(default_factory=time.monotonic)
-    dropped: int = 0
-    task: asyncio.Task[None] | None = None
-    pulse_at: float = float("-inf")
-    """When it last gave a sign of life unasked."""
-    writer: asyncio.StreamWriter | None = None
-    """The authenticated connection to it, while there is one."""
-    letter: bytes = b""
-    """The last line for this peer alone. Each new connection sends it again: it may have been lost with the last."""
-    is_shared: bool = False
-    """Whether one connection is enough for both, since it watches this process, too."""
-    failures: int = 0
-    """Attempts to connect in a row that came to nothing."""
 
 
 class FailureDetector:
@@ -102,7 +72,7 @@ class FailureDetector:
         self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
         self.on_change, self.adapts = on_change, adapts
         self._tls = tls
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, WatchedPeer] = {}
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
         self._came = asyncio.Condition()
@@ -133,7 +103,7 @@ class FailureDetector:
                 self._cancel(self._peers.pop(member))
             for member, address in wanted.items():
                 if member not in self._peers:
-                    self._peers[member] = _Peer((address[0], address[1]), SignsOfLife(self.interval))
+                    self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
                 self._peers[member].is_shared = member in shared
 
@@ -204,10 +174,10 @@ class FailureDetector:
             self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
-    def _start(self, member: str, peer: _Peer) -> None:
+    def _start(self, member: str, peer: WatchedPeer) -> None:
         peer.task = self._loop.create_task(self._follow(member, peer))
 
-    def _cancel(self, peer: _Peer) -> None:
+    def _cancel(self, peer: WatchedPeer) -> None:
         def cancel() -> None:
             if peer.task:
                 peer.task.cancel()
@@ -218,7 +188,7 @@ class FailureDetector:
         self.mail.notify()
         self.on_change()
 
-    def _post(self, member: str, peer: _Peer) -> None:
+    def _post(self, member: str, peer: WatchedPeer) -> None:
         if peer.letter and (writer := self._links().get(member)) is not None:
             self._write(writer, peer.letter)
 
@@ -279,15 +249,7 @@ class FailureDetector:
         writer, task = None, asyncio.current_task()
         assert task is not None
         try:
-            async with asyncio.timeout(SPEAK_SECONDS + (TLS_SECONDS if self._tls else 0.0)):
-                reader = asyncio.StreamReader()
-                protocol = asyncio.StreamReaderProtocol(reader)
-                context = self._tls.server if self._tls else None
-                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
-                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
-                listener = Listener(self.key, self.me)
-                writer.write(listener.reply(await reader.readexactly(HELLO.size)))
-                caller = listener.admit(await reader.readexactly(PROOF_BYTES))
+            reader, writer, caller = await admit_peer(connection, self.key, self.me, self._tls)
             self._door.admit(task)
             self._followers[writer] = caller
             await self._tell_came()
@@ -305,14 +267,12 @@ class FailureDetector:
         except (TimeoutError, OSError, ValueError, EOFError, asyncio.CancelledError):
             pass
         finally:
-            if writer is None:
-                connection.close()
-            else:
+            if writer is not None:
                 self._followers.pop(writer, None)
                 writer.transport.abort()
                 await self._tell_came()
 
-    async def _follow(self, member: str, peer: _Peer) -> None:
+    async def _follow(self, member: str, peer: WatchedPeer) -> None:
         """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
         while True:
             if peer.is_shared and member < self.me:
@@ -348,10 +308,10 @@ class FailureDetector:
         async with self._came:
             self._came.notify_all()
 
-    async def _converse(self, member: str, peer: _Peer) -> None:
+    async def _converse(self, member: str, peer: WatchedPeer) -> None:
         """Connect, and read until the connection ends. Returns or raises when it has."""
         async with self._connecting if peer.is_shared else nullcontext():
-            reader, writer = await self._connect(member, peer)
+            reader, writer = await connect_peer(peer.address, self.key, self.me, member, self._tls)
         try:
             peer.dropped, peer.writer = 0, writer
             self._post(member, peer)
@@ -367,21 +327,7 @@ class FailureDetector:
             peer.writer = None
             writer.transport.abort()
 
-    async def _connect(self, member: str, peer: _Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return a connection over which both sides have proved who they are."""
-        context = self._tls.client if self._tls else None
-        connecting = asyncio.open_connection(*peer.address, ssl=context, server_hostname="" if context else None)
-        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
-        try:
-            caller = Caller(self.key, self.me, member)
-            writer.write(caller.hello)
-            writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
-        except BaseException:
-            writer.transport.abort()
-            raise
-        return reader, writer
-
-    async def _beat(self, peer: _Peer, writer: asyncio.StreamWriter) -> None:
+    async def _beat(self, peer: WatchedPeer, writer: asyncio.StreamWriter) -> None:
         """Ask a peer for a sign of life at each beat, unless it gives them unasked."""
         while True:
             await asyncio.sleep(self._pause())
@@ -413,19 +359,11 @@ class FailureDetector:
                 if now - before - nap > shortest / 4:
                     peer.heard_at = now
                     peer.signs.forgive(now)
-                elif peer.view == "here" and self._is_overdue(peer, now):
+                elif peer.view == "here" and peer.is_overdue(now, self._pause(), self.timeout, self.adapts):
                     _log.warning("nothing heard from %s for %.1f s", member, now - peer.heard_at)
                     self._set(member, peer, "silent")
 
-    def _is_overdue(self, peer: _Peer, now: float) -> bool:
-        """Return whether a peer has been silent for too long."""
-        silence = now - peer.heard_at
-        if silence > self.timeout or not self.adapts:
-            return silence > self.timeout
-        peer.signs.expected_gap = self._pause()
-        return silence > LEAST_BEATS * self._pause() and peer.signs.phi(now) > SUSPICION
-
-    def _set(self, member: str, peer: _Peer, view: PeerStatus) -> None:
+    def _set(self, member: str, peer: WatchedPeer, view: PeerStatus) -> None:
         if view == "here":
             peer.heard_at = time.monotonic()
             peer.signs.hear(peer.heard_at)
