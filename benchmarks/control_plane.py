@@ -150,7 +150,7 @@ class Member:
             signal.SIGUSR1, lambda *_: self.say(what="count", sent=own.peers.sent_lines, storage=storage.operations)
         )
         own.announce()
-        reason, step, failed_at, before = "", 0, 0.0, 0
+        reason, step, failed_at, before, cpu = "", 0, 0.0, 0, time.process_time()
         while True:
             world = own.next_world(lambda: None, step=step, reason=reason)
             formed_at = time.monotonic()
@@ -159,13 +159,13 @@ class Member:
             own.has_state_of = number
             self.say(
                 what="formed", number=number, size=size, at=formed_at, failed_at=failed_at, reason=reason,
-                storage=storage.operations - before, rank=world.rank,
+                storage=storage.operations - before, rank=world.rank, cpu=time.process_time() - cpu,
             )  # fmt: skip
             group: Any = world.group
             while not group.called_off.wait(0.05 if world.rank == 0 else 60.0):
                 if world.rank == 0 and own.recovery_reason:
                     group.fail(own.recovery_reason, communication=False)
-            step, reason = step + 1, str(group.error)
+            step, reason, cpu = step + 1, str(group.error), time.process_time()
             failed_at, before = group.failed_at, storage.operations
             self.say(what="failed", number=number, at=failed_at, reason=reason)
 
@@ -323,6 +323,7 @@ def _regroups(
     """Kill so many at once, again and again, and replace them each time."""
     seconds: list[float] = []
     operations: list[int] = []
+    cpu: list[float] = []
     for _ in range(rounds):
         crowd.rest(CALM_SECONDS)
         crowd.said = list(crowd.newest().values())
@@ -335,11 +336,15 @@ def _regroups(
         detected.append(first - killed_at)
         seconds.append(max(item["at"] for item in formed) - first)
         operations += [item["storage"] for item in formed]
+        cpu += [item["cpu"] for item in formed]
         number, began = formed[0]["number"], crowd.start(lost)
         again = crowd.wait_for_all(number, f"the generation with {count} newcomers")
         joined.append(max(item["at"] for item in again) - began)
         note(f"  {seconds[-1]:.3f} s (generation {last} to {number}), joined after {joined[-1]:.3f} s")
-    return {**_quantiles(seconds), "storage_mean": statistics.mean(operations), "storage_max": max(operations)}
+    return {
+        **_quantiles(seconds), "storage_mean": round(statistics.mean(operations), 2), "storage_max": max(operations),
+        "cpu_seconds_mean": round(statistics.mean(cpu), 4), "cpu_seconds_max": round(max(cpu), 4),
+    }  # fmt: skip
 
 
 def _freeze(crowd: Crowd, chance: random.Random) -> float:

@@ -75,8 +75,8 @@ class FailureDetector:
         self._peers: dict[str, WatchedPeer] = {}
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
-        self._came = asyncio.Condition()
-        """Notified when a connection of another comes or ends."""
+        self._came = asyncio.Event()
+        """Set, and replaced, when a connection of another comes or ends."""
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self.mail = Mailbox(me)
         """What others have told, but for `take_messages`."""
@@ -252,7 +252,7 @@ class FailureDetector:
             reader, writer, caller = await admit_peer(connection, self.key, self.me, self._tls)
             self._door.admit(task)
             self._followers[writer] = caller
-            await self._tell_came()
+            self._tell_came()
             answer = line_of({"member": self.me})
             writer.write(answer)
             while line := await reader.readline():
@@ -270,7 +270,7 @@ class FailureDetector:
             if writer is not None:
                 self._followers.pop(writer, None)
                 writer.transport.abort()
-                await self._tell_came()
+                self._tell_came()
 
     async def _follow(self, member: str, peer: WatchedPeer) -> None:
         """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
@@ -296,17 +296,18 @@ class FailureDetector:
     async def _await_shared(self, member: str) -> None:
         """Wait for the connection that a member makes to this process, and then for its end."""
 
-        def is_there() -> bool:
-            return member in self._followers.values()
-
-        async with self._came:
+        until = time.monotonic() + SHARED_SECONDS
+        while (is_there := member in self._followers.values()) or time.monotonic() < until:
+            came = self._came
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._came.wait_for(is_there), SHARED_SECONDS)
-            await self._came.wait_for(lambda: not is_there())
+                await asyncio.wait_for(came.wait(), None if is_there else until - time.monotonic())
+            if is_there and member not in self._followers.values():
+                return
 
-    async def _tell_came(self) -> None:
-        async with self._came:
-            self._came.notify_all()
+    def _tell_came(self) -> None:
+        """Wake those who wait for a connection to come or to end."""
+        self._came.set()
+        self._came = asyncio.Event()
 
     async def _converse(self, member: str, peer: WatchedPeer) -> None:
         """Connect, and read until the connection ends. Returns or raises when it has."""
