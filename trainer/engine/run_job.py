@@ -19,6 +19,7 @@ from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
+from trainer.engine.problem import ProblemMaker
 from trainer.engine.result import write_result
 from trainer.engine.signals import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
 from trainer.engine.trainer import DistributedTrainer
@@ -29,10 +30,16 @@ from trainer.storage.base import StorageError
 
 
 def run_job(job: JobConfig) -> int:
-    """Train the job in this process, write how it ended to ``result.json``, and return the exit code. Where its GPU has
-    too little memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint
-    or with the state of its peers."""
-    trainer = DistributedTrainer(job)
+    """Train the job that its configuration describes as `train_job` does, and return the exit code."""
+    return train_job(job)[0]
+
+
+def train_job(job: JobConfig, maker: ProblemMaker | None = None) -> tuple[int, dict[str, Any]]:
+    """Train the job in this process, write how it ended to ``result.json``, and return the exit code and this rank's
+    result. ``maker`` makes what is trained; None: what the job's configuration describes. Where its GPU has too little
+    memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint or with
+    the state of its peers."""
+    trainer = DistributedTrainer(job, maker)
     try:
         code, result = _run(trainer)
     except GPUTooSmall as moved:
@@ -41,7 +48,7 @@ def run_job(job: JobConfig) -> int:
         trainer.reports.emit("out_of_memory", step=trainer.steps_done, **fields)
         trainer.close(tracking_seconds=5.0)
         os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
-        return run_job(replace(job, training=replace(job.training, backend="gloo")))
+        return train_job(replace(job, training=replace(job.training, backend="gloo")), maker)
     if "error" in result:
         result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
     launch = trainer.launch
@@ -59,7 +66,7 @@ def run_job(job: JobConfig) -> int:
     if code == DONE:
         trainer.participant.budget.close()  # first: however long the rest takes, this job is done
     trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
-    return code
+    return code, result
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
