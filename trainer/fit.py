@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.launcher_env import rank_facts
 from trainer.config import (
+    SCRIPT,
     ConfigError,
     DatasetRef,
     DistributedTrainingConfig,
@@ -53,8 +54,6 @@ DESCRIBE = "DTRAIN_DESCRIBE_JOB"
 """Variable: a file to which the job is written, with the numbers of its samples; the script then ends untrained."""
 OVERRIDES = "DTRAIN_SET"
 """Variable: a JSON list of ``dotted.key=value``, which come after the script's own settings when it is described."""
-SCRIPT = "script"
-"""The name of a model, a loss and a dataset that a script gives as objects."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 _log = logging.getLogger(__name__)
 

@@ -60,6 +60,11 @@ class ProblemMaker(Protocol):
 
 def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
     """Return the dataset of a job. Raise `DatasetError` where one of ``splits`` is empty."""
+    if job.is_of_script:
+        raise DatasetError(
+            f"dataset.uri = {job.dataset.uri!r}: data and model of this job are objects of its script; start it as "
+            "`dtrain train --script FILE.PY`"
+        )
     shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
     for split in splits:
         if shards.count(split) == 0:
