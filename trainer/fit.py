@@ -46,7 +46,7 @@ from trainer.engine.problem import Problem
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.evaluation.judge import TaskJudge
-from trainer.exit_codes import DONE, UNUSABLE
+from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.task import SupervisedTask, Task, unreduced
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RunDir
@@ -155,9 +155,10 @@ class Trainer:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
 
         Datasets are map-style; of a loader its dataset, batch size, collate function and workers are used
-        (`trainer.data.user_loaders`). Raise `ConfigError` for what cannot be used, before anything is trained,
-        `TrainingFailedError` where the training ends otherwise than well, and KeyboardInterrupt where a person ends it.
-        A process that a cluster has started leaves with the exit code that the cluster expects (SystemExit) instead."""
+        (`trainer.data.user_loaders`). Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
+        training ends otherwise than well, and KeyboardInterrupt where a person ends it. A process that was told to end
+        (SIGTERM) leaves with its exit code (SystemExit), and so does one that a cluster has started, however it
+        ends."""
         try:
             job, problem = self._prepare({"train": train, "valid": valid, "test": test})
         except ConfigError as error:
@@ -239,12 +240,13 @@ class Trainer:
 
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
         if code != DONE or "steps" not in result:
-            if "DTRAIN_LAUNCH" in os.environ:  # a cluster reads the exit code, and knows what follows
+            # A cluster reads the exit code, and knows what follows; so does whoever has sent SIGTERM.
+            if "DTRAIN_LAUNCH" in os.environ or code == EVICTED:
                 sys.exit(leave_process(code))
             why = str(result.get("error") or f"the training ended with exit code {code}")
             if why == INTERRUPTED:
                 raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) goes on from the last checkpoint")
-            raise TrainingFailedError(why, code)
+            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
         return FitResult(
             model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
             best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
