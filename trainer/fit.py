@@ -195,6 +195,8 @@ class Trainer:
             sys.exit(0)
         if RUN_DIR in os.environ:
             return _ordered_job(data, number), problem
+        if number > 1 and _launcher_facts().world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise ConfigError("several ranks can call fit a second time only under torchrun, whose store they share")
         job = self._job(config, problem, number)
         rundir = RunDir(job.run_dir)
         rundir.make()

@@ -132,7 +132,11 @@ def fit(run_dir: Path, data: str = "shaken", workers: int = 0, **settings: Any) 
         "own": lambda: points(seed=rank),
     }
     config = DistributedConfig(**{**SETTINGS, **settings})
-    loader = DataLoader(kinds[data](), batch_size=BATCH, num_workers=workers, shuffle=True)
+    # As in a script: ranks that were forked by a server would have another one start their workers.
+    context = "fork" if workers else None
+    loader = DataLoader(
+        kinds[data](), batch_size=BATCH, num_workers=workers, shuffle=True, multiprocessing_context=context
+    )
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, CLASSES)) if rank else network()
     result = Trainer(model, config, run_dir=run_dir, tracking=QUIET).fit(loader, points(40, 1))
     Path(f"{run_dir}-rank{rank}.json").write_text(json.dumps({"steps": result.steps, "test": dict(result.test)}))

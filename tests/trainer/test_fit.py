@@ -37,6 +37,7 @@ from trainer.data.batches import BatchError, move_to, take_rows
 from trainer.data.dataset_data import DatasetData, _Order, _Read
 from trainer.observability.progress_line import ProgressLine, format_progress_line, format_seconds
 
+ROOT = Path(__file__).parents[2]
 Run = Callable[..., FitResult]
 SMALL = {**SETTINGS, "world_size": 1, "gradient_accumulation_steps": 2, "epochs": 1}
 
@@ -312,6 +313,16 @@ def test_data_are_named_by_content_and_reading_them_leaves_random_states() -> No
     DatasetData(Shaken()).read("train", np.arange(3), torch.device("cpu"))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == np.random.get_state()[1].tolist()
+
+
+def test_the_script_of_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "own-model-and-data.md").read_text()
+    [script] = re.findall(r"```python\n(import torch\n.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(script, names)  # what its reader would paste into a notebook
+    assert names["result"].test["accuracy"] > 0.8
+    assert Path(names["result"].run_dir, "result.json").is_file()
 
 
 def test_the_line_of_progress() -> None:
