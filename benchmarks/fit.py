@@ -4,8 +4,8 @@ Run `python -m benchmarks.fit`. Both train the same model on the same dataset in
 in each round, in random order: gloo and one thread per rank on a CPU, with the same batch, workers, collate function,
 loss and optimizer (fused AdamW, no clipping). The plain loop has DDP, DataLoader and DistributedSampler, keeps its
 workers between epochs, and has malloc set as the trainer sets it. The trainer is as it is, with reports, monitor and
-TensorBoard; neither evaluates nor saves checkpoints while time counts. Time counts on rank 0 from the end of the first epoch to the last
-batch, read where both call the same loss: pauses between epochs are in it, start and end are not.
+TensorBoard; neither evaluates nor saves checkpoints meanwhile. Time counts on rank 0 from the end of the first epoch to
+the last batch, read where both call the same loss: pauses between epochs are in it, start and end are not.
 
     tensors      rows of tensors (64 numbers, 10 classes), no workers
     python       a dataset with work in Python for each sample, two workers per rank
