@@ -7,6 +7,7 @@ loss `trainer.engine.task_check`.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.comm.descriptors import raise_descriptor_limit
+from trainer.comm.group import has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.config import (
     SCRIPT,
@@ -249,6 +251,8 @@ class Trainer:
             if why == INTERRUPTED:
                 raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) goes on from the last checkpoint")
             raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+        if "DTRAIN_LAUNCH" in os.environ:
+            atexit.register(_leave_at_once)
         return FitResult(
             model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
             best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
@@ -311,6 +315,13 @@ def _ordered_job(data: DatasetData, number: int) -> JobConfig:
             "clock, an unseeded generator) need one seed"
         )
     return job
+
+
+def _leave_at_once() -> None:
+    """End this process where nodes were lost: a thread of an abandoned group may be inside native code, which does not
+    survive the interpreter's end. A code that the script gives to `sys.exit` after its training is lost with that."""
+    if has_abandoned_groups():
+        leave_process(1 if getattr(sys, "last_value", None) is not None else DONE)
 
 
 def _new_run_dir(model: nn.Module, number: int) -> str:

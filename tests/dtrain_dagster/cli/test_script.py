@@ -16,6 +16,7 @@ from dtrain_dagster.cli.script_job import explain_end
 from trainer.data.coverage import find_coverage_errors
 
 ROOT = Path(__file__).parents[3]
+DTRAIN = "from dtrain_dagster.cli.main import main; main()"
 SCRIPT = """
 import sys
 import torch
@@ -58,7 +59,7 @@ def outcome(run_dir: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 @pytest.mark.long
 def test_a_node_of_a_script_is_killed_and_nothing_changes(tmp_path: Path) -> None:
     fault = json.dumps([{"kind": "kill", "at": "backward", "step": 4, "node": 1}])
-    run(tmp_path, "-m", "dtrain_dagster.cli.main", "train", "--script", "points.py", "--nodes", "3", "--name", "points",
+    run(tmp_path, "-c", DTRAIN, "train", "--script", "points.py", "--nodes", "3", "--name", "points",
         "--", "3", DTRAIN_FAULTS=fault)  # fmt: skip
     run(tmp_path, "points.py", "3")
     result, weights = outcome(tmp_path / "home/storage/jobs/points")
