@@ -144,7 +144,7 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
     if runs:
         say(f"job {job_id} is running already: no other is started", err=True)
     else:
-        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     take_over(rundir)
     environment = cluster.node_env(project) | {"DTRAIN_RUN_DIR": rundir.uri}
     with cancelled_by_signals(manager, job_id, unless=detach):

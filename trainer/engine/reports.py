@@ -39,6 +39,7 @@ class RankReports:
         """The monitor of the node, on its first rank; None on the others, and before the first world."""
         self.nodes: list[int] = []
         """The node of each rank of the present world."""
+        self._has_told_of_traffic = False
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Report an event; returns at once."""
@@ -77,6 +78,10 @@ class RankReports:
             interval = self.job.training.monitor_interval_seconds
             self.monitor = NodeMonitor(facts.node_rank, self.reporter, interval, pids)
             self.monitor.start()
+        if world.open_traffic and world.rank == 0 and not self._has_told_of_traffic:
+            self._has_told_of_traffic = True
+            if self.job.training.encryption != "off":  # else somebody wants it so, and the log says it
+                self.reporter.emit("error", message=world.open_traffic, fatal=False)
         if is_new:  # others wait in their next collective; where a node is replaced, training goes on at once
             self.reporter.wait_until_open(min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3))
 
