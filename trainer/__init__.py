@@ -2,9 +2,26 @@
 dollars.
 
 Each package's docstring says what belongs in it. This one itself holds what belongs to none: the entry points
-(`__main__`, `run`), the public names for a user's own parts (`losses`, `spec`), and the contract with the orchestrator
-(`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the modules that
-compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
+(`__main__`, `run`, `fit`), the public names for a user's own parts (`losses`, `task`, `spec`), and the contract with
+the orchestrator (`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the
+modules that compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.fit import DistributedConfig, FitResult, Trainer, TrainingFailedError
+
+__all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `trainer.fit`, which imports torch: only where it is asked for."""
+    if name in __all__:
+        from trainer import fit
+
+        return getattr(fit, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

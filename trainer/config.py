@@ -25,6 +25,8 @@ from trainer.secrets.references import SecretError
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+SCRIPT = "script"
+"""The name of a model, a loss and a dataset that a script gives as objects (`trainer.fit`)."""
 MOST_TRACED_STEPS = 50
 """The most steps of one trace, whose cost to the training grows with them: see `trainer.observability.trace`."""
 
@@ -34,7 +36,8 @@ class DatasetRef:
     """The dataset to train on."""
 
     uri: str
-    """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address."""
+    """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address. ``script:FILE`` where a script
+    gives data, model and loss as objects (`trainer.fit`)."""
     dataset_id: str | None = None
     """Expected content id. Training refuses a folder whose manifest says another."""
 
@@ -235,6 +238,11 @@ class JobConfig:
     loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
     training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether a script gives data, model and loss as objects."""
+        return self.dataset.uri.startswith(f"{SCRIPT}:")
 
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys."""

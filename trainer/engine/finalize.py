@@ -18,7 +18,6 @@ from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
 from trainer.engine.step import digest_parameters
-from trainer.evaluation.evaluate import final_report
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 
@@ -43,10 +42,8 @@ def finalize(session: Session) -> dict[str, Any]:
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
-        report = final_report(
-            module, session.workload.criterion, session.shards, world, session.device, session.rundir,
-            session.evaluation_batch, begin=partial(_begin_stage, session),
-        )  # fmt: skip
+        begin = partial(_begin_stage, session)
+        report = session.problem.judge.report(session.judge_request(), session.rundir, begin)
         _begin_stage(session, "model")
         is_alone = _release_others(session)
         if world.rank == 0:
@@ -119,7 +116,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
         "device": session.device.type,
         "open_traffic": session.world.open_traffic,
         "samples_seen": progress.samples_seen,
-        "train_samples": session.shards.count("train"),
+        "train_samples": session.problem.data.count("train"),
         "consumed": [asdict(item) for item in progress.consumed],
         "train_seconds": session.reports.seconds["training"],
         "phase_seconds": session.reports.seconds,
@@ -136,9 +133,7 @@ def _write_model(session: Session, weights_sha256: str) -> None:
     data = buffer.getvalue()
     session.rundir.storage.write(WEIGHTS, data)
     description = {
-        "model": asdict(session.job.model),
-        "loss": asdict(session.job.loss),
-        "spec": asdict(session.shards.spec),
+        **session.problem.description,
         "weights_sha256": weights_sha256,
         "file_sha256": hashlib.sha256(data).hexdigest(),
     }

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import DistributedTrainingConfig
-from trainer.data.shards import DataShardManager
+from trainer.data.training_data import TrainingData
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import TrainingStep
 from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
@@ -109,7 +110,7 @@ def may_move_to_cpu(error: BaseException, config: DistributedTrainingConfig, is_
     return is_free and is_gpu_out_of_memory(error)
 
 
-def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) -> MemoryNeed:
+def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> MemoryNeed:
     """Return what passes of 1, 2, 4 … samples take, up to ``wanted`` of them or until memory runs out. The gradients of
     the model are useless afterwards; its weights and running statistics stay."""
     device = step.device
@@ -119,9 +120,9 @@ def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) ->
     failed = None
     for samples in sorted({1 << power for power in range(wanted.bit_length()) if 1 << power <= wanted} | {wanted}):
         try:
-            rows = shards.end_rows("train", np.arange(min(samples, shards.count("train"))))
-            windows, target = (part.to(device) for part in shards.gather(rows))
-            taken = _peak_of(lambda given=(windows, target): step.run_alone(*given), device)  # type: ignore[misc]
+            positions = np.arange(min(samples, data.count("train")))
+            given = data.read("train", positions, device), len(positions)
+            taken = _peak_of(partial(step.run_alone, *given), device)
         except Exception as error:
             if is_out_of_memory(error):
                 failed = samples

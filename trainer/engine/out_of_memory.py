@@ -41,6 +41,13 @@ def reduce_limit(fit: MicroBatchLimit, floor: int) -> MicroBatchLimit | None:
     return None if fit.activation_checkpointing else MicroBatchLimit(fit.max_samples, True)
 
 
+def limit_evaluation(limit: MicroBatchLimit, planned: int, most: int) -> int:
+    """Return the samples that are evaluated at once: ``most``, but no more than training takes once memory has run out.
+    ``planned``: the samples of a micro-batch. Pure."""
+    is_short = limit.activation_checkpointing or limit.max_samples < planned
+    return min(most, limit.max_samples) if is_short else most
+
+
 def split_samples(count: int, size: int) -> list[slice]:
     """Return slices of at most ``size`` consecutive samples that cover ``count`` samples."""
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]

@@ -188,7 +188,7 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
             session.save_at_end(agreed=False)
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
         raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
-    need = measure_memory(session.step, session.shards, now.max_samples)
+    need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = (
         "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "

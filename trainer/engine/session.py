@@ -7,24 +7,21 @@ the model are `trainer.engine.workload`; the order of events is `trainer.engine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.group import GroupError
 from trainer.comm.world import World
-from trainer.config import JobConfig
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.out_of_memory import limit_evaluation
 from trainer.engine.participant import Participant
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
-from trainer.evaluation.evaluate import EVAL_BATCH
+from trainer.evaluation.judge import JudgeRequest
 from trainer.observability.reporter import StepWindow
-from trainer.spec import DataSpec
 
 
 class Session:
@@ -36,10 +33,10 @@ class Session:
         self.facts, self.faults, self.device = participant.facts, participant.faults, participant.device
         self.elastic, self.launch = participant.elastic, participant.launch
         self.reports, self.budget = participant.reports, participant.budget
-        self.shards, self.step, self.state = workload.shards, workload.step, workload.state
+        self.problem, self.step, self.state = workload.problem, workload.step, workload.state
         self.total_steps = workload.total_steps
         self.checkpoints = CheckpointManager(
-            self.rundir, self.config.keep_checkpoints, fingerprint_of(self.job, self.shards.spec), self._note_checkpoint
+            self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint
         )
         self.saved_step = 0
         self.best_saved_step = 0
@@ -66,9 +63,14 @@ class Session:
     @property
     def evaluation_batch(self) -> int:
         """The samples that are evaluated at once: once memory has run out, no more than training takes."""
-        now, planned = self.step.limit, self.config.batch_size_per_gpu
-        is_short = now.activation_checkpointing or now.max_samples < planned
-        return min(EVAL_BATCH, now.max_samples) if is_short else EVAL_BATCH
+        return limit_evaluation(self.step.limit, self.config.batch_size_per_gpu, self.problem.evaluation_batch)
+
+    def judge_request(self, before_batch: Callable[[], object] = lambda: None) -> JudgeRequest:
+        """Return what a judge needs to know of this training."""
+        return JudgeRequest(
+            model=self.state.module, world=self.world, device=self.device, batch_size=self.evaluation_batch,
+            before_batch=before_batch,
+        )  # fmt: skip
 
     @property
     def is_budget_due(self) -> bool:
@@ -119,9 +121,3 @@ class Session:
         if kind == "checkpoint":
             self.budget.measured(fields["seconds"])
         self.reports.emit(kind, **fields)
-
-
-def fingerprint_of(job: JobConfig, spec: DataSpec) -> str:
-    """Return the hash of dataset, model and loss: a checkpoint with another one is refused."""
-    what = [spec.dataset_id, asdict(job.model), asdict(job.loss)]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.loader import Batch
+from trainer.data.batches import Batch, take_rows
 from trainer.data.sampler import micro_batch_seed
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
+from trainer.model.task import Task, per_sample
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
@@ -64,13 +65,13 @@ class TrainingStep:
     """An optimizer step on one model. `adopt` gives it a world, and a new one after each regroup."""
 
     def __init__(
-        self, module: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, device: torch.device,
+        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device,
         faults: Faults, flat: bool = True,
     ) -> None:  # fmt: skip
         """``flat`` allows the weights to move together (`FlatAdamW`)."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
+        self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
@@ -172,23 +173,19 @@ class TrainingStep:
         sums: list[Tensor] = []
         # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
         share = torch.full((), 1.0 / batch.samples, device=self.device)
-        work: list[tuple[int, Tensor, Tensor]] = []
-        for number, windows, target in batch.micro_batches:
-            if len(target) <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
-                work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
+        work: list[tuple[int, int, Any]] = []
+        for part in batch.micro_batches:
+            if part.count <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
+                work.append((micro_batch_seed(self.config.seed, step, part.number), part.count, part.data))
                 continue
-            for part, rows in enumerate(split_samples(len(target), self.limit.max_samples)):
-                work.append((micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows]))
+            for place, rows in enumerate(split_samples(part.count, self.limit.max_samples)):
+                seed = micro_batch_seed(self.config.seed, step, part.number, place)
+                work.append((seed, rows.stop - rows.start, take_rows(part.data, rows, part.count)))
         self.timer.mark("other")
-        for place, (seed, windows, target) in enumerate(work):
+        for place, (seed, count, data) in enumerate(work):
             self._seed(seed)
             self.faults.reach("forward", step)
-            if self._kind is None:
-                outputs = self.model(windows)
-            else:
-                with torch.autocast(self.device.type, dtype=self._kind):
-                    outputs = self.model(windows)
-            loss = self.criterion(outputs.float(), target).sum()
+            loss = self._losses(self.model, count, data).sum()
             sums.append(loss.detach())
             self.timer.mark("forward")
             self.faults.reach("backward", step)
@@ -200,6 +197,15 @@ class TrainingStep:
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
         return sums
+
+    def _losses(self, model: Any, count: int, data: Any) -> Tensor:
+        """Return the loss of each of ``count`` samples."""
+        if self._kind is None:
+            losses = self.task.loss(model, data)
+        else:
+            with torch.autocast(self.device.type, dtype=self._kind):
+                losses = self.task.loss(model, data).float()
+        return per_sample(losses, count, "the loss")
 
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
@@ -250,19 +256,23 @@ class TrainingStep:
         self.sync.drop_unused(without)
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
-    def run_alone(self, windows: Tensor, target: Tensor) -> None:
-        """Put samples through the model and back, without other ranks and without a step. Weights, their gradients and
-        running statistics stay as they are. The model is run as it is written, not compiled."""
+    def run_alone(self, data: Any, count: int) -> None:
+        """Put a batch of ``count`` samples through the model and back, without other ranks and without a step. Weights,
+        their gradients and running statistics stay as they are. The model is run as it is written, not compiled."""
         before = [buffer.clone() for buffer in self._changing()]
         try:
             self.module.train()
-            with torch.autocast(self.device.type, dtype=self._kind, enabled=self._kind is not None):
-                outputs = self.module(windows)
-            loss = self.criterion(outputs.float(), target).sum()
+            loss = self._losses(self.module, count, data).sum()
             torch.autograd.grad(self.scaler.scale(loss), self.parameters, allow_unused=True)
         finally:
             for buffer, value in zip(self._changing(), before, strict=True):
                 buffer.copy_(value)
+
+    def release(self) -> None:
+        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        self.sync.unwrap()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler."""

@@ -75,6 +75,8 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
 def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = None) -> None:
     """Raise `ConfigError` for a job whose model or loss is not allowed here. ``modules``: None for those of the
     settings."""
+    if job.is_of_script:  # its objects are made by the script, whose author starts it
+        return
     allowed = modules_of_settings() if modules is None else modules
     refuse_foreign("model", job.model.factory, allowed)
     refuse_foreign("loss", job.loss.factory, allowed)

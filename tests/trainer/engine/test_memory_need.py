@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from trainer.checkpoint.manager import LATEST
 from trainer.config import DistributedTrainingConfig
 from trainer.engine.memory_need import MemoryNeed, explain_need, is_gpu_out_of_memory, may_move_to_cpu
-from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.session import Session
+from trainer.engine.out_of_memory import MicroBatchLimit, limit_evaluation
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.exit_codes import DONE, FAILED
 
@@ -80,8 +78,7 @@ def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
 def test_an_evaluation_takes_no_more_at_once_than_training_once_memory_ran_out(
     limit: MicroBatchLimit, expected: int
 ) -> None:
-    here = SimpleNamespace(step=SimpleNamespace(limit=limit), config=DistributedTrainingConfig(batch_size_per_gpu=32))
-    assert Session.evaluation_batch.fget(here) == expected  # type: ignore[attr-defined]
+    assert limit_evaluation(limit, 32, EVAL_BATCH) == expected
 
 
 @pytest.mark.slow
