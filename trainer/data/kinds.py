@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.documents.places import checked_name
+from trainer.spec import BINARY, KINDS, MULTICLASS, REGRESSION, WINDOWS
 
-WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
-KINDS = (WINDOWS, ROWS, TOKENS)
 SPLITS = ("train", "valid", "test")
-REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
 ARRAYS = ("features", "target", "ticker", "date")
 """Arrays that every dataset of windows has; other columns are called as they are."""
 MOST_CLASSES = 10_000

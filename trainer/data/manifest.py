@@ -13,11 +13,12 @@ import os
 import stat
 from typing import Any
 
-from trainer.data.kinds import ROWS, TOKENS, WINDOWS, check_rows, check_tokens, check_windows, kind_of
+from trainer.data.kinds import check_rows, check_tokens, check_windows, kind_of
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import parse_document
 from trainer.documents.schemas import many, mapping, obj, record, text, whole
 from trainer.errors import DamagedError
+from trainer.spec import ROWS, TOKENS, WINDOWS
 from trainer.storage.base import Storage
 
 SCHEMA_VERSION = 1

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.kinds import WINDOWS
 from trainer.data.manifest import DatasetError, content_digest
 from trainer.runtime.host_memory import available_bytes
-from trainer.spec import spec_of
+from trainer.spec import WINDOWS, spec_of
 
 __all__ = ["DataShardManager", "DatasetError"]
 

@@ -16,8 +16,11 @@ from collections.abc import Mapping
 from trainer.config import ConfigError, JobConfig
 
 VARIABLE = "DTRAIN_FACTORY_MODULES"
-STOCK = {"model": ("lstm", "tcn", "transformer"), "loss": ("gaussian", "mse", "student_t")}
-"""Names of the stock parts of each kind, which are always allowed."""
+STOCK = {
+    "model": ("gpt", "linear", "lstm", "mlp", "tcn", "transformer"),
+    "loss": ("cross_entropy", "gaussian", "logistic", "mse", "squared_error", "student_t"),
+}
+"""Names of the stock parts, of all kinds of datasets, which are always allowed."""
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -54,14 +57,13 @@ def remedy(module: str) -> str:
 
 def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
     """Raise `ConfigError` for a factory that is neither stock nor of an allowed module. Nothing is imported."""
-    if factory in STOCK[kind]:
+    stock = STOCK.get(kind, ())
+    if factory in stock:
         return
     module, separator, attribute = factory.partition(":")
     if not separator:
-        raise ConfigError(
-            f"{kind}.factory = {factory!r} is neither a stock {kind} ({', '.join(STOCK[kind])}) "
-            "nor written as package.module:factory"
-        )
+        known = f"neither a stock {kind} ({', '.join(stock)}) nor" if stock else "not"
+        raise ConfigError(f"{kind}.factory = {factory!r} is {known} written as package.module:factory")
     if not _MODULE.fullmatch(module) or not attribute.isidentifier():
         raise ConfigError(f"{kind}.factory = {factory!r} is not written as package.module:factory")
     if not is_module_allowed(module, modules):
