@@ -8,7 +8,9 @@ from typing import Any
 
 WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
 KINDS = (WINDOWS, ROWS, TOKENS)
-"""The kinds of datasets."""
+"""The kinds of datasets that have a manifest."""
+OWN = "own"
+"""The kind of a dataset that a function of the user's own makes on each node."""
 REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
 """The tasks of a table."""
 

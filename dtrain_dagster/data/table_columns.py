@@ -160,7 +160,8 @@ class TargetColumn:
         if gone.any():
             row = first_row + int(np.flatnonzero(gone)[0])
             raise DataError(
-                f"the target {self.name!r} is missing, or too large for float32, in row {row}, counted from 0: leave such rows out, or give them a target"
+                f"the target {self.name!r} is missing, or too large for float32, in row {row}, counted "
+                "from 0: leave such rows out, or give them a target"
             )
         if not is_text:
             self.is_fraction = self.is_fraction or bool((values != np.floor(values)).any())

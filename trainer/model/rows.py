@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.config import ConfigError, FactoryConfig
+from trainer.model.allowed_factories import usual_parts
 from trainer.model.try_parts import build_criterion, build_network, try_criterion, try_network
-from trainer.spec import BINARY, REGRESSION, RowSpec
+from trainer.spec import BINARY, REGRESSION, ROWS, RowSpec
 
 
 class RowEncoder(nn.Module):
@@ -157,13 +158,8 @@ class CrossEntropy(nn.Module):
 def _misfit(loss: str, spec: RowSpec) -> str:
     return (
         f"loss.factory = {loss!r} does not fit {spec.target!r}, whose task is {spec.task}: use "
-        f"{usual_row_loss(spec.task)!r}"
+        f"{usual_parts(ROWS, spec.task)[1]!r}"
     )
-
-
-def usual_row_loss(task: str) -> str:
-    """Return the name of the usual loss for a task."""
-    return {REGRESSION: "squared_error", BINARY: "logistic"}.get(task, "cross_entropy")
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "linear": linear}
