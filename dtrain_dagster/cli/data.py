@@ -68,7 +68,7 @@ def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> Non
 
 @data.command()
 @click.argument("source", metavar="FOLDER|FILE")
-@click.option("--pattern", default="*.txt", show_default=True, help="Names of the files that are documents.")
+@click.option("--pattern", default="**/*.txt", show_default=True, help="Files that are documents; **/ is any folder.")
 @click.option("--context", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens in one sample.")
 @click.option("--encode", metavar="PACKAGE.MODULE:FUNCTION", help="A tokenizer of your own.  [default: bytes]")
 @click.option("--vocabulary", type=click.IntRange(min=2), metavar="N", help="The number of its ids.")
@@ -77,7 +77,7 @@ def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> Non
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division of documents.")
 @refuses
 def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None, **options: Any) -> None:
-    """Build a dataset of tokens from the documents in a folder and below.
+    """Build a dataset of tokens from the documents in a folder, or from one file.
 
     By default a token is a byte. A tokenizer of your own is a function that returns the ids of a document (bytes); its
     module is allowed by DTRAIN_FACTORY_MODULES.
@@ -85,7 +85,7 @@ def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None
     \b
     Examples:
       dtrain data tokens my_texts
-      dtrain data tokens my_texts --pattern '*.md' --encode my_tokens:encode --vocabulary 50257 --context 1024
+      dtrain data tokens my_texts --pattern '**/*.md' --encode my_tokens:encode --vocabulary 50257 --context 1024
     """
     from dtrain_dagster.data.tokens import BYTE_VOCABULARY, BYTES, TokenParams, build_tokens
 

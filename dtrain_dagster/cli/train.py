@@ -128,9 +128,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--dataset", metavar="FOLDER|ID|latest|FUNCTION", help="A dataset, instead of --config; or what makes one."
         ),
-        click.option(
-            "--model", help="tcn, lstm, transformer, mlp, linear, gpt, or your own as package.module:factory."
-        ),
+        click.option("--model", help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory."),
         click.option("--loss", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"),
         click.option("--epochs", type=click.IntRange(min=1)),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),

@@ -67,8 +67,8 @@ class TokenParams:
             raise DataError(f"vocabulary = {self.vocabulary}: bytes are {BYTE_VOCABULARY} ids; leave it out")
 
 
-def build_tokens(source: str, storage_uri: str, params: TokenParams, pattern: str = "*.txt") -> FinishedDataset:
-    """Build ``<storage>/datasets/<id>`` from the files in a folder and below whose names match a pattern, or from one
+def build_tokens(source: str, storage_uri: str, params: TokenParams, pattern: str = "**/*.txt") -> FinishedDataset:
+    """Build ``<storage>/datasets/<id>`` from the files in a folder that match a pattern (of `pathlib`), or from one
     file, unless it exists; return a reference. A document that is there twice is taken once. Raise `DataError` for
     documents that cannot be used, and ConfigError for a tokenizer that is not allowed or cannot be found."""
     files = _files(Path(source), pattern)
@@ -91,9 +91,9 @@ def build_tokens(source: str, storage_uri: str, params: TokenParams, pattern: st
 def _files(source: Path, pattern: str) -> list[Path]:
     if source.is_file():
         return [source]
-    found = sorted(path for path in source.rglob(pattern) if path.is_file() and path.stat().st_size)
+    found = sorted(path for path in source.glob(pattern) if path.is_file() and path.stat().st_size)
     if not found:
-        raise DataError(f"{source}: no file below it matches {pattern!r}: name the folder, and a --pattern")
+        raise DataError(f"{source}: no file in it matches {pattern!r}: name the folder, and a --pattern")
     return found
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, JobConfig
-from trainer.data.kinds import kind_of
+from trainer.data.kinds import describe, kind_of
 from trainer.data.manifest import DatasetError, load_manifest
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.secrets.redaction import redact
-from trainer.spec import OWN, ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec, row_spec_of, spec_of, token_spec_of
+from trainer.spec import OWN, DataSpec, RowSpec, TokenSpec
 from trainer.storage.open import open_storage
 
 MAKE_SECONDS = 600.0
@@ -51,9 +51,7 @@ def data_of(job: JobConfig) -> JobData:
         return JobData(kind=OWN, samples=made["samples"], dataset_id=made["dataset"]["dataset_id"], spec=None)
     manifest = load_manifest(open_storage(job.dataset.uri))
     try:
-        kind = kind_of(manifest)
-        describe: Any = {WINDOWS: spec_of, ROWS: row_spec_of, TOKENS: token_spec_of}[kind]
-        spec = describe(manifest)
+        kind, spec = kind_of(manifest), describe(manifest)
     except ValueError as error:
         raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}; rebuild the dataset") from None
     return JobData(kind=kind, samples=manifest["samples"], dataset_id=manifest["dataset_id"], spec=spec)

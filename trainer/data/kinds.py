@@ -12,7 +12,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.documents.places import checked_name
-from trainer.spec import BINARY, KINDS, MULTICLASS, REGRESSION, WINDOWS
+from trainer.spec import (
+    BINARY,
+    KINDS,
+    MULTICLASS,
+    REGRESSION,
+    ROWS,
+    TOKENS,
+    WINDOWS,
+    DataSpec,
+    RowSpec,
+    TokenSpec,
+    row_spec_of,
+    spec_of,
+    token_spec_of,
+)
 
 SPLITS = ("train", "valid", "test")
 ARRAYS = ("features", "target", "ticker", "date")
@@ -33,6 +47,14 @@ def kind_of(manifest: Mapping[str, Any]) -> str:
     if kind not in KINDS:
         raise ValueError(f"kind = {str(kind)[:40]!r}: known are {', '.join(KINDS)}")
     return kind
+
+
+def describe(manifest: Mapping[str, Any]) -> DataSpec | RowSpec | TokenSpec:
+    """Return the description that a manifest gives to models, by its kind. Pure."""
+    kind = kind_of(manifest)
+    if kind == ROWS:
+        return row_spec_of(manifest)
+    return token_spec_of(manifest) if kind == TOKENS else spec_of(manifest)
 
 
 def check_windows(manifest: Mapping[str, Any]) -> None:

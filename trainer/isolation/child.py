@@ -68,7 +68,8 @@ def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     from trainer.model.parts_by_kind import PARTS, training_step
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
-    spec: Any = TypeAdapter(PARTS[document["kind"]].spec).validate_python(document["spec"])
+    description: Any = PARTS[document["kind"]].spec
+    spec = TypeAdapter(description).validate_python(document["spec"])
     model, loss = (FactoryConfig(**document[name]) for name in ("model", "loss"))
     losses = training_step(document["kind"], model, loss, spec, windows, tuple(order["modules"]))
     return {"loss": losses.double().numpy()}
