@@ -67,6 +67,7 @@ class RowParams:
     seed: int = 0
     """Of the division of rows among the splits."""
     shard_rows: int = 1 << 20
+    """Rows of one shard, about."""
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
@@ -145,7 +146,7 @@ class _ShardWriter:
     def add(self, table: pa.Table) -> None:
         """Append rows, which are written once there are enough for a row group."""
         self._waiting.append(table)
-        if sum(len(part) for part in self._waiting) >= BATCH:
+        if sum(len(part) for part in self._waiting) >= min(BATCH, self.most_rows - self._rows):
             self._write()
 
     def close(self) -> list[dict[str, Any]]:
@@ -271,9 +272,11 @@ class _Builder:
         first = 0
         for path in self.files:
             try:
-                for batch in pq.ParquetFile(path).iter_batches(BATCH, columns=list(dict.fromkeys(columns))):
-                    yield first, batch
-                    first += len(batch)
+                file = pq.ParquetFile(path)
+                for group in range(file.num_row_groups):  # one by one: a reader of all keeps what it has read
+                    for batch in file.iter_batches(BATCH, [group], columns=list(dict.fromkeys(columns))):
+                        yield first, batch
+                        first += len(batch)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path} cannot be read to its end: {error}") from None
 
