@@ -67,8 +67,8 @@ def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> 
         build_table(tmp_path)
 
 
-def odd(name: str, values: Any) -> pd.DataFrame:
-    frame = table()
+def odd(name: str, values: Any, rows: int = 1200) -> pd.DataFrame:
+    frame = table(rows)
     frame[name] = values
     return frame
 
@@ -87,7 +87,11 @@ def with_hole(name: str) -> pd.DataFrame:
         (odd("y", [0.0] * 900 + [np.inf] + [0.0] * 299), {}, r"column 'y' has inf in row 900"),
         (odd("y", [0.0] * 900 + [1e300] + [0.0] * 299), {}, r"column 'y' has 1e\+300 in row 900"),
         (odd("day", pd.Timestamp("2020-01-01")), {}, r"column 'day' has the type timestamp.*--drop day"),
-        (table(1500).assign(name=[f"n{number}" for number in range(1500)]), {}, r"column 'name' has more than 1000 values"),
+        (
+            table(1500).assign(name=[f"n{number}" for number in range(1500)]),
+            {},
+            r"column 'name' has more than 1000 values",
+        ),
         (table(), {"task": "regression"}, r"target 'bought' is text, and a regression needs numbers"),
         (table(), {"task": "multiclass"}, r"target 'bought' has 2 values .* multiclass needs 3"),
         (table(), {"split_by": "town"}, r"--split-by town: the table has no such column"),
