@@ -62,4 +62,4 @@ def test_models_of_tokens_are_refused_in_a_sentence(tmp_path: Path, monkeypatch:
     with pytest.raises(
         RunModelError, match="models of tokens, and of datasets of your own, are neither registered nor"
     ):
-        registry.register_model(run, copied_tables(tmp_path), "words", {}, "# card")
+        registry.register_model(run, f"sqlite:///{tmp_path}/mlflow.db", "words", {}, "# card")
