@@ -31,6 +31,9 @@ def test_classes_are_scored_as_by_others_and_in_parts() -> None:
     assert found["ece"] < 0.03, "they are drawn from these very probabilities"
     sharper = probabilities**3 / (probabilities**3).sum(1, keepdims=True)
     assert class_figures(class_sums(sharper, target))["ece"] > 0.1, "too sure of itself"
+    timid = np.array([[0.6, 0.4]] * 100 + [[0.9, 0.1]] * 100)  # right 10 in 10, and 6 in 10
+    mixed = class_figures(class_sums(timid, np.array([0] * 100 + [0] * 60 + [1] * 40)))
+    assert mixed["ece"] == pytest.approx(0.5 * 0.4 + 0.5 * 0.3), "too sure in one bin does not make up for another"
     rows = calibration_table(sums)
     assert sum(row["share"] for row in rows) == pytest.approx(1)
     assert all(abs(row["confidence"] - row["accuracy"]) < 0.15 for row in rows if row["share"] > 0.02)
