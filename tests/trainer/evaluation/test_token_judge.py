@@ -68,9 +68,9 @@ def test_counts_are_judged_as_the_formula_says(data: TokenData) -> None:
     assert found["bigram"] < found["unigram"]
 
 
-def test_counts_do_not_depend_on_ranks(data: TokenData, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_baselines, "CHUNK", 777)
+def test_counts_do_not_depend_on_ranks_or_chunks(data: TokenData, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = count_tokens(data, SharedWork(), lambda: None)
+    monkeypatch.setattr(token_baselines, "CHUNK", 777)
     for single, pairs in on_two_ranks(lambda world: count_tokens(data, SharedWork(world), lambda: None)):
         assert np.array_equal(single, alone[0])
         assert np.array_equal(pairs, alone[1])
