@@ -25,6 +25,8 @@ from trainer.secrets.references import SecretError
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+FACTORY = "factory"
+"""What the address of a dataset begins with where a function of the user's own makes it."""
 SCRIPT = "script"
 """The name of a model, a loss and a dataset that a script gives as objects (`trainer.fit`)."""
 MOST_TRACED_STEPS = 50
@@ -37,9 +39,24 @@ class DatasetRef:
 
     uri: str
     """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address. ``script:FILE`` where a script
-    gives data, model and loss as objects (`trainer.fit`)."""
+    gives data, model and loss as objects (`trainer.fit`). ``factory:package.module:function`` where a function of the
+    user's own makes the datasets on each node (`trainer.data.own_dataset`)."""
     dataset_id: str | None = None
     """Expected content id. Training refuses a folder whose manifest says another."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function. Plain data only: see `trainer.documents.factory_arguments`."""
+
+    @property
+    def factory(self) -> str | None:
+        """The ``package.module:function`` that makes the datasets; None for a folder or a script."""
+        kind, _, name = self.uri.partition(":")
+        return name if kind == FACTORY else None
+
+    @field_validator("args")
+    @classmethod
+    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(args)
+        return args
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)

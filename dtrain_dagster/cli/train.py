@@ -125,9 +125,11 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
     options = (
         click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
-        click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config."),
-        click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory."),
-        click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory."),
+        click.option(
+            "--dataset", metavar="FOLDER|ID|latest|FUNCTION", help="A dataset, instead of --config; or what makes one."
+        ),
+        click.option("--model", help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory."),
+        click.option("--loss", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"),
         click.option("--epochs", type=click.IntRange(min=1)),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
         _size_options,

@@ -75,13 +75,18 @@ class ProblemMaker(Protocol):
         ...
 
 
-def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of a job. Raise `DatasetError` where one of ``splits`` is empty."""
+def refuse_without_script(job: JobConfig) -> None:
+    """Raise `DatasetError` for a job whose data and model are objects of a script."""
     if job.is_of_script:
         raise DatasetError(
             f"dataset.uri = {job.dataset.uri!r}: data and model of this job are objects of its script; start it as "
             "`dtrain train --script FILE.PY`"
         )
+
+
+def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
+    """Return the dataset of windows of a job. Raise `DatasetError` where one of ``splits`` is empty."""
+    refuse_without_script(job)
     shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
     for split in splits:
         if shards.count(split) == 0:

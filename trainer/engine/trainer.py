@@ -22,11 +22,12 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.elastic.generation import START
 from trainer.engine.finalize import finalize
+from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
-from trainer.engine.problem import ProblemMaker, WindowProblemMaker
+from trainer.engine.problem import ProblemMaker
 from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
@@ -51,7 +52,7 @@ class DistributedTrainer:
         """``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
         event that this process reports."""
         self.job, self.config = job, job.training
-        self.maker: ProblemMaker = maker or WindowProblemMaker()
+        self.maker: ProblemMaker = maker or JobProblemMaker()
         self.rundir = RunDir(job.run_dir)
         self.reports = RankReports(job, self.rundir, watch)
         self._participant: Participant | None = None
