@@ -159,6 +159,18 @@ def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
     return f"measured: {told}. What would fit: {'; '.join(ways)}"
 
 
+def explain_sharded(config: DistributedTrainingConfig, ranks: int) -> str:
+    """Return what would fit where a sharded model has run out of memory: a pass of it cannot be measured by one rank
+    alone. Pure."""
+    ways = [f"more ranks than {ranks} in one copy of the model" + (" (nodes with more)" * (config.strategy == "hsdp"))]
+    if config.strategy == "hsdp":
+        ways.append('training.strategy = "fsdp", with which all ranks share one copy')
+    if config.gather_precision == "fp32":
+        ways.append('training.gather_precision = "bf16"')
+    ways.append("a lower training.batch_size_per_gpu")
+    return f"What would take less: {'; '.join(ways)}"
+
+
 def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> list[str]:
     ways = []
     if need.fits >= need.wanted:
