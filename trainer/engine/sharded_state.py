@@ -9,22 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.comm.world import World
+from trainer.engine.step import TrainingStep
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.replicas import row_range
 from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 
-if TYPE_CHECKING:
-    from trainer.engine.state import TrainingState
-
 WEIGHTS, BEST = "weights", "best"
 KINDS = (WEIGHTS, *MOMENTS, BEST)
+
+
+class RowState(Protocol):
+    """What `trainer.engine.state.TrainingState` has that belongs to rows."""
+
+    step: TrainingStep
+    progress: Any
+    best: dict[str, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +89,7 @@ def is_behind(item: Holding, furthest: int) -> bool:
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
 
 
-def rows_of(state: TrainingState) -> dict[str, dict[str, Tensor]]:
+def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
     """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
     sharded, optimizer = _parts_of(state)
     found = {WEIGHTS: sharded.rows}
@@ -93,7 +99,7 @@ def rows_of(state: TrainingState) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def keep_best_rows(state: TrainingState) -> dict[str, Tensor]:
+def keep_best_rows(state: RowState) -> dict[str, Tensor]:
     """Return copies of the present rows and buffers, on the CPU."""
     sharded, _ = _parts_of(state)
     kept = sharded.rows | buffers_of(sharded.module)
@@ -106,7 +112,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
-def capture_part(state: TrainingState, best_is_saved: bool) -> dict[str, Any]:
+def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
     """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
     sharded, optimizer = _parts_of(state)
     rows = rows_of(state)
@@ -129,7 +135,7 @@ def capture_part(state: TrainingState, best_is_saved: bool) -> dict[str, Any]:
     }
 
 
-def take_whole_state(state: TrainingState, whole: Mapping[str, Any], place: int, size: int) -> None:
+def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size: int) -> None:
     """Hold the rows of this place of a state that an unsharded training has saved, without its progress."""
     sharded, optimizer = _parts_of(state)
     moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
@@ -155,7 +161,7 @@ def cut_best(sharded: ShardedModel, best: Mapping[str, Tensor]) -> dict[str, Ten
     return found | {name: best[name].cpu().clone() for name in buffers_of(sharded.module)}
 
 
-def move_rows(state: TrainingState, world: World, sources: Sources, place: int, size: int) -> None:
+def move_rows(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place, taken from the ranks that have them. A collective."""
     sharded, optimizer = _parts_of(state)
     mine = rows_of(state)
@@ -215,7 +221,7 @@ def _take_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             buffer.copy_(values[name])
 
 
-def _parts_of(state: TrainingState) -> tuple[ShardedModel, ShardedAdamW]:
+def _parts_of(state: RowState) -> tuple[ShardedModel, ShardedAdamW]:
     sharded, optimizer = state.step.sharded, state.step.optimizer
     assert sharded is not None
     assert isinstance(optimizer, ShardedAdamW)
