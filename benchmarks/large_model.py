@@ -1,5 +1,5 @@
-"""Measure a model that ranks share (`training.strategy = "fsdp"`), against one that each rank holds and against FSDP2 as
-torch has it.
+"""Measure a model that ranks share (`training.strategy = "fsdp"`) against one that each rank holds, and against torch's
+own FSDP2.
 
 Run `python -m benchmarks.large_model`. Three worlds of ``--ranks`` processes train the same model on the same samples,
 in turns of a few steps, in an order that changes with each round: `ddp` and `fsdp` by
