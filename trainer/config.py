@@ -12,7 +12,15 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
@@ -188,6 +196,17 @@ class DistributedTrainingConfig:
     """Encrypt traffic between hosts, with certificates that each launch makes for itself. ``auto``: all but what NCCL
     sends between GPUs of several hosts, of which rank 0 says so. ``required``: a job of which anything would leave a
     host unencrypted is refused."""
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
+    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md."""
+    gather_precision: Literal["fp32", "bf16"] = "fp32"
+    """With ``fsdp`` and ``hsdp``: the type in which parameters are gathered and computed with. Rows, moments and sums
+    of gradients stay float32."""
+    cpu_offload: bool = False
+    """With ``fsdp`` and ``hsdp`` on a GPU: rows, gradients and moments lie in the host's memory between passes, and the
+    host updates them."""
+    activation_checkpointing: bool = False
+    """Compute activations within blocks twice instead of keeping them, from the first step on."""
     tls: TLSConfig | None = None
     """Encrypt with certificates of your own instead; GPUs then sum through the hosts' memory."""
     micro_batch_floor: int = Field(default=8, ge=1)
@@ -218,6 +237,17 @@ class DistributedTrainingConfig:
         return tls
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold rows of the parameters, and not all of them."""
+        return self.strategy != "ddp"
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> DistributedTrainingConfig:
+        if why := explain_strategy(self):
+            raise ValueError(why)
+        return self
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches in one optimizer step, over all ranks."""
         return self.gradient_accumulation_steps * self.world_size
@@ -226,6 +256,26 @@ class DistributedTrainingConfig:
     def global_batch_size(self) -> int:
         """Samples in one optimizer step, over all ranks."""
         return self.batch_size_per_gpu * self.micro_batches
+
+
+def explain_strategy(config: DistributedTrainingConfig) -> str:
+    """Return why a training cannot have these settings with its ``strategy``, and the remedy; "" if it can. Pure."""
+    asked = f"training.strategy = {config.strategy!r}"
+    if not config.is_sharded:
+        for name, usual in (("gather_precision", "fp32"), ("cpu_offload", False)):
+            if (given := getattr(config, name)) != usual:
+                return f"training.{name} = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
+        return ""
+    if config.compile != "off":
+        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
+    if config.communication not in ("allreduce", "auto"):
+        return (
+            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
+            "it to 'allreduce'"
+        )
+    if config.precision == "fp16":
+        return f"{asked} has no loss scaling, which training.precision = 'fp16' needs: set it to 'bf16'"
+    return ""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)

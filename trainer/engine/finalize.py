@@ -17,6 +17,7 @@ from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
+from trainer.engine.sharded_recovery import hold_best, hold_rows_again
 from trainer.engine.step import digest_parameters
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
@@ -31,10 +32,13 @@ def finalize(session: Session) -> dict[str, Any]:
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
     module, last = session.state.module, None
-    if session.state.best is not None:  # it is None where no validation loss was ever finite
+    world, plan = session.world, session.workload.plan
+    rows: dict[str, Any] | None = None
+    if plan is not None:
+        rows = hold_best(session.state, world, plan)
+    elif session.state.best is not None:  # it is None where no validation loss was ever finite
         last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         module.load_state_dict(session.state.best)
-    world = session.world
     try:
         digests = [
             str(value) for value in world.all_gather_object(digest_parameters(list(module.state_dict().items())))
@@ -55,6 +59,8 @@ def finalize(session: Session) -> dict[str, Any]:
     except GroupError:
         if last is not None:
             module.load_state_dict(last)
+        if rows is not None:
+            hold_rows_again(session.state, rows)
         raise
     session.reports.end_phase("finalise")
     best = None

@@ -28,7 +28,15 @@ from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker
-from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
+from trainer.engine.recovery import (
+    LEAVING,
+    rebuild,
+    rebuild_sharded,
+    recover,
+    report_failure,
+    retry_until_formed,
+    use_less_memory,
+)
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
@@ -129,7 +137,10 @@ class DistributedTrainer:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
-            rebuild(session, source=0, from_checkpoint=self.config.resume)
+            if session.step.sharded is None:
+                rebuild(session, source=0, from_checkpoint=self.config.resume)
+            else:
+                rebuild_sharded(session, is_fresh=True, from_checkpoint=self.config.resume)
         else:
             retry_until_formed(session, partial(recover, session, START))
         assert reports.reporter is not None
@@ -350,7 +361,8 @@ class DistributedTrainer:
         session.step.timer.mark("other")
         session.faults.reach("evaluate", progress.step)
         session.workload.settle_buffers()
-        result = session.problem.judge.validate(session.judge_request(self._stop_evaluating))
+        with session.as_whole():
+            result = session.problem.judge.validate(session.judge_request(self._stop_evaluating))
         if result is not None and session.world.rank == 0:
             reports.emit(
                 "evaluation", step=progress.step, split="valid", loss=result.loss, metrics=result.metrics,

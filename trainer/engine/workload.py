@@ -15,6 +15,7 @@ from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import TrainingState
 from trainer.engine.step import TrainingStep
 from trainer.observability.comm_profiler import CommunicationProfiler
+from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
 
 
@@ -48,6 +49,8 @@ class Workload:
         self.step = TrainingStep(problem.module, problem.task, self.config, self.device, faults)
         self.state = TrainingState(problem.module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
+        self.plan: ReplicaPlan | None = None
+        """How the ranks of the present world hold a sharded model; None where each holds all of it."""
         self._loader: Loader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
@@ -57,9 +60,10 @@ class Workload:
             raise RuntimeError("no world was entered yet")
         return self._loader
 
-    def enter_world(self, world: World, source: int | None) -> None:
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A collective.
-        Raise `trainer.config.ConfigError` if its ranks do not train the same."""
+    def enter_world(self, world: World, source: int | None, plan: ReplicaPlan | None = None) -> None:
+        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). ``plan``: of a
+        sharded model, whose rows lie by it already. A collective. Raise `trainer.config.ConfigError` if its ranks do not
+        train the same."""
         problem = self.problem
         # A newcomer knows of no probe.
         mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
@@ -71,7 +75,11 @@ class Workload:
         self._end_loader()
         timer, prefetch = self.step.timer, self.config.prefetch_batches
         self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
-        self.step.adopt(world)
+        if plan is None:
+            self.step.adopt(world)
+        else:
+            self.step.adopt_replicas(world, plan)
+        self.plan = plan
         self.communication = CommunicationProfiler(world, timer, max(probe_at for probe_at, _ in found))
 
     def settle_buffers(self) -> None:

@@ -33,7 +33,7 @@ class TuningTrial:
 
     def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
-        job = replace(job, training=replace(job.training, **dict(candidate.settings)))
+        job = replace(job, training=replace(job.training, strategy="ddp", **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
         # Each trial has its own shards, because their place is a setting too; nodes map the same memory.
         shards = open_shards(job, self.device)

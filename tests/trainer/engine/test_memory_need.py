@@ -56,6 +56,19 @@ def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
     assert "DTRAIN_PROCESSES_PER_NODE" in host
 
 
+def test_it_is_said_on_how_many_ranks_a_shared_model_would_fit() -> None:
+    fields: dict[str, Any] = {"measured": ((1, 300 * MIB), (2, 500 * MIB)), "failed": 4, "gathered_bytes": 10 * MIB}
+    found = need(**fields, state_bytes=12000 * MIB, ranks=4)
+    assert found.device_bytes(8) == round(17084 * MIB * 1.05)
+    assert found.shared_bytes(4) == round(17084 * MIB * 1.05) - 9000 * MIB + 10 * MIB
+    assert found.sharing_ranks == 4
+    told = explain_need(found, DistributedTrainingConfig())
+    assert 'training.strategy = "fsdp": on 4 ranks that share the model it takes 8.74 GiB each' in told
+    assert need(**fields, state_bytes=1800 * MIB, ranks=2).sharing_ranks == 8, "2 and 4 do not save enough"
+    assert need(**fields, state_bytes=100 * MIB).sharing_ranks is None
+    assert "fsdp" not in explain_need(found, DistributedTrainingConfig(strategy="fsdp"))
+
+
 def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
     real = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
     auto = DistributedTrainingConfig()
