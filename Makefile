@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm lint format train dashboard tensorboard mlflow clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube slurm ray lint format train dashboard tensorboard mlflow clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,15 +84,22 @@ test-fast: setup  ## tests that start no world of processes and no browser
 
 KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
 
+# The whole graph and the trainings on several hosts are in one file for all engines.
+ON_ENGINES := --results=out/tests-engines.json tests/engines
+
 kube: setup  ## tests on a real Kubernetes (Linux, root, Debian); its programs are built once, in about 25 minutes, if not given
 	@test -x "$(KUBE_CACHE)/kubectl" -o -d "$${DTRAIN_KUBERNETES_BINARIES:-../shared/kube}" || \
 	  ./tests/engines/kubernetes_build.sh "$(KUBE_CACHE)"
 	@python -m tests.engines.kubernetes_parts
-	@python -m pytest -n0 tests/engines/test_kubernetes_*.py
+	@python -m pytest -n0 $(ON_ENGINES) -k kubernetes
 
 slurm: setup  ## tests on a real SLURM (Linux, Debian 12), whose packages are fetched and unpacked once
 	@python -m tests.engines.slurm_cluster
-	@python -m pytest -n0 tests/engines/test_slurm_*.py
+	@python -m pytest -n0 $(ON_ENGINES) -k slurm
+
+ray: setup  ## tests on a real Ray: a head and three raylets
+	@python -m tests.engines.ray_cluster
+	@python -m pytest -n0 $(ON_ENGINES) -k "ray and not array"
 
 lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from benchmarks.namespaces import Hosts
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from trainer.elastic.membership import generations
@@ -65,7 +66,9 @@ class Launcher(Protocol):
 class Ours:
     """The local cluster, whose supervisor starts another node a second after one is lost."""
 
-    def __init__(self, home: Path, config: dict[str, Any]) -> None:
+    def __init__(self, home: Path, config: dict[str, Any], hosts: Hosts | None = None) -> None:
+        """``hosts``: one for each node, instead of loopback for all."""
+        self.hosts = hosts
         self.cluster = LocalClusterManager(home, max_replacements=1000)
         self.rundir = RunDir(str(home / "storage" / "jobs" / "job"))
         self.rundir.make()
@@ -73,7 +76,8 @@ class Ours:
 
     def start(self) -> None:
         """Submit the job to the local cluster."""
-        command = (sys.executable, "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        place = self.hosts.local_cluster if self.hosts else []
+        command = (*place, sys.executable, "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
         self.cluster.submit_job(
             JobSpec(job_id="job", run_dir=self.rundir.uri, command=command, node_count=NODES, elastic=True)
         )
@@ -116,8 +120,8 @@ class Ours:
 class Freezing(Ours):
     """The local cluster, where a node hangs instead of being killed, and goes on when the others train without it."""
 
-    def __init__(self, home: Path, config: dict[str, Any]) -> None:
-        super().__init__(home, config)
+    def __init__(self, home: Path, config: dict[str, Any], hosts: Hosts | None = None) -> None:
+        super().__init__(home, config, hosts)
         self._thawed_at = 0.0
 
     def kill(self, node: int) -> None:
@@ -132,6 +136,39 @@ class Freezing(Ours):
     def replaced_at(self, node: int) -> float:
         """Return when they went on."""
         return self._thawed_at
+
+
+class Cutting(Ours):
+    """The local cluster with each node on a host of its own, where a cable is pulled, and plugged in again when the
+    others train without it. The node itself runs on."""
+
+    hosts: Hosts
+
+    def __init__(self, home: Path, config: dict[str, Any], hosts: Hosts | None) -> None:
+        """Raise ValueError without hosts."""
+        if hosts is None:
+            raise ValueError("a cable is pulled of a host: give hosts")
+        super().__init__(home, config, hosts)
+        self._restored_at = 0.0
+
+    def kill(self, node: int) -> None:
+        """Take down the link of a node's host: no connection is told of it."""
+        self.hosts.cut(node)
+
+    def replace(self, node: int) -> None:
+        """Bring the link up: the node asks to be let in again."""
+        self._restored_at = time.time()
+        self.hosts.restore(node)
+
+    def replaced_at(self, node: int) -> float:
+        """Return when the link was brought up."""
+        return self._restored_at
+
+    def close(self) -> None:
+        """Cancel the job, and bring all links up."""
+        super().close()
+        for node in range(NODES):
+            self.hosts.restore(node)
 
 
 class Torchrun:

@@ -2,20 +2,28 @@
 
 Run `python -m benchmarks.recovery`. The same trainer trains the same model on three nodes of this machine; only the
 launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. With
-``--fault freeze`` it gets SIGSTOP instead, which nothing tells the others but its silence. Times
-come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
+``--fault freeze`` it gets SIGSTOP instead, and with ``--fault cut`` the link of its host is taken down: nothing tells
+the others but its silence. Once they train without it, it goes on, or its link is brought up. For a cut, each node is
+in a network namespace of its own (`benchmarks.namespaces`; root); with ``--namespaces`` also for the other faults.
+Times come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
 formed) and its time.
 
-    *_p50_seconds, *_p95_seconds     from SIGKILL to the end of the survivors' first step (p95: nearest rank)
+    *_p50_seconds, *_p95_seconds     from the fault to the end of the survivors' first step (p95: nearest rank)
     *_rank0_p50_seconds              the same where rank 0 was killed
-    *_back_to_three_p50_seconds      from the start of the replacement node to the first step of all three
+    *_back_to_three_p50_seconds      from the start of the replacement node, or the end of the freeze or cut, to
+                                     the first step of all three
     *_steps_redone_max               completed steps that had to be repeated
     *_repeats                        kills
     *_survivors_lost                 kills after which no step came for `LIMIT_SECONDS`, or the job ended
     *_never_back_to_three            kills after which the survivors went on, and the job failed when it was to grow
     ours_times_faster_than_default   ratio of the medians
-    suspicions, soak_seconds         with ``--fault none``: nodes that were given up though none was touched, while as
-                                     many processes as there are cores only computed; and for how long that was
+    namespaces                       whether each node had a network namespace, and a link, of its own
+    suspicions, soak_seconds         with ``--fault none``: how often a node took another for lost though none was
+                                     touched, while as many processes as there are cores only computed; for how long
+    soak_regroupings                 groups that formed meanwhile; each would be a consequence of a suspicion
+    links_watched, beats_due         ways on which one node listens for another, and the signs of life that were due on
+                                     all of them by the setting ``health_check_seconds``
+    soak_steps, soak_load_*          steps that the training made, and the load of the machine: its mean, its highest
     load_before, load_after          load of the machine; ``busy``: other work kept it busy before this began, so that
                                      the seconds are not those of a quiet machine. Such a line is saved with --busy only
 """
@@ -23,6 +31,7 @@ formed) and its time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -45,9 +54,11 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 from worlds import build  # noqa: E402
 
 from benchmarks.host import is_busy  # noqa: E402
-from benchmarks.launchers import NODES, Freezing, Launcher, Ours, Torchrun  # noqa: E402
+from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun  # noqa: E402
+from benchmarks.namespaces import Hosts, NoNamespacesError  # noqa: E402
+from trainer.config import DistributedTrainingConfig  # noqa: E402
 from trainer.elastic.membership import generations  # noqa: E402
-from trainer.rundir import SeenFiles  # noqa: E402
+from trainer.rundir import LOGS, SeenFiles  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 180.0
@@ -65,6 +76,10 @@ TRAINING = {
     "log_frequency": 1,
     "threads_per_rank": 1,
 }
+
+
+FAULTS: dict[str, type[Ours]] = {"kill": Ours, "freeze": Freezing, "cut": Cutting, "none": Ours}
+"""What may happen to a node, and the launcher that does it."""
 
 
 class LostError(RuntimeError):
@@ -190,28 +205,48 @@ def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: 
 
 
 def soak(launcher: Ours, seconds: float) -> dict[str, Any]:
-    """Train beside a load on every core, touch no node, and return how many were given up all the same."""
+    """Train beside a load on every core, touch no node, and return how often one was taken for lost all the same. Raise
+    `LostError` if the job ends meanwhile."""
     burners = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(os.cpu_count() or 1)]
     try:
         launcher.start()
         steps = Steps(launcher)
         steps.wait_for(lambda event: steps.is_of_three(event))
-        before = len(generations(launcher.rundir.storage))
+        groups, silences = len(generations(launcher.rundir.storage)), count_silences(launcher)
+        first = steps.steps[-1]["step"]
         for burner in burners:
             burner.start()
-        ends_at = time.monotonic() + seconds
-        while time.monotonic() < ends_at and launcher.running:
+        began, loads = time.monotonic(), list[float]()
+        while time.monotonic() - began < seconds:
+            if not launcher.running:
+                raise LostError(f"the job ended after {time.monotonic() - began:.0f} s of the soak")
             time.sleep(1.0)
+            loads.append(os.getloadavg()[0])
+        lasted = time.monotonic() - began
+        steps.look()
+        pause = DistributedTrainingConfig(**TRAINING).health_check_seconds
+        links = NODES * (NODES - 1)
         return {
-            "soak_seconds": round(seconds),
-            "suspicions": len(generations(launcher.rundir.storage)) - before,
-            "soak_load": round(os.getloadavg()[0], 2),
+            "soak_seconds": round(lasted),
+            "suspicions": count_silences(launcher) - silences,
+            "soak_regroupings": len(generations(launcher.rundir.storage)) - groups,
+            "links_watched": links,
+            "beats_due": round(links * lasted / pause),
+            "soak_steps": steps.steps[-1]["step"] - first,
+            "soak_load_mean": round(statistics.fmean(loads), 2),
+            "soak_load_highest": round(max(loads), 2),
         }
     finally:
         for burner in burners:
             if burner.pid is not None:
                 burner.kill()
         launcher.close()
+
+
+def count_silences(launcher: Ours) -> int:
+    """Return how often a node has said in its log that it took another for silent."""
+    logs = Path(launcher.rundir.uri).glob(f"{LOGS}/node-*.log")
+    return sum(log.read_text(errors="replace").count("nothing heard from") for log in logs)
 
 
 def _burn() -> None:
@@ -248,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
-    parser.add_argument("--fault", choices=("kill", "freeze", "none"), default="kill", help="what happens to a node")
+    parser.add_argument("--fault", choices=tuple(FAULTS), default="kill", help="what happens to a node")
+    parser.add_argument("--namespaces", action="store_true", help="each node in a network namespace; with cut always")
     parser.add_argument("--seconds", type=float, default=600.0, help="with --fault none: how long nothing happens")
     options = parser.parse_args(arguments)
     if options.fault != "kill":
@@ -257,8 +293,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save and is_busy(load) and not options.busy:
         parser.error(f"the load is {load:.1f}: wait until other work has ended, or mark the result with --busy")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
-    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
-        folder = Path(temporary)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-")))
+        hosts: Hosts | None = None
+        if options.fault == "cut" or options.namespaces:
+            try:
+                hosts = stack.enter_context(Hosts(NODES))
+            except NoNamespacesError as error:
+                parser.error(str(error))
         config = {
             "dataset": {"uri": str(build(folder))},
             "tracking": {"tensorboard": False},
@@ -266,9 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         os.environ["DTRAIN_CACHE"] = str(folder / "cache")
         found: dict[str, Figures] = {}
-        kind = Freezing if options.fault == "freeze" else Ours
+        kind = FAULTS[options.fault]
         makers: list[tuple[str, Callable[[Path], Launcher], int, int]] = [
-            ("ours", lambda place: kind(place, config), 0 if options.fault == "none" else options.repeats, 1),
+            ("ours", lambda place: kind(place, config, hosts), 0 if options.fault == "none" else options.repeats, 1),
             ("torchrun_tuned", lambda place: Torchrun(_made(place), config, tuned=True), options.repeats, 1),
             (
                 "torchrun_default",
@@ -281,8 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if repeats and options.only in (None, name):
                 print(name, file=sys.stderr, flush=True)
                 found[name] = measure(make, folder, repeats, jobs, name)
-        soaked = soak(Ours(folder / "soak", config), options.seconds) if options.fault == "none" else {}
-    result: dict[str, Any] = {"benchmark": "recovery", "fault": options.fault, **soaked}
+        soaked = soak(Ours(folder / "soak", config, hosts), options.seconds) if options.fault == "none" else {}
+    result: dict[str, Any] = {
+        "benchmark": "recovery", "fault": options.fault, **({"namespaces": True} if hosts else {}), **soaked,
+    }  # fmt: skip
     for name, figures in found.items():
         result |= summary(name, figures)
     result["steps_redone_max"] = result.get("ours_steps_redone_max")

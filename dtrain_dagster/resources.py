@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of, tier_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -128,6 +128,19 @@ class GPUClusterResource(dg.ConfigurableResource):
         return ranks_per_node(self.processes_per_node, self.traits, self.gpu_type, self.node_count, gpus)
 
     @property
+    def sku(self) -> str:
+        """What its nodes are priced as: DTRAIN_GPU_TYPE, in a partition that the site prices where there is one. Raise
+        `PriceError` where the site's table lacks it."""
+        return name_at_site(self.gpu_type, self.engine.get("partition")) if self.kind == "slurm" else self.gpu_type
+
+    @property
+    def have_gpus(self) -> bool:
+        """Whether its nodes are known to have GPUs. Raise `PriceError` for an unknown SKU."""
+        from dtrain_dagster.clusters.ranks import have_gpus
+
+        return have_gpus(self.traits, self.gpu_type, self.engine.get("gpus", 0))
+
+    @property
     def traits(self) -> ClusterKind:
         """What this kind of cluster is and can do."""
         return KINDS[self.kind]
@@ -220,7 +233,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             settings = LaunchSettings(
                 engine=self.kind,
                 cluster_name=self.cluster_name,
-                sku=self.gpu_type,
+                sku=self.sku,
                 threads_per_rank=self.threads_per_rank,
                 max_replacements=self.max_replacements,
                 replacement_delay_seconds=self.replacement_delay_seconds,
@@ -308,6 +321,10 @@ def build_resources(settings: Settings) -> dict[str, Any]:
         azure=azure,
         engine=engine,
     )
+    try:
+        cluster.sku  # noqa: B018 - the site's table of prices is read
+    except PriceError as error:
+        raise SettingsError(str(error)) from None
     if on_azure:
         try:
             cluster.azure_options()

@@ -46,6 +46,8 @@ class Outcome:
         self.seconds: Counter[str] = Counter()
         self.in_teardown: set[str] = set()
         self.flaky: dict[str, list[pytest.TestReport]] = {}
+        self.skips: Counter[str] = Counter()
+        """What was missing → the number of tests that were skipped for it."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -54,6 +56,8 @@ class Outcome:
         )
         if hasattr(report, "wasxfail"):
             outcome = "xfailed" if report.skipped else "xpassed"
+        if outcome == "skipped" and isinstance(report.longrepr, tuple):
+            self.skips[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
         before = self.outcomes.get(report.nodeid, "passed")
         self.outcomes[report.nodeid] = max(before, outcome, key=_RANKS.index)
         if outcome == "error" and report.when == "teardown":
@@ -133,6 +137,7 @@ class Outcome:
             "test_seconds": round(sum(self.seconds.values()), 1),
             "workers": self.config.getoption("numprocesses", None) or 0,
             "load_average": [round(value, 2) for value in os.getloadavg()],
+            "skipped_for": dict(self.skips.most_common()),
             "flaky_tests": {test: [str(report.longrepr) for report in told] for test, told in self.flaky.items()},
             "slowest_tests": {test: round(seconds, 2) for test, seconds in self.seconds.most_common(SLOWEST)},
             "slowest_files": {path: round(seconds, 1) for path, seconds in files.most_common(SLOWEST)},
@@ -140,6 +145,8 @@ class Outcome:
         }
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for reason, count in self.skips.most_common():
+            terminalreporter.write_line(f"skipped {count}: {reason}")
         if not self.flaky:
             return
         terminalreporter.section(f"{len(self.flaky)} flaky: failed beside other tests, passed alone", yellow=True)

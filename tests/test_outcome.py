@@ -65,6 +65,8 @@ def test_what_passes_alone_is_flaky_and_told(tmp_path: Path) -> None:
     assert (test, "failed beside others" in told) == ("test_these.py::test_beside_others", True)
     assert results["tests"]["test_these.py::test_good"][0] == "passed"
     assert list(results["slowest_files"]) == ["test_these.py"]
+    assert results["skipped_for"] == {"no such thing here": 1}
+    assert "skipped 1: no such thing here" in said
 
 
 def test_without_the_option_nothing_is_repeated(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
@@ -178,8 +178,12 @@ class DistributedTrainingConfig:
     host updates them."""
     activation_checkpointing: bool = False
     """Compute activations within blocks twice instead of keeping them, from the first step on."""
+    encryption: Literal["auto", "required", "off"] = "auto"
+    """Encrypt traffic between hosts, with certificates that each launch makes for itself. ``auto``: all but what NCCL
+    sends between GPUs of several hosts, of which rank 0 says so. ``required``: a job of which anything would leave a
+    host unencrypted is refused."""
     tls: TLSConfig | None = None
-    """Encrypt traffic between nodes; None does not."""
+    """Encrypt with certificates of your own instead; GPUs then sum through the hosts' memory."""
     micro_batch_floor: int = Field(default=8, ge=1)
     """When memory runs out, fewer samples of a micro-batch go through the model at once, down to this many; then
     activations are computed twice instead of kept."""
@@ -199,6 +203,13 @@ class DistributedTrainingConfig:
     `trainer.observability.trace`."""
     profile_from_step: int = Field(default=0, ge=0)
     """Steps to be done before that trace begins; where a start has done more already, it begins at once."""
+
+    @field_validator("tls")
+    @classmethod
+    def _is_not_off(cls, tls: TLSConfig | None, info: ValidationInfo) -> TLSConfig | None:
+        if tls is not None and info.data.get("encryption") == "off":
+            raise ValueError("certificates are given and training.encryption is 'off': leave one of the two out")
+        return tls
 
     @property
     def is_sharded(self) -> bool:

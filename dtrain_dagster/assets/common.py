@@ -7,6 +7,7 @@ value, and a parametrised one does not go together with check specs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
-from dtrain_dagster.costs.prices import PriceError, price_of
+from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
@@ -78,7 +79,8 @@ def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
     they are this machine."""
     if cluster.traits.is_this_machine:
         return ""
-    return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
+    name = hardware_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
+    return "-" + re.sub(r"[^a-z0-9.-]", "-", name)
 
 
 def round_figures(value: Any) -> Any:

@@ -18,7 +18,7 @@ from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, e
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import load_settings
-from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.formatting import dollars, in_block
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
@@ -124,8 +124,10 @@ def cost_breakdown(
         why=explain_variance(told, tracker.training_usd, plan.estimate.usd.expected),
     )
     _write_reports(rundir, bill)
+    account = cluster.manager().describe_account(job.job_id)
+    by_cluster = {"accounting": dg.MarkdownMetadataValue(in_block("\n".join(account)))} if account else {}
     return dg.MaterializeResult(
-        metadata=_figures(rundir, bill) | _tables(rundir, bill),
+        metadata=_figures(rundir, bill) | _tables(rundir, bill) | by_cluster,
         check_results=[_estimate_check(bill), _ledger_check(tracker, found)],
     )
 

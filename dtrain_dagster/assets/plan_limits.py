@@ -11,7 +11,7 @@ from dtrain_dagster.assets.plan_choices import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import STAND_IN, SkuPrice, Tier, hardware_of, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, SkuPrice, Tier, hardware_of, price_of, tier_of
 from dtrain_dagster.planning.limits import Limits, explain_excess, least, remedies
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -97,7 +97,7 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
             f"are expected{probe}, up to {dollars(usd.high + spent)}"
         )
     idle = explain_idle_gpus(
-        price_of(plan.sku), plan.processes_per_node, plan.node_count, usd.expected, plan.price_words == STAND_IN
+        price_of(plan.sku), plan.processes_per_node, plan.node_count, usd.expected, plan.price_words != LISTED
     )
     return [*said, idle] if idle else said
 

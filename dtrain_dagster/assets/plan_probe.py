@@ -79,7 +79,7 @@ def measure_pace(
         )
         if said := explain_dear_probe(expected, limits, config.stop_at_usd):
             raise refuse_plan(context, project, said, None, limits, planned.price, planned.tier, planned.node_count)
-    got = provision(context, manager, cluster, project, cluster.gpu_type, planned.node_count)
+    got = provision(context, manager, cluster, project, cluster.sku, planned.node_count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)

@@ -140,6 +140,7 @@ def cost_estimate(
 ):  # no annotation, see assets.common
     """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
     limit."""
+    from dtrain_dagster.clusters.ranks import hosts_of
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.planning.history import knows
@@ -151,7 +152,8 @@ def cost_estimate(
         planned = plan_of_launchpad(config, cluster, project, sharded_dataset)
         price, tier, count = planned.price, planned.tier, planned.node_count
         history = read_history(context, planned)
-        for sentence in check_job(planned.job, count * planned.sizes.processes_per_node, rehearses=not history.runs):
+        ranks, hosts = count * planned.sizes.processes_per_node, hosts_of(planned.kind, count)
+        for sentence in check_job(planned.job, ranks, not history.runs, hosts, cluster.have_gpus):
             context.log.warning(sentence)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
@@ -210,7 +212,7 @@ def plan_of_launchpad(
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
     from dtrain_dagster.planning.build_plan import size_up_job
 
-    price, tier = price_of(cluster.gpu_type), tier_of(cluster.first_tier)
+    price, tier = price_of(cluster.sku), tier_of(cluster.first_tier)
     price.usd_per_hour(tier)
     job = job_on(cluster.node_count, config, cluster, project, dataset)
     stated_ranks = config.more.get("world_size")

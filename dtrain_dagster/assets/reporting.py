@@ -19,7 +19,7 @@ from dtrain_dagster.assets.common import (
 )
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of, price_table
+from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource
@@ -69,7 +69,7 @@ def performance_report(
         price=price_of(plan.sku),
         tier=plan.tier,
         training=plan.job["training"],
-        prices=price_table().values(),
+        prices=alternatives_to(plan.sku).values(),
         today=datetime.now(UTC).date(),
         price_words=plan.price_words,
     ).optimization()

@@ -96,7 +96,8 @@ def scaling_study(
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, is_this_machine)
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
         with queueing(context, project):
-            probe.run_probe(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
+            env = cluster.node_env(project)
+            probe.run_probe(manager, job, nodes, plan.processes_per_node, env, context.log.info)
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
         point = scaling_points.read_point(

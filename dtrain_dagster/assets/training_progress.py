@@ -51,9 +51,10 @@ def follow_training(
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
     nodes."""
+    from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
     from dtrain_dagster.planning.projection import ProgressRate, project, time_left
 
-    observed_at, phase = 0.0, ""
+    observed_at, phase, wait_news = 0.0, "", WaitNews()
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
     planned, pace = asdict(plan), ProgressRate()
@@ -76,13 +77,19 @@ def follow_training(
                 tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
             if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
                 observed_at = time.monotonic()
+                waiting = describe_wait(status)
+                if sentence := wait_news.tell(status):
+                    context.log.info(f"{job_id}: {sentence}")
                 usage = manager.node_usage(job_id)
                 if usage or progress.step:  # from the first node on: a node is paid for even before its first step
                     cost = project(CostTracker("", usage, plan.tier), planned, pace)
                     left = None if status.state.is_final else time_left(pace, planned, time.time())
-                    metadata = progress_metadata(progress, plan, cost, left)
+                    metadata = progress_metadata(progress, plan, cost, left, waiting)
                     context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
                     context.log.info(describe_progress(progress, plan, cost, left))
+                elif waiting:  # nothing is paid yet
+                    metadata = {"phase": progress.phase, "waiting": waiting}
+                    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
@@ -162,12 +169,14 @@ def tell_of(
 
 
 def progress_metadata(
-    progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None
+    progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None, waiting: str = ""
 ) -> dict[str, Any]:
-    """Return the known figures of an observation of the running asset, as numbers, so that the UI plots them."""
+    """Return the known figures of an observation of the running asset, as numbers, so that the UI plots them.
+    ``waiting``: why nodes have no place yet, in words."""
     over = cost.over_at_end
     fields = {
         "phase": progress.phase,
+        "waiting": waiting or None,
         "step": progress.step or None,
         "steps_planned": plan.work.steps,
         "epoch": progress.epoch or None,

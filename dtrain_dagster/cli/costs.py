@@ -41,7 +41,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-    from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
+    from dtrain_dagster.costs.prices import PriceError, price_words, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from trainer.rundir import JOB, RESULT
 
@@ -53,7 +53,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     running = not manager.job_status(job_id).state.is_final
     rundir = run_dir(settings, job_id)
     plan = rundir.read_json(PLAN) or {}
-    words = plan.get("price_words", LISTED if settings.kind.buys_nodes else STAND_IN)
+    words = plan.get("price_words", price_words(cluster.sku, settings.kind.buys_nodes))
     try:
         usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
         events = list(rundir.events(strict=True))

@@ -17,7 +17,6 @@ from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, s
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
-    from dtrain_dagster.settings.environment import Settings
     from trainer.rundir import RunDir
 
 
@@ -87,11 +86,11 @@ def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) 
         signal.signal(signal.SIGTERM, before)
 
 
-def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
-    """Print the kind of nodes if it differs from the settings."""
-    if got.gpu_type != settings.gpu_type:
+def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
+    """Print the kind of nodes if it differs from the wanted one."""
+    if got.gpu_type != wanted:
         tier = f" ({got.tier})" if got.tier else ""
-        say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+        say(f"{wanted} was not to be had: {got.gpu_type}{tier} is taken", err=True)
 
 
 def announce(rundir: RunDir) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import trainer
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, run_dir, say
 from dtrain_dagster.cli.job_life import (
     announce,
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 DESCRIBE_SECONDS = 600.0
 """The most seconds that a script may take until it calls fit: it reads its data before."""
+_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = f"{Path(trainer.__file__ or '').parent}{os.sep}"
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DTRAIN_LAUNCH", "DTRAIN_RUN_DIR")
 
 
@@ -60,7 +66,7 @@ def describe_script(
     script: str, arguments: Sequence[str], overrides: Sequence[str], job_id: str, run_dir: str
 ) -> ScriptJob:
     """Return the training of a script, which is run up to its call of fit: data, model, loss and settings are checked
-    before any node is asked for. Raise `ConfigError`, with the end of the script's output, where it does not get
+    before any node is asked for. Raise `ConfigError`, which says in one line where and why, if it does not get
     there."""
     path = Path(script).resolve()
     if not path.is_file():
@@ -76,13 +82,30 @@ def describe_script(
             raise ConfigError(
                 f"--script {script} did not call Trainer(…).fit(…) within {DESCRIBE_SECONDS:.0f} s"
             ) from None
-        if not answer.is_file():
-            said = (done.stderr or done.stdout).strip().splitlines()[-12:]
-            why = "\n".join(said) or "it said nothing"
-            raise ConfigError(f"--script {script} ended with exit code {done.returncode} before it trained:\n{why}")
-        found = json.loads(answer.read_text())
+        found = json.loads(answer.read_text()) if answer.is_file() else {}
+    if "job" not in found:
+        raise ConfigError(f"--script {script}: {found.get('error') or explain_end(done.returncode, done.stderr)}")
     job = parse_job(json.dumps(found["job"] | {"job_id": job_id, "run_dir": run_dir}), source=script)
     return ScriptJob(job, command, found["samples"])
+
+
+def explain_end(code: int, said: str) -> str:
+    """Return why a script ended before it called fit, in one line, from its exit code and what it wrote to standard
+    error: the error that it raised, and the innermost place in its own files. Pure."""
+    if code == 0:
+        return "it ended without calling Trainer(…).fit(…) (is the call behind a condition, or in a function?)"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return f"it ended with exit code {code} before it trained, and said nothing"
+    places = [found for line in lines if (found := _PLACE.match(line)) and not _is_installed(found["file"])]
+    where = f" ({places[-1]['file']}, line {places[-1]['line']})" if places else ""
+    last = re.sub(r"^trainer\.errors\.ConfigError: ", "", lines[-1])
+    return f"it ended with exit code {code} before it trained: {last}{where}"
+
+
+def _is_installed(file: str) -> bool:
+    """Return whether a file of a stack trace is none of the script's author's."""
+    return file.startswith("<") or "site-packages" in file or file.startswith((_OURS, _PYTHON))
 
 
 def refuse_with_script(options: Mapping[str, object]) -> None:
@@ -121,7 +144,7 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
     if runs:
         say(f"job {job_id} is running already: no other is started", err=True)
     else:
-        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     take_over(rundir)
     environment = cluster.node_env(project) | {"DTRAIN_RUN_DIR": rundir.uri}
     with cancelled_by_signals(manager, job_id, unless=detach):

@@ -39,30 +39,14 @@ def account(job_id: str) -> None:
     node by node, and with DTRAIN_SLURM_PRICES what the site charges.
     """
     import time
-    from pathlib import Path
 
     from dtrain_dagster.cli.common import cluster_of, read_settings, run_dir
-    from dtrain_dagster.clusters.slurm import commands
-    from dtrain_dagster.clusters.slurm.accounting import (
-        compare_accounts,
-        describe_accounts,
-        describe_price,
-        names_of,
-        read_account,
-    )
-    from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-    from dtrain_dagster.clusters.slurm.options import SlurmOptions
+    from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
+    from dtrain_dagster.clusters.slurm.job_account import account_nodes
     from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
-    from trainer.rundir import LAUNCH
 
     settings, prices = read_settings(), read_partition_prices()
     cluster_of(settings)[0].manager().job_status(job_id)  # is there such a job?
-    rundir = run_dir(settings, job_id)
-    nodes = rundir.nodes()
-    names = names_of(rundir.read_json(LAUNCH) or {}, nodes)
-    engine = SlurmEngine(SlurmOptions.read(read_slurm_options()), Path(), lambda launch, node_id, incarnation: ())
-    since = min((node.started_at for node in nodes), default=time.time()) - 3600
-    told = engine.run(commands.account(list(names.values()), since), "read the accounting") if names else ""
-    accounted = compare_accounts(names, read_account(told), time.time())
+    accounted = account_nodes(read_slurm_options(), run_dir(settings, job_id), time.time())
     for line in (*describe_accounts(accounted), *([describe_price(accounted, prices)] if prices else [])):
         say(line)

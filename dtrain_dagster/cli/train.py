@@ -97,7 +97,7 @@ def launch(
     job_id = new_job_id(name, "launch")
     if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
-    manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
+    manager.provision_cluster(nodes or settings.nodes, cluster.sku)
     rundir = run_dir(settings, job_id)
     follower = FileFollower(rundir.storage.local_path("logs"))
     follower.skip_to_end()
@@ -107,7 +107,7 @@ def launch(
         command=runnable(command),
         node_count=nodes or settings.nodes,
         processes_per_node=ranks_of(settings),
-        env=cluster.node_env(project),
+        env=cluster.node_env(project) | {"DTRAIN_SCRIPT_FOLDER": rundir.uri},
         master_port=master_port,
     )
     take_over(rundir)
@@ -208,7 +208,7 @@ def train(
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
     else:
-        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     take_over(rundir)
     with cancelled_by_signals(manager, job.job_id, unless=detach):
@@ -289,12 +289,15 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
     """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
-    from dtrain_dagster.clusters.ranks import explain_idle_gpus
+    from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
     from dtrain_dagster.costs.prices import price_of
     from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.settings.engines import read_engine_options
 
+    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    for sentence in check_job(job, node_count * ranks, rehearses):
+    for sentence in check_job(job, node_count * ranks, rehearses, hosts, has_gpus):
         say(sentence, err=True)
     if settings.cluster == "azure_ml":
         from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired

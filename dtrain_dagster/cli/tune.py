@@ -105,7 +105,7 @@ def tune(
         raise Refusal(f"job {job_id} is there already: choose another --name")
     total_steps(job)  # refuses data that cannot feed the ranks
     job = with_reachable_data(job, settings)
-    say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+    say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()
     rundir.write_job(job)
     more = ("--global-batch",) if global_batch else ()
@@ -133,9 +133,9 @@ def tune(
             announce(rundir)
             status = _watch(manager, rundir, job_id)
     except SystemExit:
-        _deliver(manager, rundir, job_id, out, settings)
+        _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         raise
-    _deliver(manager, rundir, job_id, out, settings)
+    _deliver(manager, rundir, job_id, out, settings, cluster.sku)
     end(rundir, status)
 
 
@@ -197,10 +197,10 @@ def _interval(row: Mapping[str, Any]) -> str:
     return f"{100 * (middle - 1):+.1f} % ({100 * CONFIDENCE:.0f} % interval {ends}, {row['rounds']} rounds)"
 
 
-def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings) -> None:
+def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings, sku: str) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
     from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
+    from dtrain_dagster.costs.prices import PriceError, price_words, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.support.formatting import dollars
     from trainer.rundir import TUNED
@@ -212,7 +212,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
     except (ClusterError, PriceError) as error:
         say(f"note: what it cost is not known: {error}", err=True)
     document = rundir.read_json(TUNED)
-    words = LISTED if settings.kind.buys_nodes else STAND_IN
+    words = price_words(sku, settings.kind.buys_nodes)
     if document is not None and (document["training"] or document["evidence"]["complete"]):
         evidence = document["evidence"]
         if tracker is not None:

@@ -291,6 +291,11 @@ class GPUClusterManager(ABC):
     def node_usage(self, job_id: str) -> list[NodeUsage]:
         """Return when each node was present for this job, over all launches; a node still present counts until now."""
 
+    def describe_account(self, job_id: str) -> list[str]:
+        """Return the cluster's own account of a job's nodes beside their presence, as lines for people; none where it
+        keeps no account, or cannot be asked now."""
+        return []
+
     @abstractmethod
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Return the jobs and computes that no live run owns. ``live_runs``: ids of the Dagster runs that have not

@@ -6,12 +6,13 @@ a supervisor share is in `supervision.manager`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
+from dtrain_dagster.clusters.supervision.engine import Engine, EngineUnreachableError, agent_command
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.settings.cluster_kinds import KINDS
@@ -40,6 +41,18 @@ class EngineClusterManager(SupervisedClusterManager):
             raise ClusterError(
                 f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more"
             )
+
+    def describe_account(self, job_id: str) -> list[str]:
+        if self.jobs.settings.engine != "slurm":
+            return []
+        from dtrain_dagster.clusters.slurm.accounting import describe_accounts
+        from dtrain_dagster.clusters.slurm.job_account import account_nodes
+
+        try:
+            found = account_nodes(self.jobs.engine_options or {}, self.jobs.rundir(job_id), time.time())
+        except (ClusterError, EngineUnreachableError):  # presence is what costs are computed from
+            return []
+        return describe_accounts(found) if any(node.accounted_seconds is not None for node in found) else []
 
     @property
     def most_nodes(self) -> int:

@@ -222,14 +222,14 @@ def _end_of(rundir: RunDir) -> NoticeKind | None:
 
 
 def _figures(rundir: RunDir, launch: Mapping[str, Any]) -> JobFigures:
-    from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
+    from dtrain_dagster.costs.prices import PriceError, price_words, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
 
     status, result = rundir.read_json(STATUS) or {}, rundir.read_result() or {}
     state, number = JobState(status.get("state", JobState.QUEUED)), int(launch.get("launch") or 1)
     nodes = rundir.nodes()
     usage = presences.usage(nodes, str(launch.get("sku", "")), not state.is_final, time.time())
-    words = LISTED if "tier" in launch else STAND_IN  # only nodes that are bought have one
+    words = price_words(str(launch.get("sku", "")), "tier" in launch)  # only nodes that are bought have one
     try:
         tracker = CostTracker("", usage, tier_of(str(launch.get("tier") or "dedicated")))
         cost = f"{dollars(tracker.total_usd)} ({words})"

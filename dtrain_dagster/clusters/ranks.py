@@ -29,6 +29,17 @@ def ranks_per_node(
     return max(1, gpus or 0)
 
 
+def hosts_of(kind: ClusterKind, node_count: int) -> int:
+    """Return the number of machines that nodes are on: one where they divide this machine."""
+    return 1 if kind.is_this_machine else node_count
+
+
+def have_gpus(kind: ClusterKind, gpu_type: str, gpus: int | None = None) -> bool:
+    """Return whether nodes are known to have GPUs: those of a SKU that is bought, or those that an engine is asked for
+    (``gpus``). Raise `PriceError` for a SKU that the price table does not know."""
+    return price_of(gpu_type).gpus > 0 if kind.buys_nodes else bool(gpus)
+
+
 def explain_idle_gpus(price: SkuPrice, ranks: int, node_count: int, usd: float, is_local: bool) -> str | None:
     """Return a sentence on the GPUs of a plan that are paid and not used, with their dollars; None where each has a
     rank. Pure. ``usd``: the expected cost of the training on ``node_count`` nodes."""

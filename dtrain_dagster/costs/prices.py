@@ -4,6 +4,9 @@ Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HO
 writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
 ``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]). The
 hardware of a SKU stands in the package's table alone.
+
+A site that charges for node-hours has a table of its own (``DTRAIN_SLURM_PRICES``). ``SKU@PARTITION`` names nodes of
+one of its partitions: they cost what the site says, and count as that SKU in all else.
 """
 
 from __future__ import annotations
@@ -13,18 +16,23 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dtrain_dagster.settings.environment import setting
+from dtrain_dagster.settings.environment import SettingsError, setting
 
 Tier = Literal["dedicated", "low_priority", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
 """Meaning of a figure's dollars, in words: for nodes that are priced as a SKU, and for nodes that are bought."""
+OF_SITE = "the site's price per node-hour, not its bill"
+"""The same for nodes of a partition that a site has priced."""
+_AT = "@"
+"""Between a SKU and the partition whose price counts."""
 REFRESHED = "prices.json"
 """File of the refreshed prices, under ``DTRAIN_HOME``."""
 REFERENCE_SKU = "Standard_NC6s_v3"
@@ -118,7 +126,9 @@ Prices = dict[str, dict[str, dict[Tier, Figure]]]
 
 def price_of(sku: str, region: str | None = None) -> SkuPrice:
     """Return the price of a SKU, in any case of letters; ``region``: None for ``DTRAIN_REGION``. Raise `PriceError`
-    where it is not known there."""
+    where it is not known there, or where the site no longer prices the partition."""
+    if _AT in sku:
+        return _price_of_site(hardware_of(sku), sku.partition(_AT)[2])
     region = region_of(region)
     regions = _tables()
     found = _by_any_case(regions.get(region, {}), sku)
@@ -152,8 +162,37 @@ def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
 def hardware_of(sku: str) -> SkuPrice:
     """Return a SKU of any region where it is known, for facts that do not depend on the region. Raise `PriceError` for
     an unknown SKU."""
-    rows = (_by_any_case(rows, sku) for rows in _tables().values())
-    return next((row for row in rows if row), None) or price_of(sku)
+    name, at, partition = sku.partition(_AT)
+    rows = (_by_any_case(rows, name) for rows in _tables().values())
+    found = next((row for row in rows if row), None) or price_of(name)
+    return replace(found, sku=f"{found.sku}{at}{partition}") if at else found
+
+
+def name_at_site(sku: str, partition: str | None) -> str:
+    """Return the SKU as nodes of a partition, where the site has a table of prices; else, or without a partition, as it
+    is. Raise `PriceError` where that table lacks the partition."""
+    from dtrain_dagster.settings.slurm import site_prices_path
+
+    if partition is None or site_prices_path() is None:
+        return sku
+    _price_of_site(hardware_of(sku), partition)
+    return f"{sku}{_AT}{partition}"
+
+
+def is_of_site(sku: str) -> bool:
+    """Return whether a site's own price counts for nodes of this SKU."""
+    return _AT in sku
+
+
+def price_words(sku: str, is_bought: bool) -> str:
+    """Return what the dollars of such nodes are, in words. ``is_bought``: they are bought from a cloud."""
+    return OF_SITE if is_of_site(sku) else LISTED if is_bought else STAND_IN
+
+
+def alternatives_to(sku: str) -> Mapping[str, SkuPrice]:
+    """Return the SKUs that may be taken in the place of this one: all of the region, or, at a site's price, it alone.
+    Raise `PriceError` where no price is known."""
+    return {sku: price_of(sku)} if is_of_site(sku) else price_table()
 
 
 def known_regions() -> tuple[str, ...]:
@@ -229,6 +268,49 @@ def merge(tables: Iterable[Prices]) -> Prices:
                     if tier not in known or figure.recorded_on >= known[tier].recorded_on:
                         known[tier] = figure
     return merged
+
+
+def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
+    """Return what nodes of a partition cost, on whatever tier, and the hardware that they are taken for."""
+    from dtrain_dagster.settings.slurm import site_prices_path
+
+    path = site_prices_path()
+    if path is None:
+        raise PriceError(
+            f"the price of partition {partition!r} is not known: set DTRAIN_SLURM_PRICES to the site's table"
+        )
+    prices, day = _site_table(path)
+    if partition not in prices:
+        known = ", ".join(prices) or "none"
+        raise PriceError(
+            f"DTRAIN_SLURM_PRICES={path} has no price of partition {partition!r}, only of {known}: add it there, or "
+            "unset DTRAIN_SLURM_PRICES to have the list price of DTRAIN_GPU_TYPE stand in"
+        )
+    figure = Figure(usd_per_hour=prices[partition], recorded_on=day, how="read", source="DTRAIN_SLURM_PRICES")
+    name = f"{hardware.sku.partition(_AT)[0]}{_AT}{partition}"
+    figures = dict.fromkeys(TIERS, figure)
+    return replace(hardware, sku=name, figures=figures, low_priority_capable=True, retired_on=None)
+
+
+def _site_table(path: Path) -> tuple[Mapping[str, float], str]:
+    """Return partition → US dollars per node-hour, and the day of the file. Raise `PriceError` where it cannot be
+    read."""
+    try:
+        stat = path.stat()
+        return _read_site_table((str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)), _day(stat.st_mtime)
+    except (OSError, SettingsError) as error:
+        raise PriceError(f"the site's prices cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=4)
+def _read_site_table(version: tuple[Any, ...]) -> Mapping[str, float]:
+    from dtrain_dagster.settings.slurm import read_partition_prices
+
+    return read_partition_prices()
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, Tier
+from dtrain_dagster.costs.prices import PriceError, Tier, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
@@ -286,7 +286,7 @@ def cost_so_far(
         whole = CostTracker("", [*usage, *probe_usage_of(plan)], tier)
     except (PriceError, ValueError):
         return None
-    words = plan.get("price_words", STAND_IN if "history" not in launch else LISTED)
+    words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
     return Cost(usd=whole.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
 
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtrain_dagster.data.disk_watch import says_full, watched
 from dtrain_dagster.data.engines import ORDER
 from dtrain_dagster.data.errors import DataEngineError
 from dtrain_dagster.support.building import building_in
@@ -53,13 +54,11 @@ class RayEngine:
     def sorted_rows(self, database: duckdb.DuckDBPyConnection, select: str) -> tuple[pa.Schema, Iterator[pa.Table]]:
         """See `dtrain_dagster.data.engines.DataEngine`. The database reads and checks; it neither sorts nor spills."""
         reader: Any = database.execute(select).to_arrow_reader(BLOCK_ROWS)
-        return reader.schema, self._sorted(reader)
+        return reader.schema, self._watched(lambda ray: self._sorted(ray, reader))
 
-    def _sorted(self, reader: Any) -> Iterator[pa.Table]:
+    def _sorted(self, ray: Any, reader: Any) -> Iterator[pa.Table]:
         import pyarrow as pa
-
-        ray = self._connected()
-        import ray.data  # noqa: F811
+        import ray.data
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         context = ray.data.DataContext.get_current()
@@ -78,7 +77,11 @@ class RayEngine:
         self, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
     ) -> Iterator[Result]:
         """See `dtrain_dagster.data.engines.DataEngine`. A task that lost its worker is run again."""
-        ray = self._connected()
+        return self._watched(lambda ray: self._computed(ray, frames, work))
+
+    def _computed(
+        self, ray: Any, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
+    ) -> Iterator[Result]:
         compute = ray.remote(num_cpus=1, max_retries=RETRIES)(_compute)
         with _told_plainly(ray, self.spill):
             shared = ray.put(work)
@@ -90,6 +93,15 @@ class RayEngine:
                 under_way.append(compute.remote(shared, tickers))
             while under_way:
                 yield from ray.get(under_way.popleft())
+
+    def _watched(self, give: Callable[[Any], Iterator[Result]]) -> Iterator[Result]:
+        """Yield what Ray gives. Raise OSError where it spills on this machine and the disk is full."""
+        ray = self._connected()
+        if self.place.address:
+            yield from give(ray)  # it spills on its own machines
+            return
+        logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
+        yield from watched(give(ray), lambda: says_full(logs), lambda: _no_room(self.spill, "the disk is full"))
 
     def _connected(self) -> Any:
         if self._ray is None:
@@ -160,14 +172,18 @@ def _told_plainly(ray: Any, spill: Path) -> Iterator[None]:
     except found.RayTaskError as error:
         full = _full_disk(error)
         if full:
-            raise OSError(f"no room for what Ray spills under {spill.parent}: {full}") from error
+            raise _no_room(spill, full) from error
         if isinstance(error.cause, found.RayError):
             raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(error.cause)}") from error
         raise error.cause from error
     except found.RayError as error:
         if isinstance(error, (found.OutOfDiskError, found.ObjectStoreFullError)):
-            raise OSError(f"no room for what Ray spills under {spill.parent}: {_first_line(error)}") from error
+            raise _no_room(spill, _first_line(error)) from error
         raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(error)}") from error
+
+
+def _no_room(spill: Path, why: str) -> OSError:
+    return OSError(f"no room for what Ray spills under {spill.parent}: {why}")
 
 
 def _full_disk(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import ProbeCharge, TrainingPlan
-from dtrain_dagster.costs.prices import LISTED, STAND_IN, SkuPrice, Tier, price_table
+from dtrain_dagster.costs.prices import SkuPrice, Tier, alternatives_to, is_of_site, price_words
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
@@ -46,7 +46,7 @@ class PlannedJob:
     @property
     def price_words(self) -> str:
         """Return what the dollars of its figures are, in words."""
-        return LISTED if self.kind.buys_nodes else STAND_IN
+        return price_words(self.price.sku, self.kind.buys_nodes)
 
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
         """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
@@ -101,7 +101,7 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
 
 def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> Choices:
     """Return the alternatives: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
-    has stated the world size."""
+    has stated the world size, and no other SKU or tier at a site's price."""
     count = planned.node_count
     baseline = Baseline(
         price=planned.price,
@@ -114,9 +114,9 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
     return choices(
         forecast,
         baseline,
-        price_table().values(),
+        alternatives_to(planned.price.sku).values(),
         {count} if planned.sizes.stated_ranks else {*range(1, count + 1), 2 * count},
-        CLUSTER_TIERS,
+        (planned.tier,) if is_of_site(planned.price.sku) else CLUSTER_TIERS,
         epochs=planned.sizes.epochs,
         today=datetime.now(UTC).date(),
         deadline_seconds=left_of(3600 * limits.deadline_hours, limits.spent_seconds),
@@ -124,6 +124,7 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
         spent_usd=limits.spent_usd,
         spent_seconds=limits.spent_seconds,
         is_stand_in=not planned.kind.buys_nodes,
+        is_this_machine=planned.kind.is_this_machine,
         price_words=planned.price_words,
     )
 
@@ -171,6 +172,11 @@ def assemble_plan(
 def note_price(planned: PlannedJob) -> str:
     """Return the source of the price in words, and that nothing is billed where it is a stand-in."""
     price, figure = planned.price, planned.price.figure(planned.tier)
+    if is_of_site(price.sku):
+        return (
+            f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, from {figure.source} of {figure.recorded_on}. "
+            "The site's price of the partition; for speed and energy, its nodes are taken for that SKU."
+        )
     note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
     note += f"{figure.recorded_on}."
     if not planned.kind.buys_nodes:

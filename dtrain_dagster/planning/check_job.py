@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
+from trainer.comm.encryption import refuse_nccl
 from trainer.config import ConfigError, JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.data.sampler import Sampler
@@ -23,15 +24,17 @@ SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
 
 
-def check_job(job: JobConfig, ranks: int, rehearses: bool = True) -> list[str]:
+def check_job(job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1, has_gpus: bool = False) -> list[str]:
     """Check that nodes could train this job, and return sentences on what could not be checked here.
 
     The dataset has samples in each split, and enough for the batch; the loss and the model can be built with their
     arguments and do a training step. Parts of the user's own run in a process without secrets or network. Stock parts
     without arguments are known to work. ``ranks``: those that will run. ``rehearses``: whether the model and the loss
-    are tried; they need not be where they have trained before. Raise `ConfigError`, which names the field, and
-    `DatasetError` where the dataset cannot be read."""
+    are tried; they need not be where they have trained before. ``hosts`` and ``has_gpus``: how many machines
+    the nodes are on, and whether these are known to have GPUs, which sum by NCCL. Raise `ConfigError`, which names the
+    field, and `DatasetError` where the dataset cannot be read."""
     refuse_foreign_factories(job)
+    refuse_nccl(job.training, hosts, has_gpus)
     manifest = load_manifest(open_storage(job.dataset.uri))
     samples, config = manifest["samples"], job.training
     for split in SPLITS:

@@ -155,13 +155,15 @@ def choices(
     deadline_seconds: float | None = None,
     budget_usd: float | None = None,
     is_stand_in: bool = False,
+    is_this_machine: bool = True,
     price_words: str = LISTED,
     spent_usd: float = 0.0,
     spent_seconds: float = 0.0,
 ) -> Choices:
     """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
-    ``is_stand_in``: the baseline's nodes are local ones and only priced as its SKU, which may be retired then.
+    ``is_stand_in``: the baseline's nodes are only priced as its SKU, which may be retired then. ``is_this_machine``:
+    they are parts of this machine.
     """
     counts, offered, missing = sorted(set(node_counts)), [], []
     for price in prices:
@@ -189,7 +191,7 @@ def choices(
         deadline_seconds=deadline_seconds,
         budget_usd=budget_usd,
         basis=forecast.basis_words,
-        assumptions=_assumptions(rows, baseline, is_stand_in),
+        assumptions=_assumptions(rows, baseline, is_stand_in and is_this_machine),
         price_words=price_words,
         spent_usd=spent_usd,
         spent_seconds=spent_seconds,
@@ -333,14 +335,14 @@ def _why_not(
     return f"{words} and {longer} than the cheapest that fits"
 
 
-def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
+def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, shares_machine: bool) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
         "marked, and the row «this plan» is what runs.",
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
         "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
-    if is_stand_in:
+    if shares_machine:
         found.append(
             "What was measured are local nodes, which share the cores of one machine: on nodes that are machines of "
             "their own, several of them take less time than is shown here."

@@ -15,7 +15,7 @@ import dagster as dg
 
 from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
@@ -113,7 +113,7 @@ class History:
             sizes,
             node_count,
             sku,
-            speed_of=lambda name: price_of(name).speed,
+            speed_of=lambda name: hardware_of(name).speed,
             learned_of=lambda basis: self.learned(basis, sku),
         )
 
@@ -172,7 +172,7 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
     return PastRun(
         job_id=rundir.uri.rsplit("/", 1)[-1],
         fingerprint=plan["fingerprint"],
-        sku=price_of((rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"])).sku,
+        sku=hardware_of((rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"])).sku,
         measured=read_measured(events, nodes, plan["node_count"], batch, keeps_cache),
         wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
     )

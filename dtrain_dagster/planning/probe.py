@@ -16,6 +16,7 @@ from typing import Any
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.jobs.progress import BudgetSpentError, follow_job, ran_out, start_job
+from dtrain_dagster.jobs.wait_news import WaitNews
 from dtrain_dagster.monitoring.windows import communication_cost, settled, shares, windows
 from dtrain_dagster.planning.machine_load import cores_of_others
 from trainer.config import JobConfig, TrackingConfig
@@ -94,7 +95,7 @@ def forecast(
         else:
             tell(f"probing on {count} node(s): job {short.job_id}")
             bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
-            run_probe(manager, bounded, count, sizes.processes_per_node, env)
+            run_probe(manager, bounded, count, sizes.processes_per_node, env, tell)
             reused = False
             loads.append(cores_of_others(sizes))
         done = rundir.read_job().training  # an earlier probe may have had more steps
@@ -123,9 +124,14 @@ def probes_to_run(job: JobConfig, jobs_uri: str, mark: str, counts: Sequence[int
 
 
 def run_probe(
-    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
+    manager: GPUClusterManager,
+    job: JobConfig,
+    node_count: int,
+    processes_per_node: int,
+    env: dict[str, str],
+    tell: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Run a short job and wait for its end, unless that was done before.
+    """Run a short job and wait for its end, unless that was done before. ``tell`` is called with what it waits for.
 
     Raise `ClusterError` with the job's own message where it fails, `NoCapacityError` where no nodes came for it,
     `BudgetSpentError` where it comes to its limit.
@@ -134,8 +140,11 @@ def run_probe(
     if has_succeeded(rundir):
         return
     start_job(manager, job, node_count, processes_per_node, env)
+    wait_news = WaitNews()
     try:
-        status, _ = list(follow_job(manager, rundir, job.job_id))[-1]
+        for status, _ in follow_job(manager, rundir, job.job_id):
+            if sentence := wait_news.tell(status):
+                tell(f"{job.job_id}: {sentence}")
     except BaseException:
         manager.cancel_job(job.job_id)
         raise

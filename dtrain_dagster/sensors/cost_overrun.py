@@ -12,7 +12,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import STAND_IN, price_table, tier_of
+from dtrain_dagster.costs.prices import STAND_IN, alternatives_to, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
@@ -131,7 +131,7 @@ def _advice(
 
     try:
         events, _ = recent_events(rundir)
-        table, training = price_table(), (plan.get("job") or {}).get("training") or {}
+        table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
         nodes = paid_nodes(usage, table, plan["tier"])
         rest, whole = rest_and_whole(nodes, projection, plan, ProgressRate().after(events))
         today = datetime.now(UTC).date()

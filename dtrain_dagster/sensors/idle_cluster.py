@@ -14,7 +14,7 @@ import dagster as dg
 from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_over, is_pool_due, look, takes_force, tried
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
-from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, price_of, price_words, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -166,7 +166,7 @@ def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
 
 
 def _words(cluster: GPUClusterResource) -> str:
-    return LISTED if cluster.traits.buys_nodes else STAND_IN
+    return price_words(cluster.sku, cluster.traits.buys_nodes)
 
 
 def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:

@@ -17,7 +17,7 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
-from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, price_of, price_words, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -129,7 +129,7 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
         usd = orphan.node_count * price_of(orphan.sku).usd_per_hour(tier_of(orphan.tier or cluster.tier))
     except PriceError:
         return ""
-    return f"{dollars(usd)} ({LISTED if cluster.traits.buys_nodes else STAND_IN})"
+    return f"{dollars(usd)} ({price_words(orphan.sku, cluster.traits.buys_nodes)})"
 
 
 def _key(orphan: Orphan) -> str:

@@ -22,6 +22,10 @@ class ClusterKind:
     """Whether its nodes divide the cores and GPUs of this machine."""
     buys_nodes: bool = False
     """Whether its nodes are bought from a cloud at a listed price, on a tier; else the price of a SKU stands in."""
+    has_site_prices: bool = False
+    """Whether a file may say what its nodes cost; without one the price of a SKU stands in."""
+    has_tiers: bool = False
+    """Whether its nodes are offered on several tiers, at prices of their own."""
     has_engine: bool = False
     """Whether an engine runs each node for us as a job of its own."""
     code: Literal["here", "staged", "image", "uploaded"] = "here"
@@ -39,6 +43,9 @@ class ClusterKind:
     """Whether the cluster keeps an account of its own of the time of nodes."""
     has_live_logs: bool = True
     """Whether the output of nodes is there while they run."""
+    has_live_metrics: bool = True
+    """Whether steps, losses, figures of the hardware and costs are known while nodes run: they write them into the run
+    directory."""
     outlives_supervisor: bool = False
     """Whether nodes go on when their supervisor is killed; another takes over then."""
 
@@ -48,12 +55,12 @@ KINDS: dict[str, ClusterKind] = {
     for kind in (
         ClusterKind(name="local", words="local cluster", is_this_machine=True),
         ClusterKind(
-            name="azure_ml", words="Azure ML workspace", buys_nodes=True, code="uploaded", shares_home=False,
-            queues=True, preempts=True, has_accounting=True, outlives_supervisor=True,
+            name="azure_ml", words="Azure ML workspace", buys_nodes=True, has_tiers=True, code="uploaded",
+            shares_home=False, queues=True, preempts=True, has_accounting=True, outlives_supervisor=True,
         ),
         ClusterKind(
-            name="slurm", words="SLURM cluster", has_engine=True, code="staged", queues=True, preempts=True,
-            has_time_limit=True, has_accounting=True, outlives_supervisor=True,
+            name="slurm", words="SLURM cluster", has_site_prices=True, has_engine=True, code="staged", queues=True,
+            preempts=True, has_time_limit=True, has_accounting=True, outlives_supervisor=True,
         ),
         ClusterKind(
             name="kubernetes", words="Kubernetes cluster", has_engine=True, code="image", queues=True, preempts=True,
@@ -70,6 +77,8 @@ KINDS: dict[str, ClusterKind] = {
 def describe_kind(kind: ClusterKind) -> dict[str, str]:
     """Return what a kind can do in words, for people."""
     prices = "list price of its SKU, by tier" if kind.buys_nodes else "stand-in: the list price of DTRAIN_GPU_TYPE"
+    if kind.has_site_prices:
+        prices = f"the site's, by partition, where a file gives it; else {prices}"
     code = {
         "here": "in place",
         "staged": "copied once per version into the home",
@@ -79,12 +88,15 @@ def describe_kind(kind: ClusterKind) -> dict[str, str]:
     return {
         "kind": kind.words,
         "price": prices,
+        "tiers": _yes(kind.has_tiers, "dedicated or low priority"),
         "code": code,
         "waits in a queue": _yes(kind.queues, "with the reason told"),
         "takes nodes away": _yes(kind.preempts, "which are replaced"),
         "time limit of nodes": _yes(kind.has_time_limit, "with a successor before it"),
         "account of its own": _yes(kind.has_accounting, "beside the presence of nodes"),
         "logs while it runs": _yes(kind.has_live_logs, ""),
+        "live metrics": _yes(kind.has_live_metrics, "from the run directory"),
+        "traffic of nodes": "within this machine" if kind.is_this_machine else "encrypted, but for NCCL's",
         "outlives its supervisor": _yes(kind.outlives_supervisor, "another takes over"),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.environment import read_environment, without_secret
@@ -35,6 +35,12 @@ class RaySettings(BaseSettings):
         pattern=r"^https?://[^\s@?#]+$",
         description="Address of the head's dashboard, http://host:8265, which is asked how nodes stand; unset: the "
         "cluster knows it",
+    )
+    cluster: str | None = Field(
+        default=None,
+        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?/)?[a-z]([a-z0-9-]{0,39}[a-z0-9])?$",
+        description="RayCluster of KubeRay, as name or namespace/name: the address and the dashboard are those of its "
+        "head's service; instead of DTRAIN_RAY_ADDRESS",
     )
     namespace: str = Field(
         default="dtrain", pattern=r"^[A-Za-z0-9_-]{1,63}$", description="Ray's namespace of all that is created"
@@ -65,7 +71,24 @@ class RaySettings(BaseSettings):
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `dtrain_dagster.clusters.ray.options.RayOptions`, in JSON's types."""
-        return {**self.model_dump(exclude_none=True), "resources": read_resources(self.resources)}
+        own = self.model_dump(exclude_none=True, exclude={"cluster"})
+        return {**own, **self._of_cluster(), "resources": read_resources(self.resources)}
+
+    @model_validator(mode="after")
+    def _one_address(self) -> RaySettings:
+        if self.cluster and self.address != "auto":
+            raise ValueError(
+                f"{PREFIX}CLUSTER={self.cluster!r} and {PREFIX}ADDRESS={self.address!r} do not go together: unset one"
+            )
+        return self
+
+    def _of_cluster(self) -> dict[str, str]:
+        """Return the addresses of the RayCluster that is named, as KubeRay makes them."""
+        if self.cluster is None:
+            return {}
+        namespace, _, name = self.cluster.rpartition("/")
+        head = f"{name}-head-svc{f'.{namespace}.svc' if namespace else ''}"
+        return {"address": f"ray://{head}:10001", "dashboard": self.dashboard or f"http://{head}:8265"}
 
 
 def read_ray_options() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from pathlib import Path
@@ -75,8 +76,8 @@ class SlurmSettings(BaseSettings):
     extra: str = Field(default="", description="Further options of sbatch, as --nice=100 --licenses=matlab")
     prices: str | None = Field(
         default=None,
-        description="File with what a partition charges for a node-hour, in US dollars, as JSON: "
-        '{"gpu": 2.5}; shown by `dtrain slurm account`',
+        description="File with what a node-hour of each partition costs, in US dollars, as JSON: "
+        '{"gpu": 2.5}; with DTRAIN_SLURM_PARTITION, plans and bills are in these dollars',
     )
     poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
 
@@ -119,21 +120,29 @@ def read_slurm_options() -> dict[str, Any]:
     return read_environment(SlurmSettings).options()
 
 
+def site_prices_path() -> Path | None:
+    """Return the file of ``DTRAIN_SLURM_PRICES``; None where it is not set. It is asked for often, and not checked."""
+    given = os.environ.get(f"{PREFIX}PRICES")
+    return Path(given).expanduser() if given else None
+
+
 def read_partition_prices() -> dict[str, float]:
     """Return partition → US dollars per node-hour, from the file of ``DTRAIN_SLURM_PRICES``; none where it is not set.
     Raise `SettingsError` for a file that is not there, or is no such table."""
-    path = read_environment(SlurmSettings).prices
+    path = site_prices_path()
     if path is None:
         return {}
     try:
-        found = json.loads(Path(path).expanduser().read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{PREFIX}PRICES={path}: it cannot be read as JSON ({error})") from None
     if not isinstance(found, dict):
         raise SettingsError(f'{PREFIX}PRICES={path}: give partitions and dollars per node-hour: {{"gpu": 2.5}}')
     for name, usd in found.items():
-        if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 <= usd < math.inf:
-            raise SettingsError(f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no number of dollars per node-hour")
+        if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 < usd < math.inf:
+            raise SettingsError(
+                f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no positive number of dollars per node-hour"
+            )
     return {name: float(usd) for name, usd in found.items()}
 
 

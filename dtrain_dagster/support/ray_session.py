@@ -120,7 +120,7 @@ def _connect(ray: Any, place: RayPlace, namespace: str, folder: Path, spill: Pat
         )
     except RayError:
         raise
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of any kind: Ray says with a bare one that it did not start in time
         where = f"no Ray answers at DTRAIN_RAY_ADDRESS={place.address}" if place.address else "Ray does not start here"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "this machine must be a node of that cluster: `ray start --address=…`" if place.address else ""

@@ -26,6 +26,12 @@ def _shares(saved: Saved) -> list[float]:
     return [cell["vs_bound"]["ours"]["ratio"] for cell in saved["cells"]]
 
 
+def _silence(saved: Saved) -> str:
+    times = f"{_word(saved['ours_repeats'])} times{', on a busy machine' if saved.get('busy') else ''}"
+    p50, p95 = saved["ours_p50_seconds"], saved["ours_p95_seconds"]
+    return f"{times} | {p50:.1f} s | {p95:.1f} s | {saved['ours_steps_redone_max']} |"
+
+
 def _of_20(saved: Saved) -> str:
     within = round(saved["trainings"] * saved["coverage_90_percent"] / 100)
     return (
@@ -52,6 +58,8 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/losing-nodes.md", "recovery", lambda r: (
         f"From the start of the replacement until three nodes train again: {r['ours_back_to_three_p50_seconds']:.1f} s"
     )),
+    ("docs/losing-nodes.md", "recovery_freeze", lambda r: f"a node frozen (SIGSTOP), {_silence(r)}"),
+    ("docs/losing-nodes.md", "recovery_cut", lambda r: f"a cable pulled, {_silence(r)}"),
     ("docs/losing-nodes.md", "chaos", lambda r: (
         f"{r['tapes']} fault sequences (tapes)\nwith {sum(r['faults'].values())} faults, {r['violations']} violations"
     )),

@@ -6,21 +6,25 @@ An engine's file of tests gives a `Trial` and inherits `EngineTrials`. What is p
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
-from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from tests.engines.machines import Machines, missing, open_machines
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from tests.engines.machines import Machines, missing, open_machines, variables
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
 NODES = 2
@@ -39,7 +43,7 @@ class Outcome(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
+def write_job(folder: Path, steps: int, nodes: int = NODES, model: FactoryConfig | None = None) -> RunDir:
     """A job and its dataset in a home."""
     path = Path(__file__).parents[1] / "dtrain_dagster" / "small_job.py"
     spec = importlib.util.spec_from_file_location("small_job", path)
@@ -56,7 +60,7 @@ def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
     )  # fmt: skip
     rundir.write_job(JobConfig(
         job_id="one", run_dir=rundir.uri, dataset=DatasetRef(uri=str(dataset)), training=training,
-        tracking=TrackingConfig(tensorboard=False),
+        tracking=TrackingConfig(tensorboard=False), **({"model": model} if model else {}),
     ))  # fmt: skip
     return rundir
 
@@ -64,13 +68,24 @@ def write_job(folder: Path, steps: int, nodes: int = NODES) -> RunDir:
 class Training:
     """One job of a manager, from its submission to its outcome."""
 
-    def __init__(self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES) -> None:
-        self.manager, self.rundir, self.nodes = manager, rundir, nodes
+    def __init__(
+        self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES, place: Sequence[str] = ()
+    ) -> None:
+        """``place``: words before the command, as of `Hosts.local_cluster`."""
+        self.env = {name: os.environ[name] for name in ("DTRAIN_FACTORY_MODULES",) if name in os.environ}
+        self.manager, self.rundir, self.nodes, self.place = manager, rundir, nodes, place
 
     def submit(self) -> None:
-        command = (self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        command = (*self.place, self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
         self.manager.submit_job(
-            JobSpec(job_id="one", run_dir=self.rundir.uri, command=command, node_count=self.nodes, elastic=True)
+            JobSpec(
+                job_id="one",
+                run_dir=self.rundir.uri,
+                command=command,
+                node_count=self.nodes,
+                elastic=True,
+                env=self.env,
+            )
         )
 
     def status(self) -> JobStatus:
@@ -127,6 +142,16 @@ class Training:
             self.manager.cancel_job("one")
 
 
+def train_here(home: Path, steps: int, model: FactoryConfig | None = None) -> Outcome:
+    """Train on the local cluster, with as many nodes."""
+    training = Training(LocalClusterManager(home), write_job(home, steps, model=model))
+    training.submit()
+    try:
+        return training.outcome()
+    finally:
+        training.close()
+
+
 class EngineTrials:
     """What a training has to survive on every engine. A subclass names its ``kind``."""
 
@@ -145,9 +170,7 @@ class EngineTrials:
     def expected(cls, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         """The same training on the local cluster, with as many nodes."""
         home = tmp_path_factory.mktemp("here")
-        training = Training(LocalClusterManager(home), write_job(home, STEPS))
-        training.submit()
-        return training.outcome()
+        return train_here(home, STEPS)
 
     @pytest.fixture
     def training(self, machines: Machines, tmp_path: Path) -> Iterator[Training]:
@@ -229,6 +252,41 @@ class EngineTrials:
         assert training.status().state == JobState.CANCELLED
         assert training.rundir.latest_checkpoint() is not None, "written on SIGTERM"
         assert {node.exit_codes for node in training.rundir.nodes()} == {(143,)}
+
+    def test_a_full_cluster_is_waited_for(self, machines: Machines, training: Training, expected: Outcome) -> None:
+        """All machines have others' work: the training waits, and begins by itself when there is room."""
+        give_back = machines.fill()
+        try:
+            training.submit()
+            training.run_until(lambda: machines.full in training.status().message, machines.full)
+            assert training.status().state == JobState.QUEUED
+            assert training.manager.node_usage("one") == []
+        finally:
+            give_back()
+        assert_same(training, expected)
+        assert incarnations(training) == [(0, 1), (1, 1)]
+
+    def test_bad_settings_are_refused_and_nothing_is_submitted(
+        self, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = tmp_path / "job.json"
+        job.write_text(json.dumps(write_job(tmp_path / "given", STEPS).read_json("job.json")))
+        before = machines.all_jobs()
+        own = {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_CLUSTER": machines.kind, "DTRAIN_CLUSTER_NAME": "engine"}
+        for number, (changes, said) in enumerate([*machines.bad_settings, ({"DTRAIN_NODES": "300"}, "DTRAIN_NODES")]):
+            with monkeypatch.context() as patch:
+                for name, value in {**variables(machines.kind, machines.options(tmp_path)), **own, **changes}.items():
+                    patch.setenv(name, value)
+                told = CliRunner().invoke(main, ["train", "--config", str(job), "--name", f"bad-{number}"])
+                assert told.exit_code != 0, (changes, told.output)
+                assert said in " ".join(told.output.split()), changes
+        manager = EngineClusterManager(
+            tmp_path, LaunchSettings(engine=machines.kind, cluster_name="engine"), machines.options(tmp_path)
+        )
+        training = Training(manager, write_job(tmp_path, STEPS), nodes=300)
+        with pytest.raises(ClusterError, match="DTRAIN_NODES=300"):
+            training.submit()
+        assert machines.all_jobs() <= before
 
     def test_what_waits_says_why_and_costs_nothing(self, machines: Machines, tmp_path: Path) -> None:
         rundir = write_job(tmp_path, STEPS)

@@ -1,7 +1,8 @@
 """A real, small Kubernetes for tests: etcd, the API server, controllers, a scheduler, and machines with a kubelet each.
 
 `KubernetesCluster` starts it without Docker, in namespaces of its own; only the API is to be reached from outside, on a
-free loopback port. Machines are killed and brought back whole. Where the programs come from belongs in
+free loopback port. Each machine is in a network namespace of its own, and its pods have addresses in the same network.
+Machines are killed and brought back, and their links cut and restored. Where the programs come from belongs in
 `kubernetes_parts`, what is done inside of the namespaces in `kubernetes_init`.
 """
 
@@ -86,6 +87,14 @@ class KubernetesCluster:
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         """Kill a program of the control plane, or a machine with all that runs on it, and return when it is gone."""
         self._tell({"kill": name, "signal": int(how)})
+
+    def cut(self, node: str) -> None:
+        """Take down the link of a machine, and so that of its pods, as a cable that is pulled."""
+        self._tell({"link": node, "state": "down"})
+
+    def restore(self, node: str) -> None:
+        """Bring the link of a machine up again."""
+        self._tell({"link": node, "state": "up"})
 
     def restart_api(self) -> None:
         """Kill the API server, start it again, and return when it answers."""
@@ -230,7 +239,8 @@ class KubernetesCluster:
                 "folder": str(here), "name": name, "index": self.nodes.index(name), "programs": str(self.programs),
             }  # fmt: skip
             spaces = "unshare --mount --pid --uts --ipc --fork --kill-child --propagation private"
-            return [*spaces.split(), sys.executable, "-P", init.__file__, "node", json.dumps(given)]
+            network = ["nsenter", f"--net=/run/netns/{name}", "--"]
+            return [*network, *spaces.split(), sys.executable, "-P", init.__file__, "node", json.dumps(given)]
         common = [f"--kubeconfig={here / 'inside.yaml'}", "--leader-elect=false", "--port=0", f"--bind-address={api}"]
         return {
             "etcd": [

@@ -78,15 +78,28 @@ def cluster(folder: Path, listener: int, controllers: Sequence[str], nodes: Sequ
     own_system(controllers)
     run("ip", "link", "set", "lo", "up")
     run("ip", "link", "add", BRIDGE, "type", "bridge")
-    for last in (1, *(11 + index for index in range(len(nodes)))):
-        run("ip", "address", "add", f"{NETWORK}.0.{last}/16", "dev", BRIDGE)
+    run("ip", "address", "add", f"{NETWORK}.0.1/16", "dev", BRIDGE)
     run("ip", "link", "set", BRIDGE, "up")
+    for index, name in enumerate(nodes):
+        make_machine(name, f"{NETWORK}.0.{11 + index}")
     asyncio.run(Cluster(folder).serve(listener))
 
 
+def make_machine(name: str, address: str) -> None:
+    """Make the network of a machine: a namespace whose bridge, for itself and its pods, has one link to the cluster."""
+    run("ip", "netns", "add", name)
+    run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+    run("ip", "link", "set", f"to-{name}", "master", BRIDGE, "up")
+    run("ip", "-n", name, "link", "set", "lo", "up")
+    run("ip", "-n", name, "link", "add", BRIDGE, "type", "bridge")
+    run("ip", "-n", name, "link", "set", "eth0", "master", BRIDGE, "up")
+    run("ip", "-n", name, "address", "add", f"{address}/16", "dev", BRIDGE)
+    run("ip", "-n", name, "link", "set", BRIDGE, "up")
+
+
 class Cluster:
-    """Programs by name, started and killed by lines of JSON on standard input; each is answered by one on standard
-    output."""
+    """Programs by name, started and killed, and links of machines, cut and restored, by lines of JSON on standard
+    input; each is answered by one on standard output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,6 +122,8 @@ class Cluster:
                 while order["kill"] in self.running:
                     self._look()
                     await asyncio.sleep(0.02)
+            elif "link" in order:
+                run("ip", "link", "set", f"to-{order['link']}", order["state"])
             self._answer(sorted(self.running))
 
     def _answer(self, what: object) -> None:

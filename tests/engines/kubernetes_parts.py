@@ -23,7 +23,7 @@ from filelock import FileLock
 VERSION = "1.20.2"
 OWN = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl")
 DEBIAN = ("etcd-server", "containerd", "runc", "containernetworking-plugins", "busybox-static")
-TOOLS = ("unshare", "ip", "mount", "openssl")
+TOOLS = ("unshare", "nsenter", "ip", "mount", "openssl")
 """What the machine itself must have, beside Debian's package tools."""
 CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "systemd")
 CGROUPS = Path("/sys/fs/cgroup")

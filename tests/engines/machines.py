@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import psutil
 
+from benchmarks.namespaces import Hosts
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
-from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob
 from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
-from tests.engines.kubernetes_access import NAMESPACE, deploy
+from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE, host_volumes
 from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
+
+ROOT = Path(__file__).parents[2]
+OWN_MODELS = ROOT / "tests" / "faults"
+"""Models of a user's own that tests train."""
 
 
 class Machines(Protocol):
     """What a test may do to a real engine."""
 
     kind: str
+    full: str
+    """Words of the reason that is told while others have all the room."""
+    bad_settings: list[tuple[dict[str, str], str]]
+    """Variables that cannot work here, and words of the refusal."""
 
     def options(self, folder: Path) -> dict[str, Any]:
         """The options of nodes that reach this folder."""
@@ -44,8 +54,24 @@ class Machines(Protocol):
         """What the engine knows of a launch."""
         ...
 
+    def all_jobs(self) -> set[str]:
+        """What the engine knows at all."""
+        ...
+
+    def fill(self) -> Callable[[], None]:
+        """Take all room of all machines by work of another, and return what gives it back."""
+        ...
+
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         """Take away the machine of a node, and return what gives it back."""
+        ...
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        """Pull the cable of the machine of a node, and return what plugs it in again. Needs hosts of their own."""
+        ...
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        """Return the addresses that ranks of a node may have: those of its machine, or of its pod."""
         ...
 
     def kill_control_plane(self) -> Callable[[], None]:
@@ -57,6 +83,12 @@ class Pods:
     """The machines of a Kubernetes: kubelets."""
 
     kind = "kubernetes"
+    full = "cpu"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_KUBERNETES_IMAGE": ""}, "DTRAIN_KUBERNETES_IMAGE"),
+        ({"DTRAIN_KUBERNETES_VOLUMES": "nix"}, "is no volume"),
+        ({"DTRAIN_KUBERNETES_NAMESPACE": "absent"}, "deploy/kubernetes has the rights"),
+    ]
 
     def __init__(self, cluster: KubernetesCluster, kubeconfig: Path) -> None:
         self.cluster, self.kubeconfig = cluster, kubeconfig
@@ -66,10 +98,15 @@ class Pods:
             {"mount": path, "source": {"hostPath": {"path": path}}, "read_only": read_only}
             for path, read_only in host_volumes(folder)
         ]
+        python = (
+            folder / "python"
+        )  # what an image has: an interpreter that finds this project, as it is in this checkout
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{OWN_MODELS} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
         return {
             "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never",
             "cpu": "100m", "memory": "1Gi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.3,
-            "volumes": volumes, "user": os.getuid(), "python": sys.executable,
+            "volumes": volumes, "user": os.getuid(), "python": str(python),
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -78,6 +115,15 @@ class Pods:
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         options = KubernetesOptions.read({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
         return KubernetesEngine(options, "", lambda *_: ()).list_jobs(launch)
+
+    def all_jobs(self) -> set[str]:
+        return {job["metadata"]["uid"] for job in self.cluster.ask("GET", "/apis/batch/v1/jobs")["items"]}
+
+    def fill(self) -> Callable[[], None]:
+        nodes = self.cluster.ask("GET", "/api/v1/nodes")["items"]
+        cpus = min(int(node["status"]["allocatable"]["cpu"]) for node in nodes)
+        engine = make_engine(make_options(self.kubeconfig, cpu=f"{1000 * cpus - 50}m"), "sleep 1000")
+        return _fill(engine, len(nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         self.cluster.kill(job.host)
@@ -88,6 +134,19 @@ class Pods:
 
         return give_back
 
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        self.cluster.cut(job.host)
+
+        def give_back() -> None:
+            self.cluster.restore(job.host)
+            self.cluster.wait_for_node(job.host)
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        pods = self.cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector=job-name={job.id}")["items"]
+        return [pod["status"]["podIP"] for pod in pods]
+
     def kill_control_plane(self) -> Callable[[], None]:
         self.cluster.kill("kube-apiserver")
         return lambda: self.cluster.start("kube-apiserver")
@@ -97,6 +156,12 @@ class Slurmds:
     """The machines of a SLURM: slurmd with all that it runs."""
 
     kind = "slurm"
+    full = "no machine is free"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_SLURM_CPUS": "0"}, "DTRAIN_SLURM_CPUS"),
+        ({"DTRAIN_SLURM_EXTRA": "--array=1-3"}, "nodes are jobs of their own"),
+        ({"DTRAIN_SLURM_PARTITION": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
+    ]
 
     def __init__(self, cluster: SlurmCluster) -> None:
         self.cluster = cluster
@@ -110,6 +175,13 @@ class Slurmds:
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)
 
+    def all_jobs(self) -> set[str]:
+        return set(self.cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
+
+    def fill(self) -> Callable[[], None]:
+        engine = SlurmEngine(SlurmOptions(exclusive=True), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        return _fill(engine, len(self.cluster.nodes))
+
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
         self.cluster.kill(job.host)
 
@@ -118,6 +190,20 @@ class Slurmds:
             self.cluster.wait_for_nodes()
 
         return give_back
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        hosts = self.cluster.hosts
+        assert hosts is not None
+        hosts.cut(self.cluster.host_of(job.host))
+
+        def give_back() -> None:
+            hosts.restore(self.cluster.host_of(job.host))
+            self.cluster.wait_for_nodes()
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        return [self.cluster.address(job.host)]
 
     def kill_control_plane(self) -> Callable[[], None]:
         time.sleep(6)  # slurmctld writes its state every 5 s, and forgets later jobs if it is killed
@@ -134,6 +220,12 @@ class Raylets:
     """The machines of a Ray cluster: raylets with all that they run."""
 
     kind = "ray"
+    full = "no machine is free"
+    bad_settings: ClassVar = [
+        ({"DTRAIN_RAY_CPUS": "0"}, "DTRAIN_RAY_CPUS"),
+        ({"DTRAIN_RAY_RESOURCES": "CPU=3"}, "has a setting of its own"),
+        ({"DTRAIN_RAY_ADDRESS": "nowhere"}, "DTRAIN_RAY_ADDRESS"),
+    ]
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
@@ -150,14 +242,46 @@ class Raylets:
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         return self.asked.list_jobs(launch)
 
+    def all_jobs(self) -> set[str]:
+        return {actor["name"] for actor in self.asked._ask("list_actors", prefix="")["actors"]}
+
+    def fill(self) -> Callable[[], None]:
+        engine = RayEngine(RayOptions(**self.options(Path())), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        release = _fill(engine, len(self.cluster.names) - 1)
+
+        def give_back() -> None:
+            release()
+            engine.close()
+
+        return give_back
+
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
-        launch = job.id.split("-")[1]
+        name = self._machine_of(job)
+        self.cluster.kill(name)
+        return lambda: self.cluster.start(name)
+
+    def cut_node(self, job: EngineJob) -> Callable[[], None]:
+        hosts, name = self.cluster.hosts, self._machine_of(job)
+        assert hosts is not None
+        hosts.cut(self.cluster.names.index(name))
+
+        def give_back() -> None:
+            hosts.restore(self.cluster.names.index(name))
+            self.cluster.wait_for_end(name)  # a raylet that was given up ends when it hears of it
+            self.cluster.start(name)
+
+        return give_back
+
+    def addresses(self, job: EngineJob) -> list[str]:
+        return [self.cluster.address_of(self._machine_of(job))]
+
+    def _machine_of(self, job: EngineJob) -> str:
+        """Return the machine on which a node runs, by the processes above it."""
         outputs = [process for process in psutil.process_iter() if _writes_to(process, f"ray-{job.id}.out")]
         above = {parent.pid for process in outputs for parent in process.parents()}
         names = [name for name, process in self.cluster.processes.items() if process.pid in above]
-        assert len(names) == 1, (launch, names, outputs)
-        self.cluster.kill(names[0])
-        return lambda: self.cluster.start(names[0])
+        assert len(names) == 1, (job, names, outputs)
+        return names[0]
 
     def kill_control_plane(self) -> Callable[[], None]:
         self.cluster.kill(self.cluster.names[0])
@@ -172,12 +296,36 @@ class Raylets:
         return start
 
 
+def _fill(engine: Engine, count: int) -> Callable[[], None]:
+    """Have an engine run so many nodes of another's launch, and return what ends them."""
+    launch = {"job_id": "others", "token": os.urandom(24).hex(), "launch": 1, "node_count": count, "env": {}}
+    names = [engine.submit(launch, node, 1) for node in range(count)]
+    deadline = time.monotonic() + 120
+    while len([job for job in engine.list_jobs(launch) if job.state == "running"]) < count:
+        assert time.monotonic() < deadline, engine.list_jobs(launch)
+        time.sleep(0.2)
+    return lambda: engine.cancel(names, force=True)
+
+
 def _writes_to(process: psutil.Process, name: str) -> bool:
     """Whether the output of a process is a file of this name."""
     try:
         return os.readlink(f"/proc/{process.pid}/fd/1").endswith(name)
     except OSError:
         return False
+
+
+def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """The environment that gives these options."""
+    given = {name: value for name, value in options.items() if name != "volumes"}
+    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
+    if volumes := options.get("volumes"):
+        texts = [
+            f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"
+            for one in volumes
+        ]
+        found["DTRAIN_KUBERNETES_VOLUMES"] = ",".join(texts)
+    return found
 
 
 def missing(kind: str) -> str:
@@ -187,25 +335,37 @@ def missing(kind: str) -> str:
 
 
 @contextmanager
-def open_machines(kind: str, nodes: int = 2) -> Iterator[Machines]:
-    """Start an engine with room for so many nodes and one more, and set the variables by which it is used."""
+def open_machines(
+    kind: str, nodes: int = 2, on_hosts: bool = False, variables: Mapping[str, str] | None = None
+) -> Iterator[Machines]:
+    """Start an engine with room for so many nodes and one more, and set the variables by which it is used.
+
+    ``on_hosts``: each machine is a host of its own, and this thread is on that of the control plane. (Machines of a
+    Kubernetes always are, and their API is to be reached from here.) ``variables``: as of `RayCluster`. Raise
+    `NoNamespacesError` where there can be no hosts."""
     before = dict(os.environ)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_set_environment, before)
         if kind == "kubernetes":
-            with KubernetesCluster(nodes=2) as cluster:
-                yield Pods(cluster, deploy(cluster))
-        elif kind == "slurm":
-            with SlurmCluster(nodes=nodes + 1) as slurm:
-                os.environ.update(slurm.environment())
-                yield Slurmds(slurm)
-        else:
-            with RayCluster(nodes=nodes + 2) as ray:
-                os.environ.update(ray.access)
-                machines = Raylets(ray)
-                try:
-                    yield machines
-                finally:
-                    machines.asked.close()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+            kubernetes = stack.enter_context(KubernetesCluster(nodes=2))
+            yield Pods(kubernetes, deploy(kubernetes))
+            return
+        machines = nodes + (1 if kind == "slurm" else 2)  # the head of a Ray cluster takes no node
+        hosts = stack.enter_context(Hosts(machines + (kind == "slurm"))) if on_hosts else None
+        if hosts:
+            stack.enter_context(hosts.inside(0))
+        if kind == "slurm":
+            slurm = stack.enter_context(SlurmCluster(nodes=machines, hosts=hosts))
+            os.environ.update(slurm.environment())
+            yield Slurmds(slurm)
+            return
+        ray = stack.enter_context(RayCluster(nodes=machines, hosts=hosts, variables=variables))
+        os.environ.update(ray.access)
+        raylets = Raylets(ray)
+        stack.callback(raylets.asked.close)
+        yield raylets
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)

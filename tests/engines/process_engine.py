@@ -37,7 +37,8 @@ from trainer.rundir import RunDir
 
 class ProcessEngine:
     """Jobs as processes. Files of ``folder`` steer it: ``down``: it does not answer; ``full``: jobs wait; ``refuse``:
-    submissions are refused; ``NAME.ends_at``: a time limit of a job, in Unix seconds."""
+    submissions are refused; ``NAME.ends_at``: a time limit of a job, in Unix seconds; ``NAME.lost``: its machine
+    cannot be reached, is taken for lost, and runs on."""
 
     poll_seconds = 0.3
 
@@ -68,6 +69,8 @@ class ProcessEngine:
     def cancel(self, ids: Sequence[str], force: bool) -> None:
         self._answer()
         for name in ids:
+            if (self.folder / f"{name}.lost").exists():
+                continue
             (self.folder / name / "cancelled").touch()
             if (process := self._process(name)) is not None:
                 for child in process.children(recursive=True):  # the agent, not the shell that notes its code
@@ -118,7 +121,11 @@ class ProcessEngine:
         if process is not None and is_late:
             self.cancel([name], force=True)
         began = (place / "pid").exists()
-        ended = code.exists() or (began and process is None) or (not began and (place / "cancelled").exists())
+        lost = self.folder / f"{name}.lost"
+        is_lost = lost.exists()
+        ended = (
+            is_lost or code.exists() or (began and process is None) or (not began and (place / "cancelled").exists())
+        )
         return EngineJob(
             id=name,
             node_id=about["node"],
@@ -126,11 +133,11 @@ class ProcessEngine:
             state="ended" if ended else "running" if began else "pending",
             reason="time limit" if ended and is_late else "" if began else "(Resources)",
             exit_code=int(code.read_text()) if code.exists() else None,
-            lost=ended and (is_late or not code.exists()),
+            lost=ended and (is_lost or is_late or not code.exists()),
             is_planned=ended and is_late,
             submitted_at=about["at"],
             started_at=(place / "pid").stat().st_mtime if began else None,
-            ended_at=code.stat().st_mtime if code.exists() else None,
+            ended_at=next((one.stat().st_mtime for one in (lost, code) if one.exists()), None),
             ends_at=ends_at,
         )
 

@@ -1,5 +1,5 @@
 """A real, small Ray cluster for tests: a head and further raylets of one machine, on loopback only, with processes of
-their own.
+their own; or with ``hosts`` each on a host of its own (`benchmarks.namespaces`), the head on the first.
 
 `RayCluster.kill` ends a raylet with all that runs below it, as a machine that loses power.
 """
@@ -16,13 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-from trainer.node.node_processes import die_with
+from benchmarks.namespaces import Hosts
+from trainer.runtime.parent_death import die_with
+
+_MISSED = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5",
+}
+"""A machine that does not answer is given up within seconds."""
 
 
 def missing() -> str:
@@ -34,7 +43,11 @@ class RayCluster:
     """A cluster as a context manager; when it is left nothing of it runs, and its folder is gone. The head, the first
     of its machines, takes no work."""
 
-    def __init__(self, nodes: int = 4, cpus: int = 2) -> None:
+    def __init__(
+        self, nodes: int = 4, cpus: int = 2, hosts: Hosts | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """``hosts``: one for each machine. ``variables``: added to the environment of each, with ``{index}``."""
+        self.hosts, self.variables = hosts, variables or {}
         self.names = [f"r{index}" for index in range(nodes)]
         self.cpus = cpus
         self.folder = Path(tempfile.mkdtemp(prefix="dray-", dir="/tmp"))  # short: paths of sockets are
@@ -49,7 +62,11 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.address_of(self.names[0])}:{self.port}"
+
+    def address_of(self, name: str) -> str:
+        """Return the address of a machine."""
+        return self.hosts.address(self.names.index(name)) if self.hosts else "127.0.0.1"
 
     @property
     def dashboard(self) -> str:
@@ -79,18 +96,22 @@ class RayCluster:
                 "--object-store-memory=80000000",
                 f"--temp-dir={self.folder}",
             ),
-            *("--node-ip-address=127.0.0.1", f'--resources={{"{name}": 1}}', *own),
+            *(f"--node-ip-address={self.address_of(name)}", f'--resources={{"{name}": 1}}', *own),
         ]
         if name != self.names[0]:
             command = [word for word in command if not word.startswith("--temp-dir")]
+        if self.hosts:
+            command = [*self.hosts.command(self.names.index(name)), *command]
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process has its own copy
-        environment = {**os.environ, **self.access, "RAY_enable_metrics_collection": "0"}
+        own = {each: value.format(index=self.names.index(name)) for each, value in self.variables.items()}
+        own |= {"RAY_enable_metrics_collection": "0", **(_MISSED if self.hosts else {})}
+        environment = {**os.environ, **self.access, **own}
         self.processes[name] = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),  # also where the tests are killed
         )  # fmt: skip
         log.close()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while b"Ray runtime started" not in (self.folder / f"{name}.log").read_bytes():
             assert time.monotonic() < deadline, (self.folder / f"{name}.log").read_text()
             assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()
@@ -110,6 +131,11 @@ class RayCluster:
                     each.kill()
         process.wait()
 
+    def wait_for_end(self, name: str) -> None:
+        """Return when a machine has ended by itself."""
+        process = self.processes.pop(name)
+        process.wait(60)
+
     def close(self) -> None:
         """End every process of the cluster, and take its folder away."""
         for name in reversed(list(self.processes)):
@@ -123,3 +149,8 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+if __name__ == "__main__":
+    if why := missing():
+        sys.exit(why)

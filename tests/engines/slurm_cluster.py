@@ -1,4 +1,5 @@
-"""A real, small SLURM for tests: munged, slurmctld and several slurmd on one host, on loopback only.
+"""A real, small SLURM for tests: munged, slurmctld and several slurmd on one host, on loopback only; or with ``hosts``
+each on a host of its own (`benchmarks.namespaces`), slurmctld on the first, which is also where its commands are run.
 
 `SlurmCluster` starts it from programs that ``fetch_slurm.sh`` has unpacked; nothing is installed, and it runs as
 whoever starts it. A machine of it is a slurmd with all that it runs; `SlurmCluster.kill` ends one as a machine that
@@ -26,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 
 from filelock import FileLock
+
+from benchmarks.namespaces import Hosts
 
 START_SECONDS = 40.0
 _MARK = "DTRAIN_TEST_SLURM"
@@ -62,7 +65,11 @@ def missing(accounting: bool = False) -> str:
 class SlurmCluster:
     """A cluster as a context manager; when it is left nothing of it runs, and its folder is gone."""
 
-    def __init__(self, nodes: int = 3, accounting: bool = False, jobcomp: bool = True) -> None:
+    def __init__(
+        self, nodes: int = 3, accounting: bool = False, jobcomp: bool = True, hosts: Hosts | None = None
+    ) -> None:
+        """``hosts``: one for slurmctld, and one for each machine."""
+        self.hosts = hosts
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
         self.accounting, self.jobcomp = accounting, jobcomp
         self.folder = Path(tempfile.mkdtemp(prefix="dtrain-slurm-"))
@@ -131,6 +138,12 @@ class SlurmCluster:
             (self.folder / "spool" / name).mkdir(parents=True, exist_ok=True)
         stepd = str(self._root / "usr" / "sbin" / "slurmstepd")
         command = commands.get(name) or ["slurmd", "-D", "-f", str(self.conf), "-N", name, "-d", stepd]
+        if self.hosts:
+            # Each machine has its name, and knows those of all by its /etc/hosts, as those of a real cluster do.
+            named = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
+            own = ("--mount", "--uts", "--propagation", "private", "sh", "-c", named, str(self.folder / "hosts"))
+            hostname = name if name in self.nodes else self._host
+            command = [*self.hosts.command(self.host_of(name)), "unshare", *own, hostname, *command]
         with open(self.folder / f"{name}.out", "ab") as out:
             mark = {_MARK: f"{self.name}/{name}"}
             self._running[name] = subprocess.Popen(
@@ -176,6 +189,14 @@ class SlurmCluster:
         path = self.folder / f"{name}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def host_of(self, name: str) -> int:
+        """Return the host of a machine, or of a program, with ``hosts``."""
+        return self.nodes.index(name) + 1 if name in self.nodes else 0
+
+    def address(self, name: str) -> str:
+        """Return the address of a machine, or of a program."""
+        return self.hosts.address(self.host_of(name)) if self.hosts else "127.0.0.1"
+
     # --- waiting
 
     def wait(self, holds: Callable[[], object], what: str, seconds: float = 60.0) -> None:
@@ -214,6 +235,8 @@ class SlurmCluster:
         key.chmod(0o400)
         self.folder.chmod(0o755)  # munged refuses sockets below a folder that others cannot enter
         self.conf.write_text(self._configuration())
+        known = "".join(f"{self.address(name)} {name}\n" for name in self.nodes)
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address('slurmctld')} {self._host}\n{known}")
         self.start("munged")
         self.wait((self.folder / "munge.sock").exists, "munged")
         if self.accounting:
@@ -254,7 +277,8 @@ class SlurmCluster:
     def _configuration(self) -> str:
         here, plugins = self.folder, next((self._root / "usr" / "lib").glob("*-linux-gnu")) / "slurm-wlm"
         lines: Mapping[str, object] = {
-            "ClusterName": self.name, "SlurmctldHost": f"{self._host}(127.0.0.1)", "SlurmctldPort": self._ports[0],
+            "ClusterName": self.name, "SlurmctldHost": f"{self._host}({self.address('slurmctld')})",
+            "SlurmctldPort": self._ports[0],
             "SlurmUser": self._user, "SlurmdUser": self._user, "PluginDir": plugins,
             "AuthType": "auth/munge", "AuthInfo": f"socket={here}/munge.sock", "CredType": "cred/munge",
             "CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny",
@@ -277,7 +301,9 @@ class SlurmCluster:
             lines = {name: value for name, value in lines.items() if name != "JobCompLoc"}
         text = "".join(f"{name}={value}\n" for name, value in lines.items())
         for node, port in zip(self.nodes, self._ports[3:], strict=True):
-            text += f"NodeName={node} NodeHostname={self._host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000\n"
+            hostname = node if self.hosts else self._host
+            text += f"NodeName={node} NodeHostname={hostname} NodeAddr={self.address(node)} Port={port} "
+            text += "CPUs=2 RealMemory=2000\n"
         nodes = f"Nodes={','.join(self.nodes)} State=UP"
         return (
             f"{text}PartitionName=main {nodes} Default=YES MaxTime=1:00:00 PriorityTier=1\n"

@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
-from tests.engines.ray_cluster import RayCluster
+from tests.engines.ray_cluster import RayCluster, missing
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"
@@ -78,6 +78,33 @@ def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngin
     assert engine.submit(launch, 0, 1) == names[0], "one that has ended is not bought again"
     assert all(job.state == "ended" for job in engine.list_jobs(launch))
     assert engine.list_jobs(launch | {"launch": 2}) == []
+
+
+def test_a_node_is_reached_where_ray_reaches_its_machine(
+    make: Callable[..., RayEngine], launch: dict[str, Any]
+) -> None:
+    engine = make('echo "at $DTRAIN_HOST."; sleep 100')
+    name = engine.submit(launch, 0, 1)
+    (job,) = wait_for(engine, launch, "running")
+    wait_for_output(engine, name, f"at {job.host}.")
+    engine.cancel([name], force=True)
+
+
+@pytest.mark.long
+def test_a_machine_may_say_at_which_address(launch: dict[str, Any], tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with (
+        RayCluster(nodes=2, variables={"DTRAIN_HOST": "10.1.0.{index}"}) as cluster,
+        pytest.MonkeyPatch.context() as of,
+    ):
+        for name, value in cluster.access.items():
+            of.setenv(name, value)
+        options = RayOptions(address=cluster.address, dashboard=cluster.dashboard, cpus=2.0)
+        engine = RayEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", 'echo "at $DTRAIN_HOST."'])
+        name = engine.submit(launch, 0, 1)
+        wait_for_output(engine, name, "at 10.1.0.1.")
+        engine.close()
 
 
 def test_what_waits_says_why_and_is_withdrawn(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:

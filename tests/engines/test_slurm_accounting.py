@@ -109,7 +109,7 @@ def test_a_training_is_told_by_both_accounts(
     training = Training(manager, write_job(tmp_path, 300))
     training.submit()
     assert training.end() == JobState.SUCCEEDED, training.said()
-    prices = tmp_path / "prices.json"
+    prices = tmp_path / "site.json"
     prices.write_text('{"main": 3600}')
     own = {"HOME": str(tmp_path), "CLUSTER": "slurm", "CLUSTER_NAME": "engine", "SLURM_PRICES": str(prices)}
     for name, value in own.items():
@@ -121,7 +121,7 @@ def test_a_training_is_told_by_both_accounts(
         return told.output.splitlines()
 
     accounted.wait(lambda: "2 of 2 nodes in both" in "\n".join(lines()), "the accounting", 60)
-    print("\n".join(lines()))
+    assert manager.describe_account("one") == lines()[:-1], "what the asset cost_breakdown shows"
     nodes = [line.split() for line in lines()[1:3]]
     assert [(words[1], words[-1]) for words in nodes] == [("0", "completed"), ("1", "completed")]
     # SLURM counts whole seconds, from before the agent's start until after its end.

@@ -22,7 +22,13 @@ IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; 
 @pytest.fixture(scope="module", autouse=True)
 def commands(slurm: SlurmCluster) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.environment(SQUEUE_FORMAT="%i").items():  # a person's own format changes nothing
+        own = {
+            "SQUEUE_FORMAT": "%i",
+            "SQUEUE_STATES": "COMPLETED",
+            "SBATCH_PARTITION": "nix",
+            "SCANCEL_STATE": "PENDING",
+        }
+        for name, value in slurm.environment(**own).items():  # a person's own settings change nothing
             patch.setenv(name, value)
         yield
 

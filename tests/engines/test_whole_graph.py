@@ -5,28 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import ROOT, make_project, small_prices
-from tests.engines.machines import missing, open_machines
+from tests.engines.machines import missing, open_machines, variables
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
-
-
-def variables(kind: str, options: dict[str, Any]) -> dict[str, str]:
-    """The environment that gives these options."""
-    given = {name: value for name, value in options.items() if name != "volumes"}
-    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
-    if volumes := options.get("volumes"):
-        texts = [
-            f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"
-            for one in volumes
-        ]
-        found["DTRAIN_KUBERNETES_VOLUMES"] = ",".join(texts)
-    return found
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ray"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import socket
+import ssl
+import threading
 from pathlib import Path
 
 import trustme
@@ -39,3 +42,34 @@ class Authority:
         file = self.folder / f"{self.name}-{name}"
         file.write_bytes(content)
         return str(file)
+
+
+def meet(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str | OSError, str | OSError]:
+    """What becomes of a connection between the two, at the server and at the client: the version of TLS, or the error.
+    A client of TLS 1.3 learns that it is refused when it reads."""
+    theirs, ours = socket.socketpair()
+    told: list[str | OSError] = []
+
+    def serve() -> None:
+        try:
+            with server.wrap_socket(theirs, server_side=True) as there:
+                there.sendall(b"x")
+                there.recv(1)
+                told.append(str(there.version()))
+        except OSError as error:
+            told.append(error)
+
+    for end in (theirs, ours):
+        end.settimeout(20)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.wrap_socket(ours) as here:
+            here.sendall(b"x" * (here.recv(1) == b"x"))
+            mine: str | OSError = str(here.version())
+            if not told:
+                thread.join(20)
+    except OSError as error:
+        mine = error
+    thread.join(20)
+    return told[0], mine

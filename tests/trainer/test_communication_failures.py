@@ -86,13 +86,11 @@ def test_with_tls_the_same_training_goes_on_without_the_rank_0_that_is_killed(
     [_, told] = (
         job.events("membership")[-2:] if len(job.events("membership")) > 1 else [None, *job.events("membership")]
     )
-    assert told["topology"] == "star", "gloo of torch's own builds has no TLS"
+    assert told["topology"] == "mesh"
     timing = job.events("timing")
-    assert {item["topology"] for item in timing} == {"star"}
+    assert {item["topology"] for item in timing} == {"all-reduce"}
     names = [[one["name"] for one in item["collectives"]] for item in timing]
-    assert names == [["which gradients there are", "bucket 0", "commit"]] * len(timing)
-    assert {one["bandwidth_bytes_per_second"] for item in timing for one in item["collectives"]} == {None}
-    assert not job.events("link")
+    assert names == [["bucket 0", "commit"]] * len(timing)
     assert_same_training(job, whole)
 
 

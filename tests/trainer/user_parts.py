@@ -55,6 +55,37 @@ def paced(spec: DataSpec, outputs: int, seconds: float = 0.04) -> nn.Module:
     return model
 
 
+MARK = torch.tensor([0.1 + 0.017 * number for number in range(16)])
+"""Numbers that are nowhere else."""
+
+
+class _Mark(torch.autograd.Function):
+    """Changes nothing on the way forward; on the way back, the gradient of its second argument is `MARK`."""
+
+    @staticmethod
+    def forward(context: object, values: Tensor, mark: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, MARK.clone()
+
+
+class Marked(nn.Module):
+    """A model with a parameter whose gradient can be recognised on the wire."""
+
+    def __init__(self, spec: DataSpec, outputs: int) -> None:
+        super().__init__()
+        self.inner, self.mark = linear(spec, outputs), nn.Parameter(torch.zeros(16))
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return _Mark.apply(self.inner(windows), self.mark)
+
+
+def marked(spec: DataSpec, outputs: int) -> nn.Module:
+    return Marked(spec, outputs)
+
+
 class Blocks(nn.Module):
     """On rank 1, with three micro-batches in a step, it never comes out of the fourth step."""
 

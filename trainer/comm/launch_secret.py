@@ -105,24 +105,14 @@ def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:
     return LaunchSecret()
 
 
-def warn_if_open(secret: LaunchSecret, rank: int, hosts: int | None, has_tls: bool) -> None:
-    """Log once, at rank 0, what strangers can do to this world. ``hosts``: its number of hosts, None if unknown."""
-    if rank:
-        return
-    if not secret.is_given:
+def warn_if_unauthenticated(secret: LaunchSecret, rank: int) -> None:
+    """Log at rank 0 that connections are not authenticated, if there is no secret."""
+    if rank == 0 and not secret.is_given:
         _log.warning(
             "this launch has no secret (%s is not set): connections between ranks are NOT authenticated, and anyone "
             "who reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all "
             "ranks a file of mode 0600 with the same 64 hexadecimal digits (openssl rand -hex 32)",
             SECRET_FILE,
-        )
-    if not has_tls and hosts != 1:
-        where = f"{hosts} hosts" if hosts else "hosts that may be several"
-        _log.warning(
-            "nodes are on %s and training.tls is not set: gradients, weights and heartbeats go over the network "
-            "UNENCRYPTED. Who can listen in between reads them, and who can change packets changes them: use a private "
-            "network, or set training.tls",
-            where,
         )
 
 

@@ -43,12 +43,13 @@ def own_address(environment: Mapping[str, str], towards: str | None = None) -> s
 
     It is the first that there is of: DTRAIN_HOST; the address of the interface that DTRAIN_INTERFACE,
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; the address from which the kernel would send to ``towards`` (the
-    address or name of a peer; None: MASTER_ADDR); that of the default route; that of the first interface; loopback.
+    address or name of a peer; None: MASTER_ADDR, else the name by which SLURM knows this node, SLURMD_NODENAME); that
+    of the default route; that of the first interface; loopback.
     Raise `ConfigError` if DTRAIN_INTERFACE names no interface with an address.
     """
     if given := environment.get(HOST):
         return given
-    target = environment.get("MASTER_ADDR") if towards is None else towards
+    target = towards or environment.get("MASTER_ADDR") or environment.get("SLURMD_NODENAME")
     address, warning = choose_address(environment, target, _look(target))
     if warning:
         _log.warning("%s", warning)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.comm.framed_socket import FramedSocket, PeerError, open_connection, prepare_socket, run_flows
+from trainer.comm.framed_socket import Flow, FramedSocket, PeerError, open_connection, prepare_socket, run_flows
 from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
-from trainer.comm.listener import Door
+from trainer.comm.listener import SPEAK_SECONDS, Door
+from trainer.comm.tls import TLSContexts
 from trainer.errors import ConfigError
 
 NAME = "store"
@@ -31,6 +32,8 @@ WAIT_SECONDS = 0.5
 """The server answers a wait after at most this time, so that other threads of the same rank get their turn."""
 YIELD_SECONDS = 0.001
 RETRY_SECONDS = 0.02
+TLS_SECONDS = 4.0
+"""Additional seconds for a connection to authenticate if TLS comes first."""
 LOOK_SECONDS = 5.0
 """The seconds after which the thread that admits ranks checks whether the store was closed, if the system does not wake
 it."""
@@ -63,18 +66,18 @@ class AuthenticatedStore(dist.Store):
 
     def __init__(
         self, address: tuple[str, int], rank: int, size: int, key: bytes, seconds: float,
-        listener: socket.socket | None = None,
+        listener: socket.socket | None = None, tls: TLSContexts | None = None,
     ) -> None:  # fmt: skip
         """Connect to the store. ``listener``: rank 0's socket, bound to ``address``; the store owns it. ``seconds``:
-        the timeout of every wait.
+        the timeout of every wait. ``tls``: None for plain connections.
 
         Raise `AuthenticationError` if another process answers, OSError if none answers within that time."""
         super().__init__()
         self._seconds, self._lock = seconds, threading.Lock()
-        self._server = _Server(listener, size, key) if listener is not None else None
+        self._server = _Server(listener, size, key, tls) if listener is not None else None
         self._closed = False
         try:
-            self._connection = _connect(address, rank, key, time.monotonic() + seconds)
+            self._connection = _connect(address, rank, key, time.monotonic() + seconds, tls)
         except BaseException:
             if self._server:
                 self._server.close()
@@ -145,7 +148,7 @@ class AuthenticatedStore(dist.Store):
         """Make present and later calls fail at once, at rank 0 those of all ranks. Any thread may call it."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # an SSLSocket's own may wait for the peer
         if self._server:
             self._server.close()
         if self._lock.acquire(timeout=1.0):
@@ -168,8 +171,9 @@ class AuthenticatedStore(dist.Store):
 class _Server:
     """Rank 0's server: a thread that admits ranks, and one thread that serves each of them."""
 
-    def __init__(self, listener: socket.socket, size: int, key: bytes) -> None:
+    def __init__(self, listener: socket.socket, size: int, key: bytes, tls: TLSContexts | None) -> None:
         self._listener, self._size, self._key, self._closed = listener, size, key, False
+        self._tls = tls
         self._data: dict[bytes, bytes] = {}
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
@@ -181,11 +185,11 @@ class _Server:
             self._changed.notify_all()
         for connection in (self._listener, *connections):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _admit(self) -> None:
         """Admit ranks until the listener is shut down."""
-        door: Door[int] = Door(self._listener, self._welcome)
+        door: Door[int] = Door(self._listener, self._welcome, SPEAK_SECONDS + (TLS_SECONDS if self._tls else 0.0))
         with self._listener:
             while not self._closed:
                 try:
@@ -201,7 +205,9 @@ class _Server:
             door.close()
 
     def _welcome(self, link: FramedSocket) -> Any:
-        link.connection = prepare_socket(link.connection, None, server_side=True)
+        context = self._tls.server if self._tls else None
+        link.connection = prepare_socket(link.connection, context, server_side=True)
+        yield from link.shake_hands()
         name = yield from authenticate_caller(link, self._key, NAME)
         return parse_rank(name, self._size)
 
@@ -244,7 +250,7 @@ class _Server:
             return [data[key] if what == b"A" else b""]
 
 
-def _connect(address: tuple[str, int], rank: int, key: bytes, until: float) -> socket.socket:
+def _connect(address: tuple[str, int], rank: int, key: bytes, until: float, tls: TLSContexts | None) -> socket.socket:
     """Return a connection to the store as this rank; retry until it is there."""
     while True:
         why: Exception
@@ -254,8 +260,9 @@ def _connect(address: tuple[str, int], rank: int, key: bytes, until: float) -> s
             why = error
         else:
             try:
-                link = FramedSocket(0, prepare_socket(connection, None, server_side=False))
-                run_flows([(link, authenticate_to_listener(link, key, str(rank), NAME))], 0.0, until)
+                connection = prepare_socket(connection, tls.client if tls else None, server_side=False)
+                link = FramedSocket(0, connection)
+                run_flows([(link, _introduce(link, key, rank))], 0.0, until)
                 connection.setblocking(True)
                 return connection
             except PeerError as error:
@@ -267,8 +274,14 @@ def _connect(address: tuple[str, int], rank: int, key: bytes, until: float) -> s
                 connection.close()
                 raise
         if time.monotonic() + RETRY_SECONDS >= until:
-            raise TimeoutError(f"rank 0's store at {address[0]}:{address[1]} cannot be reached: {why}") from why
+            hint = "; is training.encryption the same on all ranks?" if isinstance(why, PeerError) else ""
+            raise TimeoutError(f"rank 0's store at {address[0]}:{address[1]} cannot be reached: {why}{hint}") from why
         time.sleep(RETRY_SECONDS)
+
+
+def _introduce(link: FramedSocket, key: bytes, rank: int) -> Flow:
+    yield from link.shake_hands()
+    yield from authenticate_to_listener(link, key, str(rank), NAME)
 
 
 def _told(error: PeerError) -> str:

@@ -7,6 +7,8 @@ Work on this address belongs here: joining, and rank 0's listening socket. Membe
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -14,15 +16,29 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.comm.encrypted_mesh import EncryptedMesh
+from trainer.comm.encryption import (
+    CertificateSource,
+    choose_certificates,
+    describe_open_traffic,
+    open_contexts,
+    refuse_open_traffic,
+    warn_of_open_traffic,
+)
 from trainer.comm.group import GroupError, InterruptibleGroup
-from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
+from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_unauthenticated
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.listener import BACKLOG
+from trainer.comm.mesh_links import connect_links
 from trainer.comm.own_address import is_loopback, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
-from trainer.comm.torch_transport import TorchTransport, make_torch_transport
+from trainer.comm.tls import TLSContexts
+from trainer.comm.torch_transport import Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
+
+_JOINED = itertools.count()
+"""Numbers the worlds that this process joins under torchrun, of which all ranks join equally many."""
 
 
 class PeersMissingError(RuntimeError):
@@ -46,7 +62,14 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
             "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
         )
     secret = read_launch_secret(environment)
-    warn_if_open(secret, facts.rank, 1 if facts.local_world_size == facts.world_size else None, has_tls=False)
+    is_one_host = facts.local_world_size == facts.world_size or is_loopback(facts.master_addr)
+    host, by_nccl = own_address(environment, facts.master_addr), backend == "nccl"
+    source: CertificateSource = "" if is_one_host else choose_certificates(config, secret, host)
+    open_traffic = describe_open_traffic(source, 1 if is_one_host else None, by_nccl, config.encryption == "off")
+    refuse_open_traffic(config, open_traffic)
+    warn_if_unauthenticated(secret, facts.rank)
+    warn_of_open_traffic(facts.rank, open_traffic)
+    tls = open_contexts(config, secret, host, "static") if source else None
     _stay_on_loopback(facts.master_addr)
     cores = bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
@@ -56,27 +79,35 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     prefix = "static"
     if under_torchrun:  # the agents' store outlives a world; each agent counts its own restarts, so only then
         prefix = f"{environment.get('TORCHELASTIC_RUN_ID')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        if number := next(_JOINED):  # the store still has what the ranks wrote for the world before this one
+            prefix += f"/{number}"
 
-    def open_transport() -> TorchTransport:
+    def open_transport() -> Transport:
         assert facts.master_port is not None
         address = facts.master_addr, facts.master_port
         key, seconds = secret.key("store", prefix), config.collective_timeout_seconds
         if under_torchrun:
-            store = _beside(address, prefix, facts, environment, secret, seconds)
+            store = _beside(address, prefix, facts, environment, secret, seconds, tls)
         else:
-            store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener)
+            store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener, tls)
+        if tls is not None and not by_nccl:
+            mesh_key = secret.key("mesh", prefix)
+            try:
+                return _join_mesh(dist.PrefixStore(f"{prefix}/mesh", store), facts, host, tls, mesh_key, seconds)
+            finally:  # all others have connected to rank 0, which holds the store, and so have read all addresses
+                getattr(store, "close", lambda: None)()
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
             config.collective_timeout_seconds, config.solo_timeout_seconds,
-            own_address(environment, facts.master_addr), key=secret.key("world", prefix),
+            host, key=secret.key("world", prefix),
             close_store=getattr(store, "close", lambda: None),
         )  # fmt: skip
 
     world = World(
         facts, device, backend,
         group=InterruptibleGroup(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
-        solo_timeout=config.solo_timeout_seconds, cores=cores,
+        solo_timeout=config.solo_timeout_seconds, cores=cores, open_traffic=open_traffic,
     )  # fmt: skip
     try:
         world.all_gather_object(facts.rank)
@@ -93,6 +124,16 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     return world
 
 
+def _join_mesh(
+    store: dist.Store, facts: RankFacts, host: str, tls: TLSContexts, key: bytes, seconds: float
+) -> EncryptedMesh:
+    """Return this rank's end of an encrypted mesh; ranks exchange their addresses through ``store``."""
+    listener = open_listener(host)
+    store.set(str(facts.rank), json.dumps([host, listener.getsockname()[1]]))
+    places = [tuple(json.loads(store.get(str(rank)))) for rank in range(facts.world_size)]
+    return EncryptedMesh(facts.rank, connect_links(places, facts.rank, listener, tls, key, seconds), tls, seconds)
+
+
 def _stay_on_loopback(address: str) -> None:
     """Have gloo listen on loopback only if ``address`` is there: all peers are then on this machine."""
     if is_loopback(address):
@@ -101,7 +142,7 @@ def _stay_on_loopback(address: str) -> None:
 
 def _beside(
     address: tuple[str, int], prefix: str, facts: RankFacts, environment: Mapping[str, str], secret: LaunchSecret,
-    seconds: float,
+    seconds: float, tls: TLSContexts | None,
 ) -> dist.Store:  # fmt: skip
     """Return, under torchrun with a secret, an authenticated store at rank 0: the agent's store trusts anybody.
     The agent's store only gives its address; a false address can make the start fail, but cannot pass the proof."""
@@ -114,7 +155,7 @@ def _beside(
         host, port = listener.getsockname()[:2]
         agents.set(where, f"{port} {host}")
     place = place_said(agents.get(where), address)
-    return AuthenticatedStore(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
+    return AuthenticatedStore(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener, tls)
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:

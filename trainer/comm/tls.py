@@ -1,10 +1,35 @@
-"""TLS between nodes: contexts from ``training.tls`` that require a certificate from both sides."""
+"""TLS between nodes: contexts that require a certificate from both sides, here from the files of ``training.tls``.
+
+Certificates that the members of a launch make for themselves are in `trainer.comm.launch_certificate`.
+"""
 
 from __future__ import annotations
 
 import ssl
+from typing import Protocol
 
 from trainer.config import ConfigError, TLSConfig
+
+
+class TLSContexts(Protocol):
+    """The contexts for the next connection of this process. They may change, so nobody keeps one for long."""
+
+    @property
+    def server(self) -> ssl.SSLContext:
+        """The context of the accepting side."""
+        ...
+
+    @property
+    def client(self) -> ssl.SSLContext:
+        """The context of the connecting side."""
+        ...
+
+
+class CertificateFiles:
+    """The contexts of ``training.tls``, read once; raises `ConfigError` with the file that cannot be used."""
+
+    def __init__(self, tls: TLSConfig) -> None:
+        self.server, self.client = server_context(tls), client_context(tls)
 
 
 def server_context(tls: TLSConfig) -> ssl.SSLContext:

@@ -42,6 +42,8 @@ class World:
     solo_timeout: float = 1800.0
     cores: CoreTurns | None = None
     """The turns in which the ranks of this host exchange their cores; None: they do not."""
+    open_traffic: str = ""
+    """A sentence on what leaves a host unencrypted; "" if nothing does."""
 
     @property
     def rank(self) -> int:

@@ -125,8 +125,9 @@ _candidate = {
     "port": whole(0, 65535),
 }  # fmt: skip
 CANDIDATE = record(
-    _candidate, store_port=whole(0, 65535), gpu=flag, ready=flag, was_in=count, rank=count, step=count, progress=count,
-    chunk=optional(whole(1)), activation_checkpointing=flag, communication=flag, reason=text, view=mapping(text),
+    _candidate, store_port=whole(0, 65535), gpu=flag, certificates=one_of("", "launch", "files"), ready=flag,
+    was_in=count, rank=count, step=count, progress=count, chunk=optional(whole(1)), activation_checkpointing=flag,
+    communication=flag, reason=text, view=mapping(text),
 )  # fmt: skip
 """``membership/g000007/<member>.json``"""
 GENERATION = record(
@@ -250,6 +251,7 @@ DOCUMENTS: Mapping[str, Check] = {
         launch=optional(count),
         steps=count,
         error=text,
+        open_traffic=text,
         world_size=whole(1),
         train_seconds=seconds,
         epochs=seconds,

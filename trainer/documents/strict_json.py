@@ -35,6 +35,8 @@ def parse_strict_json(data: bytes, where: str) -> Any:
         value = _DECODER.decode(data.decode())
         if _is_suspicious(data):
             _check(value)
+        elif data.count(b"[") + data.count(b"{") > DEPTH:
+            _check_depth(value)
     except (ValueError, RecursionError) as error:
         if isinstance(error, DamagedError):
             raise
@@ -69,14 +71,21 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def _is_suspicious(data: bytes) -> bool:
-    """Return whether half a character, a number out of range or deep nesting may be in it. That is rare, so most
-    documents are not looked at part by part."""
-    return (
-        data.count(b"[") + data.count(b"{") > DEPTH
-        or _HALF.search(data) is not None
-        or _EXPONENT.search(data) is not None
-        or _LONG in data.translate(_DIGITS)
-    )
+    """Return whether half a character or a number out of range may be in it. That is rare, so most documents are not
+    looked at part by part."""
+    return _HALF.search(data) is not None or _EXPONENT.search(data) is not None or _LONG in data.translate(_DIGITS)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError for objects and lists that are nested too deeply. All members of a large world read a record of
+    as many objects at once: nothing but these is looked at."""
+    level = [value]
+    for _ in range(DEPTH):
+        parts = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [part for found in parts for part in found if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {DEPTH} levels")
 
 
 def _check(value: Any) -> None:

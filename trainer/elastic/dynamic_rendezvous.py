@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -11,21 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from trainer.comm.group import GroupError, InterruptibleGroup
-from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
+from trainer.comm.encryption import choose_certificates, open_contexts, warn_of_open_traffic
+from trainer.comm.group import GroupError
+from trainer.comm.launch_secret import read_launch_secret, warn_if_unauthenticated
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import own_address
-from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.static_rendezvous import open_listener
-from trainer.comm.tls import client_context, server_context
-from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
-from trainer.comm.world import World, bind_rank
+from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import TOLD, Candidate, Generation
+from trainer.elastic.generation_world import form_world
 from trainer.elastic.membership import Membership
 from trainer.rundir import RunDir
 
@@ -51,13 +47,13 @@ class DynamicRendezvous:
         self.has_state_of = 0
         """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
-        self._is_over = self._warned = self._others_may_leave = False
+        self._is_over = self._has_warned = self._others_may_leave = False
         self._formed_at = time.monotonic()
         self._fallbacks = 0
-        tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
+        self.tls = open_contexts(config, self.secret, self.host, job)
         self.peers = FailureDetector(
             self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
-            config.peer_timeout_seconds, tls, self._changed, config.adaptive_detection,
+            config.peer_timeout_seconds, self.tls, self._changed, config.adaptive_detection,
         )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
@@ -94,18 +90,21 @@ class DynamicRendezvous:
         except BaseException:
             listener.close()
             raise
-        self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
+        self.membership.enter(generation)
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self._others_may_leave = False
+        self.peers.mail.tells_losses = True
         self.generation = generation
-        if not self._warned:
-            self._warned = True
-            hosts, rank = len({seat.host for seat in generation.members}), generation.rank_of(self.member)
-            warn_if_open(self.secret, rank or 0, hosts, self.config.tls is not None)
         self.world = form_world(
-            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret
-        )
+            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret,
+            self.tls,
+        )  # fmt: skip
+        if old is None:
+            warn_if_unauthenticated(self.secret, self.world.rank)
+        if self.world.open_traffic and not self._has_warned:
+            self._has_warned = True
+            warn_of_open_traffic(self.world.rank, self.world.open_traffic)
         self._changed()  # a member may have been lost meanwhile
         return self.world
 
@@ -131,7 +130,7 @@ class DynamicRendezvous:
         if self.generation is None:
             return False
         view = self.peers.statuses()
-        return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
+        return any(view.get(seat.member, "here") != "here" for seat in self.generation.members)
 
     def require_current(self) -> None:
         """Raise `GroupError` if others have formed a newer generation without this process: its work does not count."""
@@ -142,6 +141,7 @@ class DynamicRendezvous:
         """From now on, take the end of another member for what it is: it has nothing more to do. With ``may`` False it
         is a loss again, also of those that have ended meanwhile."""
         self._others_may_leave = may
+        self.peers.mail.tells_losses = not may
         self._changed()
 
     def describe_peers(self) -> dict[str, str]:
@@ -162,7 +162,8 @@ class DynamicRendezvous:
         host, port = self.peers.address
         return Candidate(
             member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
-            host=host, port=port, gpu=self.device.type == "cuda", **what,
+            host=host, port=port, gpu=self.device.type == "cuda",
+            certificates=choose_certificates(self.config, self.secret, self.host), **what,
         )  # fmt: skip
 
     def _changed(self) -> None:
@@ -171,18 +172,22 @@ class DynamicRendezvous:
         messages = self.peers.take_messages()
         if generation is None or world is None or world.group is None or self._others_may_leave:
             return
-        view = self.peers.statuses()
+        view: dict[str, str] = dict(self.peers.statuses())
         rank = generation.rank_of(self.member)
         needed = generation.members
-        if generation.topology == "star" and rank != 0:
-            needed = generation.members[:1]
+        if generation.topology == "star":
+            needed = needed if rank == 0 else needed[:1]
+        else:  # of most members of a large world, others tell
+            view = {**self.peers.mail.told_losses(), **{name: seen for name, seen in view.items() if seen != "unknown"}}
         for seat in needed:
-            if view.get(seat.member) in ("gone", "silent"):
+            if seat.member != self.member and view.get(seat.member) in ("gone", "silent"):
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
         for message in messages:
             if message.get("regroup") == generation.number:
                 reason = _told_by(message["from"], str(message.get("reason") or ""))
                 return world.group.fail(reason, bool(message.get("communication")))
+        for item in self.membership.read_requests(generation):
+            return world.group.fail(_told_by(item.member, item.reason), item.communication)
 
     def _look_around(self) -> None:
         """Check now and then whether this generation is still the newest, a member asks for another, or a newcomer
@@ -211,57 +216,3 @@ class DynamicRendezvous:
 def _told_by(member: str, reason: str) -> str:
     reason = reason or "asks for a new generation"
     return reason if reason.startswith(TOLD) else f"{TOLD} {member}: {reason}"
-
-
-def form_world(
-    generation: Generation,
-    member: str,
-    facts: RankFacts,
-    device: torch.device,
-    listener: socket.socket,
-    config: DistributedTrainingConfig,
-    job: str,
-    secret: LaunchSecret,
-) -> World:
-    """Return at once the world of a generation for one of its members; the first collective waits for all.
-
-    ``listener``: the socket at this member's ``store_port``, closed if this member is not rank 0. ``job``: the job's
-    id; keys from the ``secret`` are derived for it and the generation.
-    """
-    rank = generation.rank_of(member)
-    assert rank is not None
-    size, first = len(generation.members), generation.members[0]
-    host = generation.members[rank].host
-    here = [other for other, seat in enumerate(generation.members) if seat.host == host]
-    cores = bind_rank(here.index(rank), len(here), device, config)
-    backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
-    group = None
-    topology = "star" if config.tls is not None else generation.topology
-    if rank or size == 1:
-        listener.close()
-    if size > 1:
-        address = (first.host, first.store_port)
-        name, about = f"{job}/g{generation.number}", (job, generation.number)
-
-        def open_transport() -> Transport:
-            seconds = config.collective_timeout_seconds
-            if topology == "star":
-                key = secret.key("star", *about)
-                if rank == 0:
-                    contexts = server_context(config.tls) if config.tls else None
-                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, contexts))
-                contexts = client_context(config.tls) if config.tls else None
-                return ParameterServerTransport(
-                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, contexts)
-                )
-            key = secret.key("store", *about)
-            store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None)
-            gpu = device if backend == "nccl" else None
-            return make_torch_transport(
-                dist.PrefixStore(name, store), rank, size, gpu,
-                config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
-                key=secret.key("world", *about), close_store=store.close,
-            )  # fmt: skip
-
-        group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
-    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores)

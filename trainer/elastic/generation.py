@@ -5,15 +5,24 @@ The agreement on it, with its reading, writing and waiting, belongs in `trainer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from trainer.elastic.overlay import is_partial
+from trainer.errors import ConfigError
 
 START = "start"
 """The reason of a launch's first generation."""
 TOLD = "told by"
 """The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]
+_ENCRYPTS = {
+    "": "does not encrypt its connections",
+    "launch": "encrypts its connections with the launch's own certificates",
+    "files": "encrypts its connections with the files of training.tls",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +39,8 @@ class Candidate:
     store_port: int = 0
     """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
+    certificates: str = ""
+    """Where the certificates of its connections come from (`trainer.comm.encryption.CertificateSource`)."""
     ready: bool = False
     """Whether it has its data and model; until then it only announces itself."""
     was_in: int = 0
@@ -130,6 +141,20 @@ def find_missing_members(
     return late + [f"?{number}" for number in range(planned - len(of_launch))]
 
 
+def refuse_mixed_encryption(mine: Candidate, newest: Generation | None, candidates: Iterable[Candidate]) -> None:
+    """Raise `ConfigError` if another member of this launch encrypts its connections differently: neither could reach
+    the other. The newest generation decides, so that a newcomer stops none of its members; at the start of a launch,
+    all candidates do."""
+    others = newest.members if newest is not None and newest.launch == mine.launch else candidates
+    for other in others:
+        if other.launch == mine.launch and other.certificates != mine.certificates:
+            raise ConfigError(
+                f"this process, {mine.member} at {mine.host}, {_ENCRYPTS[mine.certificates]}, and {other.member} at "
+                f"{other.host} {_ENCRYPTS[other.certificates]}: training.encryption, training.tls and the launch's "
+                "secret must be the same on all nodes, and none may be at an address of loopback (DTRAIN_HOST)"
+            )
+
+
 def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
     """Return the pairs of which at least one reports that it cannot reach the other."""
     names = {item.member for item in candidates}
@@ -142,12 +167,24 @@ def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str
 
 
 def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
-    """Return, of three or more candidates, those that no other reaches: their host is cut off, not a single link.
-    Return none if that is true of all: one of them has to go on."""
+    """Return, of three or more candidates, those that no other reaches: their host is cut off, not a single link. In a
+    large world, where few watch each, those that none of these reaches. Return none if that is true of all: one of them
+    has to go on."""
     bad = find_unreachable_pairs(candidates)
-    if len(candidates) < 3:
+    if len(candidates) < 3 or not bad:
         return set()
-    found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
+    failed = Counter(member for pair in bad for member in pair)
+    tried = dict.fromkeys(failed, len(candidates) - 1)
+    if is_partial(len(candidates)):
+        names = {item.member for item in candidates}
+        pairs = {
+            frozenset((item.member, other))
+            for item in candidates
+            for other, view in item.view.items()
+            if other in names and view != "unknown"
+        }
+        tried = Counter(member for pair in pairs for member in pair)
+    found = {member for member, count in failed.items() if count == tried[member]}
     return found if len(found) < len(candidates) else set()
 
 

@@ -16,30 +16,34 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 from trainer.documents import schemas
-from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
+from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document
+from trainer.elastic.candidacies import Candidacies, candidate_of
 from trainer.elastic.failure_detector import FailureDetector
+from trainer.elastic.gathering import Gathered, Gathering, read_letter
 from trainer.elastic.generation import (
     Candidate,
     Generation,
     choose_generation,
     find_missing_members,
     proposal_delay,
+    refuse_mixed_encryption,
     survivors_of,
 )
+from trainer.elastic.overlay import is_partial, neighbours_of
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
 from trainer.runtime import clock
 from trainer.storage.base import Storage
 
 HURRY_SECONDS = 20.0
+GATHER_SECONDS = 0.02
+"""Between two looks of a member that gathers: letters cost nothing."""
 RECORD = re.compile(r"g\d{6,12}\.json")
-CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
-"""A candidacy's file name, from the name of the member (`trainer.elastic.dynamic_rendezvous`). Files with other names
-in these folders are ignored."""
+MOST_LOOKING = 4
+"""Members of a large world, the first by rank, that look for requests of others in the storage."""
 _BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
@@ -58,6 +62,14 @@ class _Waiting:
     """The time at which that changed."""
     filed: tuple[int, Candidate] | None = None
     settled_at: float | None = None
+    newest: Generation | None = None
+    """The newest generation that was read."""
+    is_partial: bool = False
+    """Whether the world is so large that few gather the candidacies for all."""
+    look_at: float = 0.0
+    """When to look for a newer record."""
+    gathering: Gathering | None = None
+    gathers: bool = True
 
 
 class Membership:
@@ -70,6 +82,7 @@ class Membership:
         """Wait ``patience`` seconds for a member that is alive and does not come, and ``start_patience`` seconds for
         one of the planned world that has come and still prepares."""
         self.storage, self.peers = storage, peers
+        self.candidacies = Candidacies(storage, launch)
         self.launch, self.planned, self.limit, self.retries = launch, planned, limit, retries
         self.patience, self.start_patience = patience, start_patience
         self.first = first
@@ -79,6 +92,9 @@ class Membership:
         for a member that is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
+        self.record_seconds = 0.5 if storage.is_local else 2.0
+        """Between two looks for a record where another gathers, which also tells that it has written one."""
+        peers.expect(planned)
 
     def read_newest(self) -> Generation | None:
         """Return the newest generation, which is the valid one, of any launch."""
@@ -88,22 +104,24 @@ class Membership:
     def read_candidates(self, number: int) -> list[Candidate]:
         """Return the candidates for a generation, of this launch. An unreadable candidacy is ignored: its owner is
         unknown and files it again."""
-        folder = f"{MEMBERSHIP}/g{number:06d}"
-        found = []
-        for name in known_names(self.storage, folder, self.storage.list(folder), CANDIDACY):
-            try:
-                data = read_document(self.storage, f"{folder}/{name}", schemas.CANDIDATE, MARK_BYTES * 16)
-            except DamagedError as error:
-                warn_once(f"a candidacy is left alone: {error}")
-                continue
-            if data is not None and data["launch"] == self.launch and f"{data['member']}.json" == name:
-                found.append(Candidate(**_fields(data)))
-        return found
+        return self.candidacies.read_all(number)
 
-    def submit_candidate(self, number: int, mine: Candidate) -> None:
-        """Ask to be in a generation, or update the request."""
-        path = f"{MEMBERSHIP}/g{number:06d}/{mine.member}.json"
-        self.storage.write(path, json.dumps(asdict(mine)).encode())
+    def enter(self, generation: Generation) -> None:
+        """Take part in a generation: watch its members, and take messages to be about it."""
+        names = [seat.member for seat in generation.members]
+        self.peers.enter(generation.number, names, is_partial(len(names)))
+        self.watch(generation)
+
+    def watch(self, generation: Generation, waiting: Sequence[Candidate] = ()) -> None:
+        """From now on watch those members of this generation that are this process's to watch: all of a small one, few
+        of a large one; and those that are waiting. A parameter server watches all, and all watch it."""
+        names = [seat.member for seat in generation.members]
+        near = neighbours_of(self.peers.me, names)
+        if generation.topology == "star":
+            near = frozenset(names if self.peers.me == names[0] else {*near, names[0]})
+        seats = [*(seat for seat in generation.members if seat.member in near), *waiting]
+        shared = near if is_partial(len(names)) else ()
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats}, shared)
 
     def is_over(self, current: Generation) -> bool:
         """Return whether another generation has begun, so that ``current`` is fenced out."""
@@ -115,31 +133,41 @@ class Membership:
 
     def find_requests(self, current: Generation) -> list[Candidate]:
         """Return the members of ``current`` that want another generation: one that is cut off can ask only here."""
-        inside = {seat.member for seat in current.members}
-        return [item for item in self.read_candidates(current.number + 1) if item.ready and item.member in inside]
+        inside = [seat.member for seat in current.members]
+        if is_partial(len(inside)) and self.peers.me not in inside[:MOST_LOOKING]:
+            return []  # the others hear of it from these
+        found = self.candidacies.read_all(current.number + 1, only=set(inside))
+        return [item for item in found if item.ready]
+
+    def read_requests(self, current: Generation) -> list[Candidate]:
+        """Return the members of ``current`` that have sent this process a letter with their candidacy for the next
+        generation: it is to gather, and may not have heard why."""
+        letters = self.peers.mail.read_letters().items()
+        found = [read_letter(letter, sender, current.number + 1) for sender, letter in letters]
+        return [item for item in found if item is not None and current.rank_of(item.member) is not None]
 
     def find_newcomers(self, current: Generation) -> list[Candidate]:
-        """Return the candidates that could join ``current`` now: ready, seen by this process, and themselves
-        seeing all its members. A file tells them that ``current`` is at work, even if they cannot reach it."""
+        """Return the candidates that could join ``current`` now: ready, seen by this process, and themselves seeing all
+        its members that they would watch. A file tells them that ``current`` is at work, even if they cannot reach
+        it."""
         inside = {seat.member for seat in current.members}
-        waiting = [
-            item for item in self.read_candidates(current.number + 1) if item.ready and item.member not in inside
-        ]
+        found = self.candidacies.read_all(current.number + 1, but=inside)
+        waiting = [item for item in found if item.ready]
         if waiting:
             self.storage.write(_working(current.number), str(time.time()).encode())
-        addresses = {seat.member: (seat.host, seat.port) for seat in [*current.members, *waiting]}
-        self.peers.follow(addresses)
+        self.watch(current, waiting)
         seen = self.peers.statuses()
         return [
             item
             for item in waiting
-            if seen.get(item.member) == "here" and all(item.view.get(member) == "here" for member in inside)
+            if seen.get(item.member) == "here"
+            and all(item.view.get(member) == "here" for member in neighbours_of(item.member, inside))
         ]
 
     def announce(self, mine: Candidate) -> None:
         """Announce that this process is coming, before it has its data and its model."""
         newest = self.read_newest()
-        self.submit_candidate(newest.number + 1 if newest else self.first, replace(mine, ready=False))
+        self.candidacies.submit(newest.number + 1 if newest else self.first, replace(mine, ready=False))
 
     def agree_on_next(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
         """Return a generation later than number ``after`` that includes this process: file a candidacy, wait for the
@@ -161,17 +189,31 @@ class Membership:
             except OSError as error:
                 if time.monotonic() - works_at > self.patience:
                     raise NoGenerationError(f"{self.storage.uri}/{MEMBERSHIP} cannot be used: {error}") from error
-            hurry = time.monotonic() - began < HURRY_SECONDS
+            self._pause(state)
+
+    def _pause(self, state: _Waiting) -> None:
+        """Wait until the next look: the pace of the storage where it is all there is, else that of the members."""
+        if not state.is_partial:
+            hurry = time.monotonic() - state.began < HURRY_SECONDS
             time.sleep(self.poll_seconds if hurry else self.slow_poll_seconds)
+        elif state.gathers:
+            time.sleep(GATHER_SECONDS)
+        else:
+            self.peers.mail.wait_for_news(self.record_seconds)
 
     def _look(
         self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting
     ) -> tuple[Generation | None, Candidate]:
-        """Look at the storage once, act on it and return (the generation to be in, this process's candidacy)."""
-        newest = self.read_newest()
+        """Look once, act on it and return (the generation to be in, this process's candidacy)."""
+        now = time.monotonic()
+        is_due = now >= state.look_at or self.peers.mail.told_formed > (state.newest.number if state.newest else 0)
+        if is_due:
+            state.newest = self._read_after(state.newest if state.is_partial else None)
+        newest = state.newest
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
-        ended()
+        if is_due:
+            ended()
         if after and (newest is None or newest.number < after):
             raise RuntimeError(
                 f"{self.storage.uri}/{MEMBERSHIP} no longer holds generation {after}: the run directory was deleted or "
@@ -180,41 +222,79 @@ class Membership:
         if newest and mine.was_in and newest.number > after:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else self.first
-        candidates = self.read_candidates(number)
-        said = (newest.number, self._at_work(newest.number)) if newest else None
-        if said != state.at_work:
-            state.at_work, state.heard_at = said, time.monotonic()
         inside = newest.members if newest and newest.launch == self.launch else ()
+        state.is_partial = is_partial(len(inside) or self.planned)
+        if is_due:
+            state.look_at = now + (self.record_seconds if state.is_partial else 0.0)
+            if not state.is_partial or mine.member not in {seat.member for seat in inside}:
+                said = (newest.number, self._at_work(newest.number)) if newest else None
+                if said != state.at_work:
+                    state.at_work, state.heard_at = said, now
+        if state.is_partial:
+            if state.gathering is None or state.gathering.number != number:
+                state.gathering, state.settled_at = Gathering(self.candidacies, self.peers, number, inside), None
+            mine, found = state.gathering.look(mine)
+            refuse_mixed_encryption(mine, newest, found.candidates if found else [])
+        else:
+            mine, found = self._read_all(number, inside, mine, state)
+        refuse_mixed_encryption(mine, newest, found.candidates if found is not None else ())
+        state.gathers = found is not None
+        if found is not None:
+            self._decide(newest, mine, found, state)
+        return None, mine
+
+    def _read_after(self, known: Generation | None) -> Generation | None:
+        """Return the newest generation; where one is known, by looking for the next ones only, which is cheaper."""
+        if known is None:
+            return self.read_newest()
+        while self.is_over(known):
+            known = read_generation(self.storage, f"g{known.number + 1:06d}.json")
+        return known
+
+    def _read_all(
+        self, number: int, inside: Sequence[Candidate], mine: Candidate, state: _Waiting
+    ) -> tuple[Candidate, Gathered | None]:
+        """In a small world, read the candidacies of all and watch all; file this process's own where it has changed."""
+        candidates = self.read_candidates(number)
+        refuse_mixed_encryption(mine, state.newest, candidates)
         self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
         mine = replace(mine, view=dict(sorted(self.peers.statuses().items())))
         if state.filed != (number, mine):
-            self.submit_candidate(number, mine)
+            self.candidacies.submit(number, mine)
             state.filed, state.settled_at = (number, mine), None
-            return None, mine
+            return mine, None
+        return mine, Gathered(candidates, self.peers.statuses(), is_in_doubt=False)
+
+    def _decide(self, newest: Generation | None, mine: Candidate, found: Gathered, state: _Waiting) -> None:
+        """Propose the next generation where no member is left to wait for and it is this process's turn."""
         # A process that refuses connections is dead, whatever it wrote before.
-        alive = [item for item in candidates if mine.view.get(item.member) != "gone"]
+        alive = [item for item in found.candidates if found.view.get(item.member) != "gone"]
         now = time.monotonic()
-        if not self._settled(newest, mine, alive, now - state.began, now - state.heard_at):
+        if not self._settled(newest, mine, replace(found, candidates=alive), now - state.began, now - state.heard_at):
             state.settled_at = None
-            return None, mine
+            return
         if state.settled_at is None:
             state.settled_at = now
-        if now - state.settled_at >= self._turn(newest, mine, alive):
-            self._propose(newest, mine, alive)
-        return None, mine
+        if now - state.settled_at >= self._turn(newest, mine, alive, state.is_partial):
+            self._propose(newest, mine, alive, state.is_partial)
+            state.look_at = 0.0
 
     def _settled(
-        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], waited: float, quiet: float
+        self, newest: Generation | None, mine: Candidate, found: Gathered, waited: float, quiet: float
     ) -> bool:
         """Return whether no member is left to wait for. ``waited``: seconds of waiting so far; ``quiet``: since the
         newest generation last said that it is at work."""
+        candidates, view = found.candidates, found.view
         ready = [item for item in candidates if item.ready]
         names = {item.member for item in ready}
         if mine.member not in names:
             return False
-        if any(item.view.get(other, "unknown") == "unknown" for item in ready for other in names - {item.member}):
+        if found.is_in_doubt and waited <= 1.5 * self.look_seconds:
+            return False
+        if not is_partial(len(newest.members) if newest and newest.launch == self.launch else self.planned) and any(
+            item.view.get(other, "unknown") == "unknown" for item in ready for other in names - {item.member}
+        ):
             return waited > self.patience  # a candidate has not tried yet to reach another
-        view = self.peers.statuses()
         if newest is None or newest.launch != self.launch:
             late = find_missing_members(newest, self.launch, self.planned, candidates)
             late = [member for member in late if view.get(member) != "gone"]
@@ -232,9 +312,14 @@ class Membership:
         # A newcomer waits to be admitted, and takes over only where no survivor is left.
         return not there and not survivors_of(newest, ready) and (not silent or quiet > self.patience)
 
-    def _turn(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> float:
-        """Return the seconds until this process's turn to propose: in order of rank, so that usually one does."""
+    def _turn(
+        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], is_alone: bool = False
+    ) -> float:
+        """Return the seconds until this process's turn to propose: in order of rank, so that usually one does.
+        ``is_alone``: it is its turn already, as it gathers for the others."""
         ready = [item for item in candidates if item.ready]
+        if is_alone:
+            return proposal_delay(newest, ready, self.retries)
         first = survivors_of(newest, ready) or sorted(ready, key=lambda item: (item.rank, item.member))
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
         return proposal_delay(newest, ready, self.retries) + place * 5 * self.poll_seconds
@@ -245,15 +330,19 @@ class Membership:
         except (FileNotFoundError, DamagedError):
             return b""
 
-    def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
+    def _propose(
+        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], is_alone: bool
+    ) -> None:
         generation = choose_generation(
             newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first
         )
         if generation is None:
             return
-        text = json.dumps(asdict(replace(generation, formed_at=clock.now())), indent=1).encode()
+        text = text_of(replace(generation, formed_at=clock.now()))
         with contextlib.suppress(FileExistsError):  # another proposal was first, and counts
             self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
+        if is_alone:
+            self.peers.broadcast({"formed": generation.number})
 
 
 def _working(number: int) -> str:
@@ -272,7 +361,7 @@ def read_generation(storage: Storage, name: str) -> Generation:
     data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.GENERATION, DOCUMENT_BYTES)
     if data is None:
         raise DamagedError(f"{storage.uri}/{MEMBERSHIP}/{name}", "it has just been removed")
-    members = tuple(Candidate(**_fields(seat)) for seat in data["members"])
+    members = tuple(candidate_of(seat) for seat in data["members"])
     known = {key: data[key] for key in data.keys() & _GENERATION_FIELDS}
     return Generation(**{**known, "members": members})
 
@@ -282,9 +371,22 @@ def generations(storage: Storage) -> list[Generation]:
     return [read_generation(storage, name) for name in records(storage)]
 
 
-_CANDIDATE_FIELDS = frozenset(field.name for field in fields(Candidate))
 _GENERATION_FIELDS = frozenset(field.name for field in fields(Generation))
 
 
-def _fields(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: data[key] for key in data.keys() & _CANDIDATE_FIELDS}
+def text_of(generation: Generation) -> bytes:
+    """Return a generation as it is stored. That of a large world is read by all its members at once: what says nothing
+    is left out, and so are the members' views, which have served."""
+    data = asdict(generation)
+    if not is_partial(len(generation.members)):
+        return json.dumps(data, indent=1).encode()
+    data["members"] = [
+        {key: value for key, value in seat.items() if key != "view" and value != _UNSAID.get(key, _NEVER)}
+        for seat in data["members"]
+    ]
+    return json.dumps(data).encode()
+
+
+_NEVER = object()
+_UNSAID = {field.name: field.default for field in fields(Candidate) if field.default is not MISSING}
+"""The fields of a candidate that may be left out, with what they are then."""

@@ -120,6 +120,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
         "world_size": session.world.world_size,
         "backend": session.world.backend,
         "device": session.device.type,
+        "open_traffic": session.world.open_traffic,
         "samples_seen": progress.samples_seen,
         "train_samples": session.problem.data.count("train"),
         "consumed": [asdict(item) for item in progress.consumed],

@@ -319,6 +319,13 @@ class TrainingStep:
         finally:
             self._put_back(before)
 
+    def release(self) -> None:
+        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        self.sync.unwrap()
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.release()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
         assert isinstance(self.optimizer, FlatAdamW)

@@ -61,6 +61,9 @@ class NodeAgent:
         self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)
         self.asked = False
         """Whether this node was asked to end."""
+        self.is_given_up = False
+        """Whether its record was closed by the supervisor: its engine took it for lost, and another may have its
+        place."""
         self._beat_at = 0.0
         self._failed_at: float | None = None
 
@@ -156,14 +159,26 @@ class NodeAgent:
         if time.monotonic() - self._beat_at < heartbeat_seconds(self.rundir.storage):
             return
         self._beat_at = time.monotonic()
-        self._write(last_seen_at=self.clock.now())
         try:
+            self._see_whether_given_up()
+            self._write(last_seen_at=self.clock.now())
             if not is_wanted(self.rundir, self.launch):
                 self.asked = True
         except (OSError, DamagedError) as error:
             warn_once(f"whether this node is wanted still cannot be seen: {error}")
 
+    def _see_whether_given_up(self) -> None:
+        """End where this incarnation was given up while its machine could not be reached: the next one waits for no
+        other sign that it may begin."""
+        here = self.presence
+        told = self.rundir.read_node(here.launch, here.node_id, here.incarnation)
+        if not self.is_given_up and told is not None and told.ended_at is not None:
+            say(f"{self._name()} was given up for lost: it ends")
+            self.is_given_up = self.asked = True
+
     def _write(self, **changes: Any) -> None:
+        if self.is_given_up:
+            return  # its end is recorded
         self.presence = replace(self.presence, clock_jump_seconds=self.clock.jump(), **changes)
         try:
             self.rundir.write_node(self.presence)

@@ -18,6 +18,8 @@ from typing import Any
 
 ACTOR = "DtrainNode"
 """The class of nodes in Ray's lists."""
+ADDRESS_VARIABLES = ("DTRAIN_HOST", "DTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables of a machine that say at which of its addresses a node is reached; else it is Ray's own."""
 ASK_SECONDS = 8.0
 END_CALL_SECONDS = 5.0
 
@@ -37,6 +39,8 @@ def make_actor_class(ray: Any) -> Any:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
             environment = {name: value for name, value in os.environ.items() if name != "DTRAIN_JOB_TOKEN"}
+            if not any(environment.get(name) for name in ADDRESS_VARIABLES):
+                environment["DTRAIN_HOST"] = ray.util.get_node_ip_address()
             with open(output, "ab") as log:
                 self.process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,

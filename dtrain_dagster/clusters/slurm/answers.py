@@ -100,9 +100,14 @@ def read_rows(text: str) -> list[dict[str, str]]:
         for name, width in COLUMNS.items():
             row[name] = line[at : at + width].strip()
             at += width
-        if row["JobID"]:
+        if row["JobID"].isdigit():  # with several clusters there are lines that name them
             rows.append(row)
     return rows
+
+
+def is_own(name: str) -> bool:
+    """Return whether a job of this name is a node of ours."""
+    return _OWN.fullmatch(name) is not None
 
 
 def read_accounted(text: str) -> list[dict[str, str]]:
@@ -152,7 +157,8 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         submitted_at=submitted,
         started_at=started if stage != "pending" else None,
         ended_at=ended if stage == "ended" else None,
-        ends_at=ended if stage == "running" and limit is not None else None,
+        # While a job completes, its end is no limit any more, but the moment at which it came.
+        ends_at=ended if stage == "running" and state != "COMPLETING" and limit is not None else None,
     )
 
 

@@ -23,6 +23,8 @@ ENDED = ("JobID", "JobName", "State", "Submit", "Start", "End", "ExitCode", "Nod
 """The fields that sacct is asked for about jobs that squeue has forgotten."""
 TIMES = {"SLURM_TIME_FORMAT": "%s"}
 """Has all commands print times as Unix seconds."""
+PERSONAL = ("SQUEUE_", "SBATCH_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
+"""The beginnings of variables by which a person changes what SLURM's commands do and print; SLURM_CONF is kept."""
 EXPORTED = ("PATH", "HOME", "USER", "LANG")
 END_SECONDS = 60
 """Seconds before the time limit at which the agent is told that it comes."""
@@ -84,17 +86,22 @@ def account(names: Sequence[str], since: float) -> list[str]:
 
 
 def find_ended(ids: Sequence[str], since: float) -> list[str]:
-    """Return the command that asks the accounting for jobs of these ids since ``since`` (Unix seconds)."""
+    """Return the command that asks the accounting for jobs of these ids since ``since`` (Unix seconds), also for those
+    whose ids were given again."""
     return [
-        *("sacct", "--noheader", "--parsable2", "--allocations"),
+        *("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"),
         *(f"--jobs={','.join(ids)}", f"--starttime=uts{int(since)}", f"--format={','.join(ENDED)}"),
     ]
 
 
 def remote(host: str, socket: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one on a login node, over one connection that is kept for a minute. ssh asks
-    nobody anything. ``socket``: where that connection waits."""
-    line = shlex.join(["env", *(f"{name}={value}" for name, value in TIMES.items()), *command])
+    nobody anything, and what a person's profile there says to SLURM's commands does not count. ``socket``: where that
+    connection waits."""
+    names = "|".join(PERSONAL)
+    forget = f"unset $(env | sed -nE 's/^(({names})[A-Z0-9_]*)=.*/\\1/p') NONE"
+    run = ["env", *(f"{name}={value}" for name, value in TIMES.items()), *command]
+    line = shlex.join(["sh", "-c", f'{forget}; exec "$@"', "sh", *run])
     shared = ("ControlMaster=auto", f"ControlPath={socket}", "ControlPersist=60")
     quiet = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
     options = [word for option in (*shared, *quiet) for word in ("-o", option)]

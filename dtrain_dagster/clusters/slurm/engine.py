@@ -19,6 +19,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.answers import (
     is_full,
+    is_own,
     is_unreachable,
     place_in,
     read_accounted,
@@ -93,8 +94,11 @@ class SlurmEngine:
         return [*found.values(), *(self._forgotten[key] for key in missing if key in self._forgotten)]
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
-        """End these jobs: in order, or at once with ``force``."""
-        for command in commands.end(ids, force):
+        """End these jobs: in order, or at once with ``force``. An id that SLURM has given to another job since is left
+        alone: ids begin again where a cluster lost its state."""
+        names = {row["JobID"]: row["Name"] for row in read_rows(self._run(commands.list_all()))}
+        own = [key for key in ids if is_own(name := names.get(key, "")) and self._known.get(key, name) == name]
+        for command in commands.end(own, force) if own else ():
             with contextlib.suppress(SlurmError):  # one has ended meanwhile
                 self._run(command, "end nodes")
 
@@ -127,11 +131,12 @@ class SlurmEngine:
         except (SlurmError, EngineUnreachableError):  # squeue answered: the nodes are what counts
             return
         for row in read_accounted(told):
-            if (job := read_job(row)) is not None and row["JobID"] in ids:
+            if (job := read_job(row)) is not None and self._known.get(job.id) == row["Name"]:
                 self._forgotten[job.id] = job
 
     def _run(self, command: Sequence[str], what: str = "look at the queue", given: str = "") -> str:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_FORMATS) and name != MARK}
+        left_out = (*commands.PERSONAL, MARK)
+        own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         where = "on this machine"
         if self.options.host:
             command, where = commands.remote(self.options.host, _control_path(), command), f"on {self.options.host}"
@@ -159,10 +164,6 @@ class SlurmEngine:
         if is_unreachable(said):
             raise EngineUnreachableError(f"cannot {what} now: {said}")
         raise SlurmError(f"cannot {what}: {said}; {remedy_of(said)}")
-
-
-_FORMATS = ("SQUEUE_", "SBATCH_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
-"""Variables by which a person changes what SLURM's commands do and print; SLURM_CONF is kept."""
 
 
 def _control_path() -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.ranks import explain_idle_gpus, ranks_per_node
+from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.cluster_kinds import KINDS
@@ -77,3 +77,11 @@ def test_gpus_that_are_paid_and_idle_are_told_with_their_dollars():
     assert explain_local_gpus(0, 3, 1) is explain_local_gpus(6, 3, 2) is None
     assert "2 of this machine's 8 GPUs have no rank" in str(explain_local_gpus(8, 3, 2))
     assert "all train on the CPU" in str(explain_local_gpus(1, 3, 1))
+
+
+def test_on_how_many_machines_nodes_are_and_whether_they_have_gpus():
+    assert [hosts_of(KINDS[name], 4) for name in ("local", "azure_ml", "slurm")] == [1, 4, 4]
+    assert have_gpus(KINDS["azure_ml"], "Standard_NC24ads_A100_v4")
+    assert not have_gpus(KINDS["slurm"], "Standard_NC24ads_A100_v4", 0), "its SKU only stands in for a price"
+    assert have_gpus(KINDS["slurm"], "Standard_NC24ads_A100_v4", 2)
+    assert not have_gpus(KINDS["local"], "Standard_NC24ads_A100_v4")

@@ -113,3 +113,11 @@ def test_a_dataset_that_cannot_be_trained_on(dataset: Path, tmp_path: Path):
         check_job(replace(job_of(dataset), dataset=DatasetRef(uri=str(tmp_path))), ranks=1)
     with pytest.raises(ConfigError, match="would have nothing to do"):
         check_job(job_of(dataset, training={"world_size": 1, "gradient_accumulation_steps": 2}), ranks=3)
+
+
+def test_gpus_on_several_hosts_are_refused_where_encryption_is_required(dataset: Path) -> None:
+    job = job_of(dataset, training={"world_size": 3, "encryption": "required"})
+    assert check_job(job, ranks=3, hosts=3) == []
+    assert check_job(job, ranks=3, hosts=1, has_gpus=True) == []
+    with pytest.raises(ConfigError, match="GPUs on 3 hosts sum by NCCL"):
+        check_job(job, ranks=3, hosts=3, has_gpus=True)

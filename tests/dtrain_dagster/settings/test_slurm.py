@@ -45,10 +45,18 @@ def test_prices_of_partitions_are_checked_where_they_are_read(monkeypatch: pytes
     monkeypatch.setenv("DTRAIN_SLURM_PRICES", str(path))
     with pytest.raises(SettingsError, match=r"DTRAIN_SLURM_PRICES=.*: it cannot be read as JSON"):
         read_partition_prices()
-    for text in ("[2.5]", '{"gpu": "2.5"}', '{"gpu": -1}', '{"gpu": true}', '{"gpu": NaN}', '{"gpu": 1e999}'):
+    for text in (
+        "[2.5]",
+        '{"gpu": "2.5"}',
+        '{"gpu": -1}',
+        '{"gpu": 0}',
+        '{"gpu": true}',
+        '{"gpu": NaN}',
+        '{"gpu": 1e999}',
+    ):
         path.write_text(text)
         with pytest.raises(SettingsError, match="dollars per node-hour"):
             read_partition_prices()
-    path.write_text('{"gpu": 2.5, "cpu": 0}')
-    assert read_partition_prices() == {"gpu": 2.5, "cpu": 0.0}
+    path.write_text('{"gpu": 2.5, "cpu": 1}')
+    assert read_partition_prices() == {"gpu": 2.5, "cpu": 1.0}
     assert "prices" not in read_slurm_options()

@@ -15,7 +15,7 @@ from trainer.comm.launch_secret import (
     LaunchSecret,
     file_by_hand,
     read_launch_secret,
-    warn_if_open,
+    warn_if_unauthenticated,
     write_launch_secret,
 )
 from trainer.errors import ConfigError
@@ -116,14 +116,11 @@ def test_a_file_that_a_person_has_given_is_only_read(file: Path) -> None:
 def test_what_strangers_can_do_is_said_once_at_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     given = LaunchSecret(b"x" * 32)
     with caplog.at_level(logging.WARNING):
-        warn_if_open(given, 0, hosts=1, has_tls=False)
-        warn_if_open(given, 0, hosts=3, has_tls=True)
-        warn_if_open(LaunchSecret(), 1, hosts=3, has_tls=False)
+        warn_if_unauthenticated(given, 0)
+        warn_if_unauthenticated(LaunchSecret(), 1)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        warn_if_open(LaunchSecret(), 0, hosts=3, has_tls=False)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "NOT authenticated" in first
-    assert SECRET_FILE in first
-    assert "3 hosts" in second
-    assert "UNENCRYPTED" in second
+        warn_if_unauthenticated(LaunchSecret(), 0)
+    [message] = (record.getMessage() for record in caplog.records)
+    assert "NOT authenticated" in message
+    assert SECRET_FILE in message

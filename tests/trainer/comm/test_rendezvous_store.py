@@ -12,6 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from trainer.comm.handshake import AuthenticationError
+from trainer.comm.launch_certificate import LaunchCertificate
+from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.static_rendezvous import open_listener
 
@@ -124,3 +126,18 @@ def test_nobody_there_is_said_with_the_address() -> None:
         where = listener.getsockname()
     with pytest.raises(TimeoutError, match=f"127.0.0.1:{where[1]} cannot be reached"):
         AuthenticatedStore(where, 1, 2, KEY, 0.2)
+
+
+def test_the_same_over_tls_and_nobody_without_the_launch_s_certificate() -> None:
+    mine = LaunchCertificate(LaunchSecret(b"s" * 32), "job")
+    listener = open_listener("127.0.0.1")
+    served = AuthenticatedStore(listener.getsockname(), 0, 3, KEY, PATIENCE, listener, mine)
+    other = AuthenticatedStore(address(served), 1, 3, KEY, PATIENCE, tls=mine)
+    served.set("key", "value")
+    assert other.get("key") == b"value"
+    theirs = LaunchCertificate(LaunchSecret(b"t" * 32), "job")
+    for contexts in (None, theirs):
+        with pytest.raises(TimeoutError, match=r"is training.encryption the same on all ranks\?"):
+            AuthenticatedStore(address(served), 2, 3, KEY, 0.5, tls=contexts)
+    other.close()
+    served.close()

@@ -21,8 +21,10 @@ from trainer.elastic.generation import (
     find_missing_members,
     find_unreachable_pairs,
     proposal_delay,
+    refuse_mixed_encryption,
     survivors_of,
 )
+from trainer.errors import ConfigError
 
 RETRIES = 3
 
@@ -223,3 +225,21 @@ def test_whatever_they_see_the_chosen_can_work_together(
     assert choose_generation(previous, 1, found[::-1], RETRIES, limit, proposer) == result, (
         "in whatever order they are read"
     )
+
+
+def test_members_that_encrypt_differently_are_refused() -> None:
+    mine, same, other = (
+        Candidate(member=name, node=0, local_rank=0, launch=2, host="10.0.0.1", port=1, certificates=certificates)
+        for name, certificates in (("a", "launch"), ("b", "launch"), ("c", ""))
+    )
+    refuse_mixed_encryption(mine, None, [mine, same])
+    with pytest.raises(ConfigError, match=r"c at 10.0.0.1 does not encrypt.*must be the same on all nodes"):
+        refuse_mixed_encryption(mine, None, [mine, same, other])
+    with pytest.raises(ConfigError, match=r"this process, c at 10.0.0.1, does not encrypt"):
+        refuse_mixed_encryption(other, None, [mine, same, other])
+    old = Generation(number=1, launch=1, members=(replace(other, launch=1),))
+    refuse_mixed_encryption(mine, old, [mine, replace(other, launch=1)])
+    working = Generation(number=1, launch=2, members=(mine, same))
+    refuse_mixed_encryption(mine, working, [mine, same, other])  # a newcomer stops none of them
+    with pytest.raises(ConfigError, match="this process, c"):
+        refuse_mixed_encryption(other, working, [other])

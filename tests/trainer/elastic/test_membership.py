@@ -7,117 +7,18 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from seats import seat
+from crowd import Node, cut, look_until, names_of, together
 
-from trainer.elastic.failure_detector import Address, FailureDetector
 from trainer.elastic.generation import START, Generation
-from trainer.elastic.membership import Membership, NoGenerationError, generations
+from trainer.elastic.membership import NoGenerationError, generations
 from trainer.storage.open import open_storage
-
-
-class Line(FailureDetector):
-    """Peers whose connections to some lead nowhere: to an address that takes them and never says a word."""
-
-    def __init__(self, name: str, interval: float, timeout: float) -> None:
-        self.known: dict[str, Address] = {}
-        self.cut: set[str] = set()
-        self.nowhere = socket.create_server(("127.0.0.1", 0))
-        super().__init__(name, b"key", "127.0.0.1", interval, timeout)
-
-    def follow(self, addresses: Mapping[str, Address]) -> None:
-        self.known = dict(addresses)
-        super().follow(self.known | {member: self.nowhere.getsockname() for member in self.cut & set(self.known)})
-
-    def cut_off(self, member: str) -> None:
-        known = self.known
-        self.follow({name: address for name, address in known.items() if name != member})  # ends the connection
-        self.cut.add(member)
-        self.follow(known)
-
-    def close(self) -> None:
-        super().close()
-        self.nowhere.close()
-
-
-def cut(*pairs: tuple[Node, Node]) -> None:
-    """Nothing passes between these any more."""
-    for one, other in pairs:
-        one.peers.cut_off(other.mine.member)
-        other.peers.cut_off(one.mine.member)
-
-
-class Node:
-    """One member: its peers, its part in the membership, and what it says of itself."""
-
-    def __init__(self, name: str, folder: Path, place: int, planned: int = 3, patience: float = 60.0) -> None:
-        self.peers = Line(name, 0.1, 3.0)
-        self.membership = Membership(
-            open_storage(str(folder)),
-            self.peers,
-            1,
-            planned,
-            limit=8,
-            retries=0,
-            patience=patience,
-            start_patience=patience,
-        )
-        host, port = self.peers.address
-        self.mine = seat(name, place, host=host, port=port)
-        self.result: Generation | Exception | None = None
-        self.over = threading.Event()
-        self._thread = threading.Thread()
-
-    def ended(self) -> None:
-        if self.over.is_set():
-            raise KeyError("over")
-
-    def start(self, after: Generation | None = None, **what: Any) -> Node:
-        """Agree on a thread; ``after``: the generation that this node was in and brings a state from."""
-        number = after.number if after else 0
-        rank = after.rank_of(self.mine.member) if after else self.mine.rank
-        mine = replace(self.mine, rank=rank, **{"was_in": number, **what})
-
-        def work() -> None:
-            try:
-                self.result = self.membership.agree_on_next(mine, number, self.ended)
-            except Exception as error:
-                self.result = error
-
-        self.result = None
-        self._thread = threading.Thread(target=work, daemon=True)
-        self._thread.start()
-        return self
-
-    def wait(self) -> Generation:
-        self._thread.join(60)
-        assert isinstance(self.result, Generation), self.result
-        return self.result
-
-    def error(self) -> Exception:
-        self._thread.join(60)
-        assert isinstance(self.result, Exception), self.result
-        return self.result
-
-    def waits(self) -> bool:
-        """Does it still wait, after others had time enough to act?"""
-        self._thread.join(1)
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        self.over.set()
-        self._thread.join(10) if self._thread.ident else None
-        self.peers.close()
 
 
 @pytest.fixture
@@ -132,19 +33,6 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
     yield make
     for node in made:
         node.close()
-
-
-def together(crowd: list[Node], after: Generation | None = None, **what: Any) -> Generation:
-    """What these agree on, all the same."""
-    for node in crowd:
-        node.start(after, **what)
-    found = [node.wait() for node in crowd]
-    assert all(item == found[0] for item in found)
-    return found[0]
-
-
-def names_of(found: Generation) -> str:
-    return "".join(item.member for item in found.members)
 
 
 def test_those_of_a_launch_start_together_and_go_on_without_who_is_gone(
@@ -241,13 +129,6 @@ def test_of_members_that_are_all_cut_off_one_goes_on(nodes: Callable[..., list[N
     assert (there.wait().step, winner.was_in) == (9, 1)
     for _ in range(3):
         assert all(node.waits() for node in crowd if node is not there)
-
-
-def look_until(true: Callable[[], Any]) -> None:
-    until = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_who_waits_stops_waiting_when_there_is_nothing_to_wait_for(nodes: Callable[..., list[Node]]) -> None:

@@ -13,7 +13,10 @@ from dagster_k8s.job import UserDefinedDagsterK8sConfig
 from kubernetes_validate import utils as schemas
 
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.kubernetes import read_kubernetes_options
+from dtrain_dagster.settings.ray import read_ray_options
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "kubernetes"
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
@@ -91,6 +94,43 @@ def test_pods_of_dagster_are_what_kubernetes_takes(version: str):
     schemas.validate(job, version, strict=True)
 
 
+def test_sensors_have_the_rights_of_runs():
+    (binding,) = yaml.safe_load_all((FOLDER / "dagster" / "rights.yaml").read_text())
+    for version in VERSIONS:
+        schemas.validate(binding, version, strict=True)
+    (role,) = (made for made in objects() if made["kind"] == "Role")
+    assert binding["roleRef"] == {
+        "apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]
+    }  # fmt: skip
+    (namespace,) = (made["metadata"]["name"] for made in objects() if made["kind"] == "Namespace")
+    account = values()["global"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": namespace}]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_ray_cluster_is_what_its_settings_say(version: str, monkeypatch: pytest.MonkeyPatch):
+    """Its pods are checked by Kubernetes' schemas; of KubeRay's own fields, that they are those of ``ray.io/v1``."""
+    (made,) = yaml.safe_load_all((FOLDER / "ray" / "raycluster.yaml").read_text())
+    assert (made["apiVersion"], made["kind"]) == ("ray.io/v1", "RayCluster")
+    head, (workers,) = made["spec"]["headGroupSpec"], made["spec"]["workerGroupSpecs"]
+    assert set(head) == {"serviceType", "rayStartParams", "template"}
+    assert set(workers) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in (head, workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        template = {"metadata": {}, **group["template"]}
+        schemas.validate(
+            {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "a"}}, version, strict=True
+        )
+    ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
+    monkeypatch.setenv("DTRAIN_RAY_CLUSTER", made["metadata"]["name"])
+    options = read_ray_options()
+    assert options["address"].endswith(f":{ports['client']}")
+    assert options["dashboard"].endswith(f":{ports['dashboard']}")
+    mounts = [group["template"]["spec"]["containers"][0]["volumeMounts"] for group in (head, workers)]
+    (deployment,) = values()["dagster-user-deployments"]["deployments"]
+    assert mounts == [deployment["volumeMounts"]] * 2
+
+
 def test_dagster_has_the_settings_of_this_project(monkeypatch: pytest.MonkeyPatch):
     (deployment,) = values()["dagster-user-deployments"]["deployments"]
     variables = {item["name"]: item["value"] for item in deployment["env"]}
@@ -100,7 +140,9 @@ def test_dagster_has_the_settings_of_this_project(monkeypatch: pytest.MonkeyPatc
     (claim,) = (volume["persistentVolumeClaim"]["claimName"] for volume in deployment["volumes"])
     assert options.volumes[0].source == {"persistentVolumeClaim": {"claimName": claim}}
     assert options.volumes[0].mount == deployment["volumeMounts"][0]["mountPath"]
-    assert variables["DTRAIN_STORAGE"].startswith(options.volumes[0].mount)
+    assert variables["DTRAIN_HOME"].startswith(f"{options.volumes[0].mount}/"), "runs, sensors and nodes share it"
+    settings = load_settings()
+    assert build_resources(settings)["cluster"].manager().home == settings.home
     accounts = {made["metadata"]["name"] for made in objects() if made["kind"] == "ServiceAccount"}
     assert options.service_account in accounts
     assert launcher_config()["run_k8s_config"]["pod_spec_config"]["serviceAccountName"] in accounts

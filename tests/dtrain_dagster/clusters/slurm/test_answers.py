@@ -45,6 +45,7 @@ def test_a_running_node_has_its_machine_and_its_limit():
     assert found.ends_at == 1795521395.0
     assert job(TimeLimit="UNLIMITED", EndTime="N/A").ends_at is None
     assert job(State="COMPLETING").state == "running", "processes of it may be there"
+    assert job(State="COMPLETING").ends_at is None, "it needs no successor"
 
 
 def test_a_waiting_node_says_why_what_helps_and_its_place():
@@ -162,5 +163,10 @@ def test_a_login_node_gets_one_line_and_asks_nobody_anything():
     assert command[0] == "ssh"
     assert "BatchMode=yes" in command
     assert command[-2] == "login"
-    assert command[-1].startswith("env SLURM_TIME_FORMAT=%s squeue --me")
+    assert command[-1].startswith("sh -c ")
+    assert " sh env SLURM_TIME_FORMAT=%s squeue --me" in command[-1]
     assert command[-1].endswith("'--name=a b'")
+
+
+def test_lines_that_name_clusters_are_no_jobs():
+    assert [row["JobID"] for row in read_rows(f"CLUSTER: one\n{line()}\n\n")] == ["7"]

@@ -93,6 +93,24 @@ def test_an_end_that_the_queue_told_is_not_asked_for(tmp_path: Path, emulate: Em
     assert not (tmp_path / "asked").exists()
 
 
+def test_an_id_that_was_given_again_ends_and_tells_nothing(tmp_path: Path, emulate: Emulate) -> None:
+    emulate("squeue", f"echo '{row()}'")
+    emulate("scancel", f'echo "$@" >> {tmp_path}/ended')
+    asking = engine(tmp_path)
+    asking.list_jobs(LAUNCH)
+    other = name_job(LAUNCH | {"token": "f" * 48}, 0, 1)
+    emulate("squeue", f"echo '{row(Name=other)}'; echo '{row(JobID='42', Name='a-persons')}'")
+    told = "|NODE_FAIL|1795521094|1795521095|1795521200|0:0|n2|main|00:05:00"
+    emulate("sacct", f"echo '41|{NAME}{told}'; echo '41|{other}{told.replace('NODE_FAIL', 'COMPLETED')}'")
+    (job,) = asking.list_jobs(LAUNCH)
+    assert (job.id, job.lost) == ("41", True), "its own end, and not the other's"
+    asking.cancel(["41", "42"], force=True)
+    assert not (tmp_path / "ended").exists()
+    emulate("squeue", f"echo '{row()}'")
+    asking.cancel(["41", "42"], force=True)
+    assert (tmp_path / "ended").read_text() == "--signal=KILL --full 41\n41\n"
+
+
 def test_commands_go_through_ssh_with_their_words_and_their_input(tmp_path: Path, emulate: Emulate) -> None:
     # An emulated login node: it runs the line as sshd has a shell run it.
     emulate("ssh", f'for line; do :; done; echo "$@" > {tmp_path}/asked; exec sh -c "$line"')
@@ -101,7 +119,8 @@ def test_commands_go_through_ssh_with_their_words_and_their_input(tmp_path: Path
     assert (tmp_path / "script").read_text() == "#!/bin/sh\nmodule load 'a b'\nexec agent\n"
     asked = (tmp_path / "asked").read_text()
     assert "BatchMode=yes" in asked
-    assert "me@login env SLURM_TIME_FORMAT=%s sbatch" in asked
+    assert "me@login sh -c " in asked
+    assert " sh env SLURM_TIME_FORMAT=%s sbatch" in asked
     emulate("ssh", "echo 'Permission denied (publickey)' >&2; exit 255")
     with pytest.raises(EngineUnreachableError, match=r"me@login cannot be reached \(Permission denied"):
         remote.submit(LAUNCH, 0, 1)

@@ -152,6 +152,24 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_replaced(make_job: Callab
     assert ends == {(0, 1): (0,), (1, 1): (-9,), (1, 2): (0,)}
 
 
+def test_a_machine_that_is_cut_off_but_reaches_the_storage_makes_way(make_job: Callable[..., Job]) -> None:
+    """Its agent goes on writing that it is there, and no engine can end it: it reads that it was given up."""
+    job = make_job(SUCCEEDS)
+    job.start()
+    job.file("began-1-1")
+    (job.folder / "engine" / f"{job.name(1)}.lost").touch()
+    job.file("began-1-2")
+    words = "--node 1 --incarnation 1"
+    job.wait(lambda: not any(words in " ".join(one.cmdline()) for one in job.processes()), "the end of what is cut off")
+    assert "was given up for lost" in (job.engine.read_log(job.name(1)) or "")
+    (job.folder / "go").touch()
+    assert job.ends()["state"] == "succeeded"
+    first, lost, second = sorted(job.presences(), key=lambda one: (one.node_id, one.incarnation))
+    assert (first.exit_codes, lost.exit_codes, second.exit_codes) == ((0,), (-9,), (0,))
+    assert lost.ended_at is not None
+    assert lost.ended_at <= second.started_at
+
+
 def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
     job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
     job.start()

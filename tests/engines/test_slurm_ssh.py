@@ -1,0 +1,116 @@
+"""The engine on a real SLURM through a real sshd: one connection for all commands, a person's profile on the login node
+changes nothing, and its loss loses no node."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
+from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
+from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from tests.engines.engine_training import Training, incarnations, write_job
+from tests.engines.login_node import NAME, LoginNode, missing
+from tests.engines.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slow
+PROFILE = {
+    "SQUEUE_FORMAT": "%i", "SQUEUE_STATES": "COMPLETED", "SQUEUE_SORT": "i", "SBATCH_PARTITION": "nix",
+    "SBATCH_REQUEUE": "1", "SACCT_FORMAT": "jobid", "SCANCEL_STATE": "PENDING", "SLURM_TIME_FORMAT": "relative",
+}  # fmt: skip
+"""What a person's profile on the login node may say to SLURM's commands."""
+
+
+@pytest.fixture(scope="module")
+def login(slurm: SlurmCluster) -> Iterator[LoginNode]:
+    """A login node of the cluster; this machine itself has none of SLURM's commands on its path."""
+    if why := missing():
+        pytest.skip(why)
+    names = ("PATH", "LD_LIBRARY_PATH", "SLURM_CONF")
+    there = {name: value for name, value in slurm.environment().items() if name in names}
+    with LoginNode({**there, **PROFILE}) as node, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{node.programs}:/usr/bin:/bin")
+        patch.setenv("TMPDIR", str(node.folder))  # where the connection is kept
+        patch.setattr("tempfile.tempdir", None)
+        yield node
+
+
+@pytest.fixture
+def engine(login: LoginNode, tmp_path: Path) -> SlurmEngine:
+    shell = "trap 'echo ends in order; kill $!; exit 143' TERM; echo it has $GIVEN; sleep 100 & wait"
+    options = SlurmOptions(host=NAME, setup="export GIVEN='a b'", time_limit_minutes=5)
+    return SlurmEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", shell])
+
+
+def wait_for(engine: SlurmEngine, launch: dict[str, Any], state: str) -> EngineJob:
+    deadline = time.monotonic() + 40
+    while True:
+        jobs = engine.list_jobs(launch)
+        if [job.state for job in jobs] == [state]:
+            return jobs[0]
+        assert time.monotonic() < deadline, jobs
+        time.sleep(0.2)
+
+
+def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
+    login: LoginNode, engine: SlurmEngine
+) -> None:
+    before = login.log().count("Accepted publickey")
+    launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
+    assert "slurm" in engine.check()
+    first = engine.submit(launch, 0, 1)
+    assert engine.submit(launch, 0, 1) == first
+    job = wait_for(engine, launch, "running")
+    assert job.started_at is not None
+    assert job.ends_at == job.started_at + 300
+    deadline = time.monotonic() + 40
+    while "it has a b" not in (engine.read_log(first) or ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    engine.cancel([first], force=False)
+    job = wait_for(engine, launch, "ended")
+    assert (job.exit_code, job.lost) == (143, False)
+    assert "ends in order" in (engine.read_log(first) or "")
+    assert login.log().count("Accepted publickey") <= before + 1
+
+
+def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: SlurmEngine, tmp_path: Path) -> None:
+    launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
+    wrong = SlurmEngine(SlurmOptions(host=NAME, constraint="nix"), tmp_path, lambda *_: ["true"])
+    with pytest.raises(SlurmError, match="correct DTRAIN_SLURM_CONSTRAINT"):
+        wrong.submit(launch, 0, 1)
+    with pytest.raises(SlurmError, match=f"on {NAME}: .*must be on the PATH there"):
+        engine.run(["sno-such-command"], "ask")
+    login.kill()
+    try:
+        with pytest.raises(EngineUnreachableError, match=f"{NAME} cannot be reached"):
+            engine.list_jobs(launch)
+    finally:
+        login.start()
+    assert engine.list_jobs(launch) == []
+
+
+@pytest.mark.long
+def test_a_training_goes_on_while_the_login_node_is_away(login: LoginNode, tmp_path: Path) -> None:
+    settings = LaunchSettings(engine="slurm", cluster_name="engine", replacement_delay_seconds=0.0)
+    options = {"host": NAME, "cpus": 1, "poll_seconds": 0.3}
+    training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 1500))
+    training.submit()
+    try:
+        training.run_until(lambda: training.step() > 20, "a step")
+        login.kill()
+        before = training.step()
+        training.run_until(lambda: training.step() > before + 100, "steps without it")
+        login.start()
+        assert training.end() == JobState.SUCCEEDED, training.said()
+        assert incarnations(training) == [(0, 1), (1, 1)]
+    finally:
+        training.close()

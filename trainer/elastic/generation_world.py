@@ -1,0 +1,97 @@
+"""The world of a generation: its group, and the transport that its members use.
+
+Who the members are is decided in `trainer.elastic.generation`, and agreed on in `trainer.elastic.membership`.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.encrypted_mesh import EncryptedMesh
+from trainer.comm.encryption import describe_open_traffic, is_mesh_encrypted, refuse_open_traffic, uses_nccl
+from trainer.comm.group import InterruptibleGroup
+from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.mesh_links import connect_links
+from trainer.comm.parameter_server import ParameterServerGroup
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.tls import TLSContexts
+from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
+from trainer.comm.world import World, bind_rank
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.elastic.generation import Generation
+
+
+def form_world(
+    generation: Generation,
+    member: str,
+    facts: RankFacts,
+    device: torch.device,
+    listener: socket.socket,
+    config: DistributedTrainingConfig,
+    job: str,
+    secret: LaunchSecret,
+    tls: TLSContexts | None = None,
+) -> World:
+    """Return at once the world of a generation for one of its members; the first collective waits for all.
+
+    ``listener``: the socket at this member's ``store_port``, closed if this member does not need it. ``job``: the job's
+    id; keys from the ``secret`` are derived for it and the generation. ``tls``: what this process's connections are
+    encrypted with. Raise `ConfigError` if encryption is required and something would leave a host without it.
+    """
+    rank = generation.rank_of(member)
+    assert rank is not None
+    size, first = len(generation.members), generation.members[0]
+    host = generation.members[rank].host
+    here = [other for other, seat in enumerate(generation.members) if seat.host == host]
+    cores = bind_rank(here.index(rank), len(here), device, config)
+    by_nccl = uses_nccl(config, generation.gpu)
+    backend = "nccl" if by_nccl else "gloo"
+    group = None
+    source, hosts = generation.members[rank].certificates, len({seat.host for seat in generation.members})
+    open_traffic = describe_open_traffic(source, hosts, by_nccl, config.encryption == "off")
+    try:
+        refuse_open_traffic(config, open_traffic)
+    except ConfigError:
+        listener.close()
+        raise
+    topology = generation.topology
+    is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
+    if size == 1 or (rank and not is_mesh):
+        listener.close()
+    if size > 1:
+        address = (first.host, first.store_port)
+        name, about = f"{job}/g{generation.number}", (job, generation.number)
+
+        def open_transport() -> Transport:
+            seconds = config.collective_timeout_seconds
+            if topology == "star":
+                key = secret.key("star", *about)
+                if rank == 0:
+                    context = tls.server if tls else None
+                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, context))
+                context = tls.client if tls else None
+                return ParameterServerTransport(
+                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, context)
+                )
+            if is_mesh:
+                assert tls is not None
+                places = [(seat.host, seat.store_port) for seat in generation.members]
+                links = connect_links(places, rank, listener, tls, secret.key("mesh", *about), seconds)
+                return EncryptedMesh(rank, links, tls, seconds)
+            key = secret.key("store", *about)
+            store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None, tls)
+            gpu = device if backend == "nccl" else None
+            return make_torch_transport(
+                dist.PrefixStore(name, store), rank, size, gpu,
+                config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
+                key=secret.key("world", *about), close_store=store.close,
+            )  # fmt: skip
+
+        group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
+    return World(
+        facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores, open_traffic
+    )
