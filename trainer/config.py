@@ -12,15 +12,7 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
@@ -192,10 +184,6 @@ class DistributedTrainingConfig:
     rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
-    encryption: Literal["auto", "required", "off"] = "auto"
-    """Encrypt traffic between hosts, with certificates that each launch makes for itself. ``auto``: all but what NCCL
-    sends between GPUs of several hosts, of which rank 0 says so. ``required``: a job of which anything would leave a
-    host unencrypted is refused."""
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
     ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md."""
@@ -207,6 +195,10 @@ class DistributedTrainingConfig:
     host updates them."""
     activation_checkpointing: bool = False
     """Compute activations within blocks twice instead of keeping them, from the first step on."""
+    encryption: Literal["auto", "required", "off"] = "auto"
+    """Encrypt traffic between hosts, with certificates that each launch makes for itself. ``auto``: all but what NCCL
+    sends between GPUs of several hosts, of which rank 0 says so. ``required``: a job of which anything would leave a
+    host unencrypted is refused."""
     tls: TLSConfig | None = None
     """Encrypt with certificates of your own instead; GPUs then sum through the hosts' memory."""
     micro_batch_floor: int = Field(default=8, ge=1)

@@ -125,8 +125,8 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
         raise ConfigError(f"{where} returned a {type(module).__name__}; it must return a module with parameters")
     made = build_from_factory("loss", job.loss, OWN_LOSSES)
     task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(unreduced(made))
-    if isinstance(task, SupervisedTask):
-        task.to(device)
+    if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
+        task.criterion.to(device)
     module = module.to(device)
     model, loss = asdict(job.model), asdict(job.loss)
     return Problem(

@@ -322,8 +322,9 @@ class TrainingStep:
     def release(self) -> None:
         """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
         self.sync.unwrap()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.release()
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""

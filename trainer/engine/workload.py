@@ -61,9 +61,9 @@ class Workload:
         return self._loader
 
     def enter_world(self, world: World, source: int | None, plan: ReplicaPlan | None = None) -> None:
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). ``plan``: of a
-        sharded model, whose rows lie by it already. A collective. Raise `trainer.config.ConfigError` if its ranks do
-        not train the same."""
+        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A collective.
+        Raise `trainer.config.ConfigError` if its ranks do not train the same. ``plan``: of a sharded model, whose rows
+        lie by it already."""
         problem = self.problem
         # A newcomer knows of no probe.
         mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)

@@ -41,7 +41,7 @@ class ShardCollectives:
 
     def all_gather(self, output: Tensor, mine: Tensor) -> Future[Any]:
         """Gather the rows of all ranks of the replica into ``output``, of which ``mine`` is a part."""
-        work = partial(_gather, output, mine, self.members, self.place)
+        work = partial(_gather, output, mine, self.members, self.place, self.replicas)
         return self._submit(f"gather of parameters ({output.nbytes:,} bytes)", work, output.nbytes // 2)
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor) -> None:
@@ -141,7 +141,9 @@ class GradientScatter(ReduceScatter):
         return None
 
 
-def _gather(output: Tensor, mine: Tensor, members: Sequence[int], place: int, transport: Any) -> None:
+def _gather(
+    output: Tensor, mine: Tensor, members: Sequence[int], place: int, replicas: int, transport: Any
+) -> None:  # fmt: skip
     if isinstance(transport, TorchTransport):
         transport.subgroup(members)._allgather_base(output, mine).wait()
         return
@@ -150,6 +152,8 @@ def _gather(output: Tensor, mine: Tensor, members: Sequence[int], place: int, tr
     output.zero_()
     output.view(len(members), -1)[place].copy_(kept.view(-1))
     transport.all_reduce(output)
+    if replicas > 1:  # each of them has added the same rows
+        output.div_(replicas)
 
 
 def _scatter(
