@@ -1,19 +1,13 @@
-"""The job of a script that calls `trainer.Trainer.fit`: found out by running the script up to that call, and then run
-on the cluster.
+"""The job of a script that calls `trainer.Trainer.fit`, ordered and run by `dtrain train --script`.
 
-A job of ``job.json``, without a script, is `dtrain_dagster.cli.train`.
+What a script trains is found out by `dtrain_dagster.jobs.script_job`. A job of ``job.json``, without a script, is
+`dtrain_dagster.cli.train`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, run_dir, say
@@ -26,63 +20,10 @@ from dtrain_dagster.cli.job_life import (
     say_what_was_got,
     take_over,
 )
-from trainer.config import ConfigError, JobConfig, parse_job
-from trainer.data.sampler import steps_per_epoch
+from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
-
-DESCRIBE_SECONDS = 600.0
-"""The most seconds that a script may take until it calls fit: it reads its data before."""
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DTRAIN_LAUNCH", "DTRAIN_RUN_DIR")
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptJob:
-    """A script's training."""
-
-    job: JobConfig
-    command: tuple[str, ...]
-    samples: Mapping[str, int]
-    """The number of samples of each split."""
-
-    @property
-    def total_steps(self) -> int:
-        """The optimizer steps of the training."""
-        training = self.job.training
-        steps = training.epochs * steps_per_epoch(
-            self.samples["train"], training.global_batch_size, training.micro_batches
-        )
-        return steps if training.max_steps is None else min(steps, training.max_steps)
-
-
-def describe_script(
-    script: str, arguments: Sequence[str], overrides: Sequence[str], job_id: str, run_dir: str
-) -> ScriptJob:
-    """Return the training of a script, which is run up to its call of fit: data, model, loss and settings are checked
-    before any node is asked for. Raise `ConfigError`, with the end of the script's output, where it does not get
-    there."""
-    path = Path(script).resolve()
-    if not path.is_file():
-        raise ConfigError(f"--script {script}: there is no such file in {os.getcwd()}")
-    command = (sys.executable, str(path), *arguments)
-    with tempfile.TemporaryDirectory(prefix="dtrain-script-") as folder:
-        answer = Path(folder, "job.json")
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
-        environment |= {"DTRAIN_DESCRIBE_JOB": str(answer), "DTRAIN_SET": json.dumps(list(overrides))}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DESCRIBE_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"--script {script} did not call Trainer(…).fit(…) within {DESCRIBE_SECONDS:.0f} s"
-            ) from None
-        if not answer.is_file():
-            said = (done.stderr or done.stdout).strip().splitlines()[-12:]
-            why = "\n".join(said) or "it said nothing"
-            raise ConfigError(f"--script {script} ended with exit code {done.returncode} before it trained:\n{why}")
-        found = json.loads(answer.read_text())
-    job = parse_job(json.dumps(found["job"] | {"job_id": job_id, "run_dir": run_dir}), source=script)
-    return ScriptJob(job, command, found["samples"])
 
 
 def refuse_with_script(options: Mapping[str, object]) -> None:
@@ -123,7 +64,7 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
     else:
         say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
     take_over(rundir)
-    environment = cluster.node_env(project) | {"DTRAIN_RUN_DIR": rundir.uri}
+    environment = cluster.node_env(project)
     with cancelled_by_signals(manager, job_id, unless=detach):
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
         if detach:

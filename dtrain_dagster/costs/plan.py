@@ -17,6 +17,11 @@ from dtrain_dagster.costs.usage import NodeUsage
 
 PLAN = "plan.json"
 """File of a run directory: the plan that the job carries out, for those who watch its cost."""
+PLANNED_FOR = "asset"
+"""The key in `PLAN` that names the asset which the job trains; plans of older versions have none, and mean
+``trained_checkpoint``."""
+SECTIONS = ("dataset", "model", "loss", "training")
+"""The sections of ``job.json`` that a plan decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +40,8 @@ class TrainingPlan:
     fingerprint: str
     """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.progress.fingerprint`."""
     job: dict[str, Any]
-    """The sections ``dataset``, ``model``, ``loss`` and ``training`` of the job's ``job.json``."""
+    """The `SECTIONS` of the job's ``job.json``; where a script trains, also ``script``: its command, and the numbers of
+    samples that it has found (`dtrain_dagster.jobs.script_job`)."""
     sku: str
     tier: Tier
     node_count: int
@@ -66,6 +72,11 @@ class TrainingPlan:
     probes: tuple[ProbeCharge, ...] = ()
     """The probes that are paid with this training: those that its estimate rests on and no other training has paid.
     ``estimate`` is of the training alone."""
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Return the sections of ``job.json`` that the plan decides."""
+        return {name: self.job[name] for name in SECTIONS if name in self.job}
 
     @property
     def probe_usd(self) -> float:
