@@ -15,7 +15,7 @@ import dagster as dg
 gc.freeze()
 
 from dtrain_dagster.assets.pipeline import STOCK
-from dtrain_dagster.pipelines import build_graph, build_watch
+from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.unknown import warn_of_unknown_variables
@@ -31,7 +31,6 @@ def build_defs(
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
         build_graph(STOCK, settings, resources),
-        build_watch(settings, STOCK.watch, resources),
         dg.Definitions(executor=dg.in_process_executor),  # why: `dtrain_dagster.pipelines.build_graph`
     )
 

@@ -6,11 +6,9 @@ The graph of the stock prices (`dtrain_dagster.definitions`) is built of the sam
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from dtrain_dagster.assets import (
     costs,
     dataset,
     estimate_check,
-    given_dataset,
     planning,
     registry,
     reporting,
@@ -31,7 +28,7 @@ from dtrain_dagster.assets import (
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
 from dtrain_dagster.automation.retraining import RETRAINING
-from dtrain_dagster.resources import build_resources
+from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
@@ -44,13 +41,10 @@ from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.support.graph_names import GraphNames, checked_names
 from trainer.config import DistributedTrainingConfig
 
-WATCH = "dtrain"
-"""The name of what watches the environment's cluster. No pipeline can have it."""
 OF_SCRIPT = (
     "the model of a script is not registered: its class is in the script, where no server finds it. Its weights are in "
     "the run directory, model/weights.pt"
 )
-Dataset = "Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec"
 
 
 class PipelineError(ValueError):
@@ -128,26 +122,20 @@ def build_training_assets(
     parts = {key: value for key, value in given.items() if value is not None}
     if script is not None and parts:
         raise PipelineError(f"pipeline {name}: {', '.join(parts)} do not go with script, which has its own")
-    cluster = cluster or Cluster()
     try:
         names = checked_names(name)
-        if name == WATCH or name.startswith(f"{WATCH}_"):
-            raise ValueError(f"name = {name!r}: names that begin with {WATCH} are those of its own sensors")
+        settings = (cluster or Cluster()).settings(model_name=model_name or name, experiment=experiment or name)
         plan = _plan_options(TrainingOptions if script is None else ScriptOptions, parts, training, limits)
         defaults: dict[str, dict[str, Any]] = {"cost_estimate": plan}
         pipeline = Pipeline(
             names=names,
-            watch=watch_of(cluster),
+            cluster=f"{settings.cluster}.{settings.cluster_name}",
             owners=tuple(owners),
             defaults=defaults,
             deps=tuple(map(dg.AssetKey.from_coercible, deps)),
             **_source(dataset, script, arguments, defaults),
         )
-        settings = cluster.settings(model_name=model_name or name, experiment=experiment or name)
-        return dg.Definitions.merge(
-            build_graph(pipeline, settings, build_resources(settings, names), schedule),
-            _watch(pipeline.watch, cluster.kind, cluster.name, load_settings().model_dump_json()),
-        )
+        return build_graph(pipeline, settings, build_resources(settings, names), schedule)
     except ValueError as error:
         raise type(error)(f"pipeline {name}: {error}") from None
 
@@ -204,6 +192,8 @@ def build_graph(
         assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
         checks.append(champion_check.build_champion_holds(names))
     elif not of_script:
+        from dtrain_dagster.assets import given_dataset  # not above: the graph of the stock prices does without
+
         assets.append(given_dataset.build_given_dataset(pipeline))
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
     if not of_script:
@@ -221,42 +211,25 @@ def build_graph(
     )
     automatic = [build_new_data_sensor(settings, names, pipeline.prices), build_staleness_sensor(settings, names)]
     return dg.Definitions(
-        assets=[*assets, *([] if of_script else [scaling.build_scaling_study(pipeline)])],
+        assets=[
+            *assets,
+            training.build_gpu_cluster(pipeline),
+            *([] if of_script else [scaling.build_scaling_study(pipeline)]),
+        ],
         asset_checks=checks,
         resources=resources,
         jobs=[retraining],
         schedules=[weekly_retraining(settings, names, schedule)],
-        sensors=automatic if of_prices else [],
+        sensors=[*build_sensors(settings, names, resources[names.project]), *(automatic if of_prices else [])],
     )
 
 
-def build_watch(settings: Settings, names: GraphNames, resources: Mapping[str, Any]) -> dg.Definitions:
-    """Return what watches a cluster and the jobs of all graphs on it: its external asset, and sensors."""
-    return dg.Definitions(
-        assets=[training.build_gpu_cluster(names)],
-        resources=resources,
-        sensors=[
-            build_idle_cluster_sensor(settings, names),
-            build_cost_overrun_sensor(settings, names),
-            build_retraining_failed_sensor(resources[names.project], names),
-            build_queue_sensor(settings, names),
-            build_orphan_sensor(settings, names),
-        ],
-    )
-
-
-def watch_of(cluster: Cluster) -> GraphNames:
-    """Return the names of what watches this cluster: one for all pipelines on it."""
-    settings, own = load_settings(), cluster.settings()
-    if (own.cluster, own.cluster_name) == (settings.cluster, settings.cluster_name):
-        return GraphNames(WATCH)
-    return GraphNames(f"{WATCH}_{own.cluster}_{own.cluster_name}".replace("-", "_"))
-
-
-@cache
-def _watch(names: GraphNames, kind: str | None, name: str | None, environment: str) -> dg.Definitions:
-    """Return what watches a cluster. All pipelines on it get the same objects, which Dagster takes as one.
-    ``environment``: the settings as JSON, so that others make other objects."""
-    own = {"cluster": kind, "cluster_name": name}
-    settings = Settings(**json.loads(environment) | {key: value for key, value in own.items() if value is not None})
-    return build_watch(settings, names, build_resources(settings, names))
+def build_sensors(settings: Settings, names: GraphNames, project: ProjectResource) -> list[dg.SensorDefinition]:
+    """Return the sensors that watch a graph's jobs and, for all graphs on it, the cluster."""
+    return [
+        build_idle_cluster_sensor(settings, names),
+        build_cost_overrun_sensor(settings, names),
+        build_retraining_failed_sensor(project, names),
+        build_queue_sensor(settings, names),
+        build_orphan_sensor(settings, names),
+    ]

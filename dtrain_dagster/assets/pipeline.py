@@ -25,8 +25,9 @@ class Pipeline:
     """A training graph."""
 
     names: GraphNames = STOCK_NAMES
-    watch: GraphNames = STOCK_NAMES
-    """The names of what watches the cluster; several graphs on one cluster share it."""
+    cluster: str = ""
+    """What tells clusters of a code location apart, as a tag's value; empty for the graph without a name, which has its
+    code location to itself."""
     source: SourceKind = "prices"
     """What is trained on: prices, a dataset's folder, what another asset returns, or what a script has."""
     upstream: dg.AssetKey | None = None
@@ -45,11 +46,6 @@ class Pipeline:
     def prices(self) -> str | None:
         """Return where its prices come from; None where DTRAIN_PRICES says it."""
         return (self.defaults.get("stock_prices") or {}).get("source")
-
-    @property
-    def gpu_cluster(self) -> dg.AssetKey:
-        """The key of the external asset of the cluster that trains."""
-        return self.watch.key("gpu_cluster")
 
     def asset(self, name: str, group: str, inputs: Sequence[str] = ()) -> dict[str, Any]:
         """Return the arguments of `dagster.asset` that all assets have. ``group``: in the graph without a name;

@@ -13,7 +13,6 @@ from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_p
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
-from dtrain_dagster.assets.training_request import DatasetTraining, ScriptTraining, TrainingRequest
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -24,6 +23,7 @@ from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
+    from dtrain_dagster.assets.training_request import TrainingRequest
     from dtrain_dagster.planning.build_plan import PlannedJob
     from dtrain_dagster.planning.history import History
 
@@ -56,6 +56,8 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
         limit."""
+        from dtrain_dagster.assets.training_request import DatasetTraining
+
         cluster, project = cluster_of(context, names), project_of(context, names)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
         return plan_training(context, config, cluster, project, request)
@@ -78,6 +80,8 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         config: options,  # type: ignore[valid-type]
     ):  # no annotation, see assets.common
         """Plan a script's training, which is found out by running the script up to its call of fit."""
+        from dtrain_dagster.assets.training_request import ScriptTraining
+
         cluster, project = cluster_of(context, names), project_of(context, names)
         request = ScriptTraining(names, config, cluster, project, pipeline.script)
         return plan_training(context, config, cluster, project, request)
@@ -93,7 +97,7 @@ def plan_training(
     config: PlanOptions,
     cluster: GPUClusterResource,
     project: ProjectResource,
-    request: TrainingRequest,
+    request: "TrainingRequest",
 ) -> dg.MaterializeResult:
     """Return the plan of a wanted training. Raise `dagster.Failure` where it exceeds a limit."""
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
@@ -158,7 +162,7 @@ def plan_training(
     )
 
 
-def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request: TrainingRequest) -> "PlannedJob":
+def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request: "TrainingRequest") -> "PlannedJob":
     """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
     from dtrain_dagster.planning.build_plan import size_up_job

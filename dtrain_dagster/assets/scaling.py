@@ -16,7 +16,6 @@ from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs.script_job import command_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
@@ -117,7 +116,7 @@ def study_scaling(
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, is_this_machine)
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
         with queueing(context, project):
-            env, command = cluster.node_env(project), command_of(plan.job)
+            env, command = cluster.node_env(project), plan.command
             probe.run_probe(manager, job, nodes, plan.processes_per_node, env, command)
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import OWNERS, read_finished, round_figures
+from dtrain_dagster.assets.common import read_finished, round_figures
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
@@ -37,11 +37,9 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.jobs.script_job import command_of
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
 from dtrain_dagster.support.formatting import dollars, in_markdown
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
@@ -49,18 +47,24 @@ if TYPE_CHECKING:
     from trainer.elastic.membership import Generation
 
 
-def build_gpu_cluster(names: GraphNames, owners: Sequence[str] = tuple(OWNERS)) -> dg.AssetSpec:
-    """Return the external asset `gpu_cluster`. ``names``: of what watches the cluster."""
+CLUSTER_TAG = "dtrain/cluster"
+"""The tag of an asset `gpu_cluster` that names the cluster: graphs on the same one are watched together."""
+
+
+def build_gpu_cluster(pipeline: Pipeline) -> dg.AssetSpec:
+    """Return the external asset `gpu_cluster` of a graph."""
     return dg.AssetSpec(
-        names.key("gpu_cluster"),
-        group_name=names.pipeline or "training",
+        pipeline.names.key("gpu_cluster"),
+        # Beside the group of a graph with a name: Dagster refuses to materialize a group with an external asset in it.
+        group_name=pipeline.names.unique("cluster") if pipeline.names.pipeline else "training",
         kinds={"python"},
-        owners=list(owners),
+        owners=list(pipeline.owners),
+        tags={CLUSTER_TAG: pipeline.cluster} if pipeline.cluster else {},
         description="The cluster that trains, as sensors see it: what runs, what idles. Not made here, observed.",
     )
 
 
-gpu_cluster = build_gpu_cluster(STOCK_NAMES)
+gpu_cluster = build_gpu_cluster(STOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +86,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("trained_checkpoint", "training", inputs=("cost_estimate",)),
         kinds={"pytorch"},
         required_resource_keys=names.resources,
-        deps=[pipeline.gpu_cluster],
+        deps=[names.key("gpu_cluster")],
         description=(
             "The checkpoint that the cluster's nodes train with DDP, as planned. While it trains, progress is recorded "
             "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
@@ -163,8 +167,7 @@ def carry_out(
             job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
             rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
             env = cluster.node_env(project)
-            command = command_of(plan.job)
-            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, command)
+            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
         elif choice.action == "attach":
             context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
         with queueing(context, project):

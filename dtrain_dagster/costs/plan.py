@@ -18,8 +18,9 @@ from dtrain_dagster.costs.usage import NodeUsage
 PLAN = "plan.json"
 """File of a run directory: the plan that the job carries out, for those who watch its cost."""
 PLANNED_FOR = "asset"
-"""The key in `PLAN` that names the asset which the job trains; plans of older versions have none, and mean
-``trained_checkpoint``."""
+"""The key in `PLAN` that names the asset which the job trains. Plans of older versions have none."""
+STOCK_TRAINED = "trained_checkpoint"
+"""The asset that they were made for."""
 SECTIONS = ("dataset", "model", "loss", "training")
 """The sections of ``job.json`` that a plan decides."""
 
@@ -77,6 +78,12 @@ class TrainingPlan:
     def sections(self) -> dict[str, Any]:
         """Return the sections of ``job.json`` that the plan decides."""
         return {name: self.job[name] for name in SECTIONS if name in self.job}
+
+    @property
+    def command(self) -> tuple[str, ...] | None:
+        """Return the command of the script that trains; None where the trainer does by itself."""
+        script = self.job.get("script")
+        return tuple(script["command"]) if script else None
 
     @property
     def probe_usd(self) -> float:

@@ -58,11 +58,6 @@ class ScriptJob:
         return {"command": list(self.command), "samples": dict(self.samples)}
 
 
-def command_of(document: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the command of a plan's ``job`` that a script trains; None where the trainer does by itself."""
-    return tuple(document["script"]["command"]) if "script" in document else None
-
-
 def describe_script(
     script: str, arguments: Sequence[str], overrides: Sequence[str], job_id: str, run_dir: str,
     environment: Mapping[str, str] | None = None,

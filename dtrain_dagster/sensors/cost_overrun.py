@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
-from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR
+from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, price_table, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
@@ -58,7 +58,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
     )
     def cost_overrun(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_of(context, names), project_of(context, names)
-        manager = cluster.manager()
+        manager, own = cluster.manager(), names.key("trained_checkpoint").to_user_string()
         before = _read(context.cursor)
         running = [job.job_id for job in manager.active_jobs()]
         looks, count = {}, 0
@@ -67,8 +67,8 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
             rundir = RunDir(f"{project.jobs_uri}/{job_id}")
             try:
                 plan = rundir.read_json(PLAN)
-                if plan is None:
-                    continue
+                if plan is None or plan.get(PLANNED_FOR, STOCK_TRAINED) != own:
+                    continue  # nobody's, or another graph's, whose sensor judges it
                 usage, told = manager.node_usage(job_id), _told(rundir)
                 look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
@@ -187,7 +187,7 @@ def _check(
         metadata["projected_usd"] = projection.at_end.expected
         metadata["projected"] = f"{dollars(projection.at_end.low)} to {dollars(projection.at_end.high)}"
     return dg.AssetCheckEvaluation(
-        asset_key=dg.AssetKey.from_user_string(str(plan.get(PLANNED_FOR, "trained_checkpoint"))),
+        asset_key=dg.AssetKey.from_user_string(plan.get(PLANNED_FOR, STOCK_TRAINED)),
         check_name=COST_CHECK,
         passed=False,
         severity=dg.AssetCheckSeverity.WARN,

@@ -16,6 +16,7 @@ from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, cluster_of, project_of
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -78,6 +79,8 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
     )
     def idle_cluster(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_of(context, names), project_of(context, names)
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
         cursor = read_cursor(context.cursor)
         before = cursor.pools
@@ -111,7 +114,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         late = bool(facts) and abs(now - cursor.recorded_at) >= pause
         is_news = facts != list(cursor.facts) or late
         return dg.SensorResult(
-            asset_events=_events(watched, cluster, names.key("gpu_cluster")) if is_news else [],
+            asset_events=_events(watched, cluster, keys) if is_news else [],
             skip_reason=None if is_news else "nothing has changed" if facts else "no nodes: nothing to watch or to pay",
             cursor=Cursor(
                 pools={item.pool.name: item.idling for item in watched},
@@ -192,7 +195,7 @@ def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watch
     return replace(item, idling=tried(item.idling, outcome), reason=reason)
 
 
-def _events(watched: Sequence[Watched], cluster: GPUClusterResource, key: dg.AssetKey) -> list[Any]:
+def _events(watched: Sequence[Watched], cluster: GPUClusterResource, keys: Sequence[dg.AssetKey]) -> list[Any]:
     states = sum((Counter(item.pool.states) for item in watched), Counter[str]())
     metadata: dict[str, Any] = {
         "nodes": sum(item.pool.node_count for item in watched),
@@ -211,14 +214,17 @@ def _events(watched: Sequence[Watched], cluster: GPUClusterResource, key: dg.Ass
     idle = [describe_idle_pool(item, cluster) for item in watched if item.is_over]
     if idle:
         metadata["idle"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in idle))
-    check = dg.AssetCheckEvaluation(
-        asset_key=key,
-        check_name="not_idle",
-        passed=not idle,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata=metadata,
-    )
-    return [dg.AssetObservation(asset_key=key, metadata=metadata), check]
+    events: list[Any] = []
+    for key in keys:
+        check = dg.AssetCheckEvaluation(
+            asset_key=key,
+            check_name="not_idle",
+            passed=not idle,
+            severity=dg.AssetCheckSeverity.WARN,
+            metadata=metadata,
+        )
+        events += [dg.AssetObservation(asset_key=key, metadata=metadata), check]
+    return events
 
 
 def _states(pool: NodePool) -> str:

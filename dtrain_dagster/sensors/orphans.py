@@ -19,6 +19,7 @@ from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_si
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, cluster_of, project_of
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -45,6 +46,8 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
     )
     def orphans(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_of(context, names), project_of(context, names)
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
         before, reading = json.loads(context.cursor or "{}"), clock.reading()
         seen: dict[str, Any] = before.get("orphans", {})
@@ -84,9 +87,9 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
                 notify_and_log(project.notify_urls(), f"dtrain: no run waits for {orphan.name}", message, context.log)
-                events.append(_check(facts, names.key("gpu_cluster")))
+                events += [_check(facts, item) for item in keys]
         if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
-            events.append(_check({}, names.key("gpu_cluster")))
+            events += [_check({}, item) for item in keys]
         return dg.SensorResult(
             asset_events=events,
             skip_reason=None if events else f"{len(found)} without a live run, nothing new to tell",

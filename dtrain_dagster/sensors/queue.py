@@ -22,6 +22,7 @@ from dtrain_dagster.automation.capacity_queue import (
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import project_of
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -43,7 +44,9 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         description=f"Starts runs that wait for capacity; gives up after {settings.queue_deadline_hours:g} hours.",
     )
     def queue(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        project, key = project_of(context, names), names.key("gpu_cluster")
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
+        project = project_of(context, names)
         waiting, now = WaitingList(project.shared_uri), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
         reading = clock.reading()
@@ -81,17 +84,10 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         events: list[Any] = []
         if rows != said.get("rows", []):  # waiting longer is no news
             table = dg.MarkdownMetadataValue(queue_table(left))
-            events.append(dg.AssetObservation(asset_key=key, metadata={"waiting_runs": len(left), "queue": table}))
+            metadata = {"waiting_runs": len(left), "queue": table}
+            events += [dg.AssetObservation(asset_key=key, metadata=metadata) for key in keys]
         if due.expired or in_time != said.get("in_time"):
-            events.append(
-                dg.AssetCheckEvaluation(
-                    asset_key=key,
-                    check_name="capacity_in_time",
-                    passed=not due.expired,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    metadata={"gave_up_on": ", ".join(item.run_id for item in due.expired) or "none"},
-                )
-            )
+            events += [_in_time(key, due.expired) for key in keys]
         quiet = f"{len(left)} run(s) wait for capacity: none is due" if left else "no run waits for capacity"
         return dg.SensorResult(
             run_requests=[_request(due.start)] if due.start else [],
@@ -101,6 +97,17 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         )
 
     return queue
+
+
+def _in_time(key: dg.AssetKey, expired: Sequence[Ticket]) -> dg.AssetCheckEvaluation:
+    """Return the check that no run has waited beyond its deadline."""
+    return dg.AssetCheckEvaluation(
+        asset_key=key,
+        check_name="capacity_in_time",
+        passed=not expired,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={"gave_up_on": ", ".join(item.run_id for item in expired) or "none"},
+    )
 
 
 def _last_run(ticket: Ticket, runs: Sequence[dg.DagsterRun]) -> dg.DagsterRun | None:

@@ -31,6 +31,8 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
         cause = run.tags.get(CAUSE_TAG)
         if cause is None:
             return dg.SkipReason("a person started it")
+        if names.pipeline and not cause.startswith(names.mark("")):
+            return dg.SkipReason("it is a retraining of another graph, whose sensor says so")
         [latest] = context.instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause}), limit=1)
         tickets = WaitingList(project.shared_uri).tickets()
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
