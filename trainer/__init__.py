@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.fit import DistributedConfig, FitResult, Trainer
+    from trainer.fit import DistributedConfig, FitResult, Trainer, TrainingFailedError
 
-__all__ = ["DistributedConfig", "FitResult", "Trainer", "__version__"]
+__all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """Return a name of `trainer.fit`, which imports torch: only where it is asked for."""
-    if name in ("DistributedConfig", "FitResult", "Trainer"):
+    if name in __all__:
         from trainer import fit
 
         return getattr(fit, name)

@@ -45,7 +45,9 @@ def order_script(
     share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
     threads = settings.threads_per_rank or share
     own = [f"training.world_size={ranks}", *([f"training.threads_per_rank={threads}"] if threads else [])]
-    return describe_script(script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}")
+    return describe_script(
+        script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
+    )
 
 
 def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach: bool) -> None:

@@ -107,7 +107,7 @@ def launch(
         command=runnable(command),
         node_count=nodes or settings.nodes,
         processes_per_node=ranks_of(settings),
-        env=cluster.node_env(project),
+        env=cluster.node_env(project) | {"DTRAIN_SCRIPT_FOLDER": rundir.uri},
         master_port=master_port,
     )
     take_over(rundir)

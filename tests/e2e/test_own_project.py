@@ -137,7 +137,7 @@ def plain_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamProject]:
+def project(tmp_path_factory: pytest.TempPathFactory) -> TeamProject:
     """A scaffolded project in an environment that has the wheel, and sees the packages of this one beside it."""
     root = tmp_path_factory.mktemp("team")
     venv.create(root / "venv", with_pip=False)
@@ -171,7 +171,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamProject]:
     assert written["attributes"] == {"name": "digits", "dataset": {"prices": {"source": "sp500_panel"}}}
     (defs / "digits" / "defs.yaml").write_text(yaml.safe_dump(written | {"attributes": IN_YAML}))
     (defs / "digits" / "train.py").write_text(SCRIPT)
-    yield made
+    return made
 
 
 def test_the_wheel_is_what_the_project_uses_and_dg_lists_the_component(project: TeamProject) -> None:
@@ -200,7 +200,7 @@ def test_both_graphs_are_materialized_and_do_not_meet(project: TeamProject) -> N
     in_yaml = project.launch("group:digits")
     assert in_yaml.returncode == 0, in_yaml.stdout[-6000:]
     assert project.jobs() == {"probe-returns", "train-returns", "probe-digits", "train-digits"}
-    # Whether a model of 40 steps passes the gate is not the point here; that it is registered under its graph's name is.
+    # Whether a model of 40 steps passes the gate is not the point here; it is registered under its graph's name.
     project.launch('key:"returns/registered_model"')
     code = (
         "import json; from mlflow import MlflowClient; from dtrain_dagster.settings.environment import load_settings\n"

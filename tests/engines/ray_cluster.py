@@ -22,7 +22,7 @@ from types import TracebackType
 
 import psutil
 
-from trainer.node.node_processes import die_with
+from trainer.runtime.parent_death import die_with
 
 
 def missing() -> str:

@@ -1,14 +1,17 @@
-"""The samples of a training step, as tensors in any structure: tuples, lists and mappings of tensors.
+"""The samples of a training step, as tensors in any structure: tuples, lists, mappings and dataclasses of tensors.
 
 What a batch is made of, and how a part of one is taken, belongs here; who reads samples, and when, does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +50,12 @@ class Batch:
 
 
 def move_to(data: Any, device: torch.device) -> Any:
-    """Return the same structure with its tensors on this device; other parts stay as they are."""
+    """Return the same structure with its tensors on this device, and objects of other kinds as their own ``to`` moves
+    them; other parts stay as they are."""
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=True)
+    if not _has_parts(data) and callable(to := getattr(data, "to", None)):
+        return to(device)
     return _rebuilt(data, lambda part: move_to(part, device))
 
 
@@ -66,22 +72,46 @@ def take_rows(data: Any, rows: slice, count: int) -> Any:
         )
     if isinstance(data, list | tuple) and len(data) == count and not _has_columns(data, count):
         return data[rows]  # such as a text for each sample
+    if isinstance(data, np.ndarray) and data.ndim and len(data) == count:
+        return data[rows]
+    if not _has_parts(data) and not isinstance(data, str | bytes | int | float | None):
+        raise BatchError(
+            f"a {type(data).__name__} in a batch of {count} samples cannot be divided, so that less could go through "
+            "the model at once: make the collate function return tensors in tuples, lists, mappings or dataclasses, or "
+            "lower training.batch_size_per_gpu"
+        )
     return _rebuilt(data, lambda part: take_rows(part, rows, count))
 
 
 def _has_columns(parts: list[Any] | tuple[Any, ...], count: int) -> bool:
     """Return whether these are several columns of the samples, and not one part for each sample."""
-    if any(isinstance(part, dict | list | tuple) for part in parts):
+    if any(isinstance(part, Mapping | list | tuple) for part in parts):
         return True
     tensors = [part for part in parts if isinstance(part, Tensor)]
     return bool(tensors) and all(part.dim() and len(part) == count for part in tensors)
 
 
+def _has_parts(data: Any) -> bool:
+    return isinstance(data, Mapping | list | tuple) or _is_dataclass(data)
+
+
+def _is_dataclass(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
 def _rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, dict):
-        return {key: change(part) for key, part in data.items()}
+    if isinstance(data, Mapping):
+        parts = {key: change(part) for key, part in data.items()}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return parts
+        like = copy.copy(data)  # which keeps what a mapping of another kind has beside its items
+        like.update(parts)
+        return like
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(change, data))
     if isinstance(data, list | tuple):
         return type(data)(map(change, data))
+    if _is_dataclass(data):
+        fields = [item.name for item in dataclasses.fields(data) if item.init]
+        return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in fields})
     return data

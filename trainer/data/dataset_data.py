@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from trainer.comm.world import World
 from trainer.data.batches import Batch, Samples, move_to
 from trainer.data.coverage import digests
+from trainer.data.loader_workers import end_workers, worker_start
 from trainer.data.sampler import Sampler, micro_batch_seed
 from trainer.errors import ConfigError
 from trainer.runtime.fault_injection import Faults
@@ -31,6 +33,8 @@ PLANNED = 1 << 13
 """Samples of this rank that are dealt together, about."""
 _PROBED = 4
 """Samples whose content goes into a dataset's name."""
+_WORTH_WORKERS = 4
+"""The fewest batches of an evaluation for which workers are started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +88,18 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Leave the random states of this process as they were when the block ends."""
+    state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state[0])
+        random.setstate(state[1])
+        np.random.set_state(state[2])
+
+
 class _Queue:
     """The micro-batches that torch's loader is to read next, one per item."""
 
@@ -102,7 +118,7 @@ def _only(parts: list[Any]) -> Any:
 
 @dataclass(slots=True)
 class DatasetData:
-    """The datasets of a training, by split."""
+    """The datasets of a training, by split. Their lengths are those at the beginning."""
 
     train: Dataset[Any]
     valid: Dataset[Any] | None = None
@@ -113,13 +129,14 @@ class DatasetData:
     _loader: DataLoader[Any] | None = None
     _queue: _Queue = field(default_factory=_Queue)
     _readers: dict[str, _Read] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for split in ("train", "valid", "test"):
-            dataset = self._dataset(split)
+        for split, dataset in (("train", self.train), ("valid", self.valid), ("test", self.test)):
             if dataset is not None:
                 _check(dataset, split)
                 self._readers[split] = _Read(dataset, self.options.collate_fn)
+                self._counts[split] = len(cast(Sized, dataset))
         if not self.count("train"):
             raise ConfigError("the training dataset has no samples")
         self.name = self.name or _name_of(self.train)
@@ -132,18 +149,28 @@ class DatasetData:
 
     def count(self, split: str) -> int:
         """Return the number of samples of a split, 0 where there is none."""
-        dataset = self._dataset(split)
-        return 0 if dataset is None else len(cast(Sized, dataset))
+        return self._counts.get(split, 0)
 
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
         """Return the samples at these positions as one batch on the device, read in this process."""
-        state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        try:
+        with _own_random_state():
             return move_to(self._readers[split][_Order(int(positions[0]), positions)], device)
+
+    def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
+        """Yield what `read` returns for each of these positions, read by workers where the caller's loader has some."""
+        if not self.options.num_workers or len(parts) < _WORTH_WORKERS:
+            for positions in parts:
+                yield self.read(split, positions, device)
+            return
+        orders = [[_Order(int(positions[0]), positions)] for positions in parts]
+        loader = DataLoader(
+            self._readers[split], batch_sampler=cast(Any, orders), collate_fn=_only, **self._with_workers(None)
+        )
+        try:
+            for data in loader:
+                yield move_to(data, device)
         finally:
-            torch.default_generator.set_state(state[0])
-            random.setstate(state[1])
-            np.random.set_state(state[2])
+            end_workers(loader)
 
     def make_loader(
         self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
@@ -151,26 +178,37 @@ class DatasetData:
         """Return the loader of this rank's samples. Its worker processes are those of the loader before it."""
         if self._loader is None:
             options = self.options
-            with_workers: dict[str, Any] = {}
-            if options.num_workers:
-                with_workers = {
-                    "persistent_workers": True, "prefetch_factor": prefetch_batches or options.prefetch_factor,
-                    "worker_init_fn": options.worker_init_fn, "timeout": options.timeout,
-                    "multiprocessing_context": options.multiprocessing_context,
-                }  # fmt: skip
             self._loader = DataLoader(
                 self._readers["train"], batch_sampler=cast(Any, self._queue), collate_fn=_only,
-                num_workers=options.num_workers, pin_memory=options.pin_memory and world.device.type == "cuda",
-                **with_workers,
+                pin_memory=options.pin_memory and world.device.type == "cuda",
+                **(self._with_workers(prefetch_batches) if options.num_workers else {}),
             )  # fmt: skip
-        return DatasetLoader(self._loader, self._queue, sampler, world.device, faults, timer)
+        check = self.refuse_other_length
+        return DatasetLoader(self._loader, self._queue, sampler, world.device, faults, timer, check)
+
+    def refuse_other_length(self) -> None:
+        """Raise `ConfigError` if the training dataset has another length than at the beginning."""
+        found, known = len(cast(Sized, self.train)), self.count("train")
+        if found != known:
+            raise ConfigError(
+                f"the training dataset had {known} samples when training began and has {found} now: its length must "
+                "stay, since the steps and the samples of each are known from it; start anew with the other length"
+            )
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader = None  # torch's loader ends its workers when it is dropped
+        if self._loader is not None:
+            end_workers(self._loader)
+            self._loader = None
 
-    def _dataset(self, split: str) -> Dataset[Any] | None:
-        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
+    def _with_workers(self, prefetch_batches: int | None) -> dict[str, Any]:
+        options = self.options
+        return {
+            "num_workers": options.num_workers, "persistent_workers": True,
+            "prefetch_factor": prefetch_batches or options.prefetch_factor,
+            "worker_init_fn": worker_start(options.multiprocessing_context, options.worker_init_fn),
+            "timeout": options.timeout, "multiprocessing_context": options.multiprocessing_context,
+        }  # fmt: skip
 
 
 class DatasetLoader:
@@ -178,13 +216,15 @@ class DatasetLoader:
 
     def __init__(
         self, loader: DataLoader[Any], queue: _Queue, sampler: Sampler, device: torch.device, faults: Faults,
-        timer: StepTimer,
+        timer: StepTimer, before_epoch: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
+        """``before_epoch`` is called before the first batch of (the rest of) an epoch; it may raise."""
         self.loader, self.queue, self.sampler, self.device = loader, queue, sampler, device
-        self.faults, self.timer = faults, timer
+        self.faults, self.timer, self.before_epoch = faults, timer, before_epoch
 
     def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
+        self.before_epoch()
         per_epoch = self.sampler.steps_per_epoch
         planned: list[tuple[int, list[tuple[int, int]], int]] = []
         self.queue.orders = self._orders(epoch, first_step, planned)
@@ -237,19 +277,14 @@ def _name_of(dataset: Any) -> str:
     count = len(dataset)
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     digest = hashlib.sha256(f"{kind}/{count}".encode())
-    state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
+    with _own_random_state():
         for position in np.unique(np.linspace(0, count - 1, min(count, _PROBED)).astype(np.int64)).tolist():
             _seed_all(position)
             for part in torch.utils._pytree.tree_leaves(dataset[position]):
-                if isinstance(part, Tensor):
-                    part = part.detach().cpu().numpy()
-                if isinstance(part, np.ndarray | np.generic):
+                if isinstance(part, Tensor) and part.layout is torch.strided:
+                    part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                if isinstance(part, np.ndarray | np.generic) and not part.dtype.hasobject:
                     digest.update(np.ascontiguousarray(part).tobytes())
                 elif isinstance(part, str | int | float | bool):
                     digest.update(repr(part).encode())
-    finally:
-        torch.default_generator.set_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])
     return f"{type(dataset).__qualname__.lower().strip('<>')}-{digest.hexdigest()[:16]}"

@@ -6,8 +6,8 @@ The interfaces belong here; windows of prices are `trainer.data.window_data`, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,3 +58,21 @@ class TrainingData(Protocol):
     def close(self) -> None:
         """End what reads ahead for good."""
         ...
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """The interface of data that reads further batches while one is used."""
+
+    def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
+        """Yield what `TrainingData.read` returns for each of these positions, in order."""
+        ...
+
+
+def read_each(
+    data: TrainingData, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device
+) -> Iterator[Any]:
+    """Return what `TrainingData.read` returns for each of these positions, read ahead where the data can."""
+    if isinstance(data, ReadsAhead):
+        return data.read_each(split, parts, device)
+    return (data.read(split, positions, device) for positions in parts)

@@ -6,7 +6,7 @@ refused by name, and what runs with a guarantee fewer, which is told. Reading sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,9 @@ def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderReq
     return LoaderRequest(given.dataset, given.batch_size, options, tuple(notes))
 
 
-def join_requests(requests: Iterable[tuple[str, LoaderRequest | None]], name: str | None = None) -> DatasetData:
+def join_requests(by_split: Mapping[str, LoaderRequest], name: str | None = None) -> DatasetData:
     """Return the data of a training from the requests for its splits; samples are read as the training loader says.
     Raise `ConfigError` where another split has a collate function of its own."""
-    by_split = {split: request for split, request in requests if request is not None}
     train = by_split["train"]
     for split, request in by_split.items():
         if request.options.collate_fn not in (None, train.options.collate_fn):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from trainer.config import JobConfig
+from trainer.config import ConfigError, JobConfig
 from trainer.data.loader import keep_on_gpu
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.data.training_data import TrainingData
@@ -44,6 +45,22 @@ class Problem:
     def fingerprint(self) -> str:
         """Return the hash of the identity."""
         return hashlib.sha256(json.dumps(list(self.identity), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:
+    """Raise `ConfigError`, which names both, unless all ranks train the same. ``identities``: of each rank, its
+    dataset's id, the number of its training samples and the fingerprint of its problem. Pure."""
+    for rank, (dataset_id, samples, fingerprint) in enumerate(identities):
+        first_id, first_samples, first_fingerprint = identities[0]
+        if (dataset_id, samples) != (first_id, first_samples):
+            raise ConfigError(
+                f"rank {rank} trains on {dataset_id} with {samples} samples, and rank 0 on {first_id} with "
+                f"{first_samples}: all ranks must read the same samples in the same order. Datasets that differ from "
+                "process to process (a clock, an unseeded generator) need one seed, or Trainer(…, name=…) where their "
+                "samples are the same all the same"
+            )
+        if fingerprint != first_fingerprint:
+            raise ConfigError(f"rank {rank} has another model or loss than rank 0: all ranks must make the same")
 
 
 class ProblemMaker(Protocol):

@@ -268,6 +268,12 @@ class TrainingStep:
             for buffer, value in zip(self._changing(), before, strict=True):
                 buffer.copy_(value)
 
+    def release(self) -> None:
+        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        self.sync.unwrap()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.release()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}

@@ -28,7 +28,7 @@ from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker, WindowProblemMaker
 from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
-from trainer.engine.reports import RankReports
+from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
@@ -47,12 +47,13 @@ class DistributedTrainer:
     model: `initialize_distributed`, `setup_data_parallel`, then `train_epoch` or the caller's own loop, `close`.
     """
 
-    def __init__(self, job: JobConfig, maker: ProblemMaker | None = None) -> None:
-        """``maker`` makes what is trained; None: what the job's configuration describes."""
+    def __init__(self, job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None) -> None:
+        """``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
+        event that this process reports."""
         self.job, self.config = job, job.training
         self.maker: ProblemMaker = maker or WindowProblemMaker()
         self.rundir = RunDir(job.run_dir)
-        self.reports = RankReports(job, self.rundir)
+        self.reports = RankReports(job, self.rundir, watch)
         self._participant: Participant | None = None
         self._session: Session | None = None
         self._own_model: OwnModel | None = None

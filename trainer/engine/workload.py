@@ -11,7 +11,7 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.data.sampler import Sampler
 from trainer.data.training_data import Loader
-from trainer.engine.problem import Problem
+from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import TrainingState
 from trainer.engine.step import TrainingStep
 from trainer.observability.comm_profiler import CommunicationProfiler
@@ -58,8 +58,13 @@ class Workload:
         return self._loader
 
     def enter_world(self, world: World, source: int | None) -> None:
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A
-        collective."""
+        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A collective.
+        Raise `trainer.config.ConfigError` if its ranks do not train the same."""
+        problem = self.problem
+        # A newcomer knows of no probe.
+        mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
+        found = world.all_gather_object(mine)
+        refuse_differences([identity for _, identity in found])
         if source is not None:
             self.state.share(world, source)
         self.sampler = make_sampler(self.config, self.data.count("train"), world.rank, world.world_size)
@@ -67,8 +72,7 @@ class Workload:
         timer, prefetch = self.step.timer, self.config.prefetch_batches
         self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
         self.step.adopt(world)
-        probe_at = max(world.all_gather_object(self.communication.probe_at))  # a newcomer knows of no probe
-        self.communication = CommunicationProfiler(world, timer, probe_at)
+        self.communication = CommunicationProfiler(world, timer, max(probe_at for probe_at, _ in found))
 
     def settle_buffers(self) -> None:
         """Take over the running statistics of rank 0, which differ between ranks during training. A collective."""
@@ -76,9 +80,10 @@ class Workload:
             self.step.world.broadcast(buffer)
 
     def close(self) -> None:
-        """End what loads batches."""
+        """End what loads batches, and let go of the model."""
         self._end_loader()
         self.data.close()
+        self.step.release()
 
     def _end_loader(self) -> None:
         if self._loader is not None:

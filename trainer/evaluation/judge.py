@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.training_data import TrainingData
+from trainer.data.training_data import TrainingData, read_each
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
 from trainer.evaluation.shared_work import SharedWork
@@ -98,11 +98,17 @@ class TaskJudge:
                     f"the loss on the {split} split is {found.loss}: lower training.learning_rate or training.clip_norm"
                 )
             chosen = ["the weights were chosen on this very split: there is no test split"]
+            odd = sorted(name for name, value in found.metrics.items() if not math.isfinite(value))
+            notes = [f"no finite number on the {split} split: {', '.join(odd)}"] if odd else []
             report = {
-                "model": {"loss": found.loss, "samples": found.samples, **found.metrics},
+                "model": {
+                    "loss": found.loss,
+                    "samples": found.samples,
+                    **{name: None if name in odd else value for name, value in found.metrics.items()},
+                },
                 "baselines": {},
                 "split": split,
-                "notes": chosen if split == "valid" else [],
+                "notes": [*(chosen if split == "valid" else []), *notes],
             }
         begin("report")
         if request.world.rank == 0:
@@ -119,10 +125,11 @@ def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequ
     request.model.eval()
     sums: dict[str, float] = {"loss": 0.0}
     with torch.no_grad():
-        for start in range(first, last, request.batch_size):
+        parts = [
+            np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
+        ]
+        for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
             request.before_batch()
-            positions = np.arange(start, min(start + request.batch_size, last))
-            batch = data.read(split, positions, request.device)
             for name, value in _figures(task, request.model, batch, len(positions)).items():
                 sums[name] = sums.get(name, 0.0) + value
     request.model.train(was_training)

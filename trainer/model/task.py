@@ -48,12 +48,6 @@ class SupervisedTask:
         outputs = model(inputs)
         return {name: self._judge(metric, outputs, target) for name, metric in self._metrics.items()}
 
-    def to(self, device: torch.device) -> SupervisedTask:
-        """Return the task with its criterion on this device."""
-        if isinstance(self.criterion, nn.Module):
-            self.criterion.to(device)
-        return self
-
     @staticmethod
     def _judge(judge: Callable[[Any, Any], Tensor], outputs: Any, target: Any) -> Tensor:
         if not isinstance(outputs, Tensor):
