@@ -84,7 +84,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         events: list[Any] = []
         if rows != said.get("rows", []):  # waiting longer is no news
             table = dg.MarkdownMetadataValue(queue_table(left))
-            metadata = {"waiting_runs": len(left), "queue": table}
+            metadata: dict[str, Any] = {"waiting_runs": len(left), "queue": table}
             events += [dg.AssetObservation(asset_key=key, metadata=metadata) for key in keys]
         if due.expired or in_time != said.get("in_time"):
             events += [_in_time(key, due.expired) for key in keys]

@@ -26,11 +26,11 @@ import yaml
 
 from tests.dtrain_dagster.small_job import write_dataset
 
-from .chromium import BROWSER_TEST, chromium, patient_page, shot
+from .chromium import CHROMIUM, chromium, patient_page, shot
 from .conftest import ROOT, free_port, wait_for
 
 pytestmark = [
-    *BROWSER_TEST,
+    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(
@@ -274,6 +274,8 @@ def server(project: TeamProject) -> Iterator[Server]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
 def test_lineage_is_seen_in_a_browser_and_one_sensor_watches_the_cluster(server: Server) -> None:
     with chromium() as browser:
         page = patient_page(browser, viewport={"width": 1600, "height": 900})
