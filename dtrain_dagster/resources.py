@@ -241,13 +241,13 @@ class GPUClusterResource(dg.ConfigurableResource):
         )
 
 
-def cluster_of(context: Any, names: GraphNames) -> GPUClusterResource:
+def cluster_resource(context: Any, names: GraphNames) -> GPUClusterResource:
     """Return the cluster that trains, in the body of an asset, a check, a sensor or a schedule of this graph."""
     return getattr(context.resources, names.cluster)
 
 
-def project_of(context: Any, names: GraphNames) -> ProjectResource:
-    """Return the project's places, as `cluster_of` does the cluster."""
+def project_resource(context: Any, names: GraphNames) -> ProjectResource:
+    """Return the project's places, as `cluster_resource` does the cluster."""
     return getattr(context.resources, names.project)
 
 

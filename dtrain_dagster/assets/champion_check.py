@@ -12,7 +12,7 @@ import dagster as dg
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, Registered, prices_of, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
-from dtrain_dagster.resources import ProjectResource, project_of
+from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import RunDir
@@ -38,7 +38,7 @@ def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
         """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
         by."""
         champion, _ = registrations(context.instance, names)
-        return judge_champion(champion, project_of(context, names), sharded_dataset)
+        return judge_champion(champion, project_resource(context, names), sharded_dataset)
 
     return champion_holds
 

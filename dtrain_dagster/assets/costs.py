@@ -17,7 +17,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, utc
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.resources import GPUClusterResource, cluster_of
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars
 from trainer.errors import DamagedError
@@ -101,7 +101,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
         estimate."""
-        return bill_training(cluster_of(context, pipeline.names), cost_estimate, trained_checkpoint)
+        return bill_training(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
 
     return cost_breakdown
 

@@ -19,7 +19,7 @@ from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
-from dtrain_dagster.resources import ProjectResource, project_of
+from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from trainer.storage.open import open_storage
 
@@ -65,7 +65,7 @@ def build_stock_prices(pipeline: Pipeline) -> dg.AssetsDefinition:
     )
     def stock_prices(context: dg.AssetExecutionContext, config: options):  # type: ignore[valid-type]
         """Read prices from their source into one shape, validate them, and return them with their checks."""
-        return read_prices(context, config, project_of(context, names))
+        return read_prices(context, config, project_resource(context, names))
 
     return stock_prices
 
@@ -132,7 +132,7 @@ def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         stock_prices: PricesRef,
     ):  # no annotation, see assets.common
         """Build the dataset of the prices, unless it exists, and publish it to the storage that the nodes read."""
-        return shard_prices(context, config, project_of(context, names), stock_prices)
+        return shard_prices(context, config, project_resource(context, names), stock_prices)
 
     return sharded_dataset
 
@@ -235,7 +235,7 @@ def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
         context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset
     ) -> Iterable[dg.AssetCheckResult]:
         """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
-        project = project_of(context, names)
+        project = project_resource(context, names)
         kind = sharded_dataset.manifest().get("kind", "windows")
         if kind != "windows":
             why = f"not judged: these checks are for windows of prices, and this is a dataset of {kind}"

@@ -10,7 +10,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.resources import ProjectResource, project_of
+from dtrain_dagster.resources import ProjectResource, project_resource
 
 
 class FolderConfig(LaunchpadOptions):
@@ -39,7 +39,7 @@ def _of_folder(pipeline: Pipeline) -> dg.AssetsDefinition:
         config: options,  # type: ignore[valid-type]
     ):  # no annotation, see assets.common
         """Take the dataset of a folder, and publish it to the storage that the nodes read."""
-        return take_folder(context, config, project_of(context, names))
+        return take_folder(context, config, project_resource(context, names))
 
     return sharded_dataset
 
@@ -56,7 +56,7 @@ def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
     )
     def sharded_dataset(context: dg.AssetExecutionContext, upstream: Any):  # no annotation, see assets.common
         """Take the dataset whose folder an asset has returned, and publish it to the storage that the nodes read."""
-        return take_dataset(context, project_of(context, names), folder_of(upstream))
+        return take_dataset(context, project_resource(context, names), folder_of(upstream))
 
     return sharded_dataset
 

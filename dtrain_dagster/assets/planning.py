@@ -18,7 +18,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.planning.limits import explain_excess
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
 
@@ -58,7 +58,7 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         limit."""
         from dtrain_dagster.assets.training_request import DatasetTraining
 
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
         return plan_training(context, config, cluster, project, request)
 
@@ -82,7 +82,7 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Plan a script's training, which is found out by running the script up to its call of fit."""
         from dtrain_dagster.assets.training_request import ScriptTraining
 
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         request = ScriptTraining(names, config, cluster, project, pipeline.script)
         return plan_training(context, config, cluster, project, request)
 

@@ -17,7 +17,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
@@ -63,7 +63,7 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         trained_checkpoint: FinishedJob,
     ):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         manifest = sharded_dataset.manifest()
         if why := why_unregistered(manifest):
             return unregistered(why, trained_checkpoint)
@@ -237,7 +237,7 @@ def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
     ) -> dg.AssetCheckResult:
         """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong
         form."""
-        return judge_endpoint(cluster_of(context, names), project_of(context, names), registered_model)
+        return judge_endpoint(cluster_resource(context, names), project_resource(context, names), registered_model)
 
     return endpoint_compatible
 

@@ -21,7 +21,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import windows
-from dtrain_dagster.resources import GPUClusterResource, cluster_of
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -46,7 +46,7 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Summarise a finished training's performance, write the report's page, and recommend changes for the next
         run."""
-        return report_performance(cluster_of(context, pipeline.names), cost_estimate, trained_checkpoint)
+        return report_performance(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
 
     return performance_report
 

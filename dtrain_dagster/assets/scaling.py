@@ -16,7 +16,7 @@ from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
@@ -72,7 +72,7 @@ def build_scaling_study(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Measure weak and strong scaling with short runs, fit a model to them, and check it on a world that it has not
         seen."""
-        cluster, project = cluster_of(context, pipeline.names), project_of(context, pipeline.names)
+        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
         return study_scaling(context, config, cluster, project, sharded_dataset.samples, cost_estimate)
 
     return scaling_study

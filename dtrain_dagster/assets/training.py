@@ -38,7 +38,7 @@ from dtrain_dagster.jobs.progress import (
     start_job,
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
@@ -98,7 +98,9 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Run the planned training on the cluster, or attach to the job that already does, and follow it to its
         end."""
-        return carry_out(context, pipeline, cluster_of(context, names), project_of(context, names), cost_estimate)
+        return carry_out(
+            context, pipeline, cluster_resource(context, names), project_resource(context, names), cost_estimate
+        )
 
     return trained_checkpoint
 

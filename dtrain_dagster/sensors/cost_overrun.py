@@ -18,7 +18,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost
-from dtrain_dagster.resources import cluster_of, project_of
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -57,7 +57,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         "the estimated cost, by what it has cost and by what it is projected to cost; says what would save how much.",
     )
     def cost_overrun(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         manager, own = cluster.manager(), names.key("trained_checkpoint").to_user_string()
         before = _read(context.cursor)
         running = [job.job_id for job in manager.active_jobs()]

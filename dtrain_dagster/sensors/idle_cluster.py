@@ -15,7 +15,7 @@ from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_over, is_p
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
-from dtrain_dagster.resources import GPUClusterResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -78,7 +78,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         description=f"Records what the cluster does; gives it back after {settings.idle_minutes:g} idle minutes.",
     )
     def idle_cluster(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()

@@ -21,7 +21,7 @@ from dtrain_dagster.automation.retraining import (
     trained_dataset,
     unreadable,
 )
-from dtrain_dagster.resources import cluster_of, project_of
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -51,7 +51,7 @@ def build_new_data_sensor(
     def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         from dtrain_dagster.data.sources import PriceFile, price_source
 
-        project, cluster = project_of(context, names), cluster_of(context, names)
+        project, cluster = project_resource(context, names), cluster_resource(context, names)
         source = price_source(watched)
         if not isinstance(source, PriceFile):
             return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")

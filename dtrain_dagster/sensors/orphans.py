@@ -18,7 +18,7 @@ from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
-from dtrain_dagster.resources import GPUClusterResource, cluster_of, project_of
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -45,7 +45,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         f"{settings.orphan_minutes:g} minutes.",
     )
     def orphans(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        cluster, project = cluster_of(context, names), project_of(context, names)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()

@@ -21,7 +21,7 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.resources import project_of
+from dtrain_dagster.resources import project_resource
 from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
@@ -46,7 +46,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
     def queue(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
-        project = project_of(context, names)
+        project = project_resource(context, names)
         waiting, now = WaitingList(project.shared_uri), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
         reading = clock.reading()

@@ -17,7 +17,7 @@ from dtrain_dagster.automation.retraining import (
     registrations,
     staleness,
 )
-from dtrain_dagster.resources import cluster_of, project_of
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
@@ -40,7 +40,7 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
         ),
     )
     def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        project, cluster = project_of(context, names), cluster_of(context, names)
+        project, cluster = project_resource(context, names), cluster_resource(context, names)
         champion, latest = registrations(context.instance, names)
         found = staleness(
             champion,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 
 from dtrain_dagster.automation.retraining import RETRAINING, ask, budget_words, weekly
-from dtrain_dagster.resources import cluster_of, project_of
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
@@ -30,7 +30,7 @@ def weekly_retraining(
         ),
     )
     def weekly_schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        project, cluster = project_of(context, names), cluster_of(context, names)
+        project, cluster = project_resource(context, names), cluster_resource(context, names)
         cause = weekly(context.scheduled_execution_time)
         return ask(context, cause, project, cluster, settings.retrain_budget_usd, names)
 
