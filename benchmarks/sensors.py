@@ -35,9 +35,10 @@ import sqlalchemy
 
 from benchmarks.checkpoint import RESULTS, _cpu
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
+from dtrain_dagster.automation.retraining import RETRAINING
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.definitions import RETRAINING, build_defs
+from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings

@@ -13,6 +13,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of, tier_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
@@ -253,6 +254,16 @@ class GPUClusterResource(dg.ConfigurableResource):
         )
 
 
+def cluster_resource(context: Any, names: GraphNames) -> GPUClusterResource:
+    """Return the cluster that trains, in the body of an asset, a check, a sensor or a schedule of this graph."""
+    return getattr(context.resources, names.cluster)
+
+
+def project_resource(context: Any, names: GraphNames) -> ProjectResource:
+    """Return the project's places, as `cluster_resource` does the cluster."""
+    return getattr(context.resources, names.project)
+
+
 def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
     """Raise `dagster.Failure` for a field of a resource that carries a secret. It names the field, not its content."""
     for field in type(resource).model_fields:
@@ -291,8 +302,9 @@ def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:
     return azure_values
 
 
-def build_resources(settings: Settings) -> dict[str, Any]:
-    """Return resource key → resource, from the environment's settings; each field can be changed in the launchpad.
+def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict[str, Any]:
+    """Return resource key → resource, from the environment's settings; each field can be changed in the launchpad. A
+    graph with a name has an IO manager of its own, so that its values do not depend on what the code location has.
 
     Raise `dtrain_dagster.settings.environment.SettingsError` where Azure's settings are missing or unusable; no service
     is asked.
@@ -344,8 +356,9 @@ def build_resources(settings: Settings) -> dict[str, Any]:
         endpoint_dialect=settings.endpoint_dialect or "",
         endpoint_token=settings.endpoint_token or "",
     )
-    return {
-        "project": project,
-        "cluster": cluster,
-        **({"io_manager": build_value_store(folder)} if folder is not None else {}),
-    }
+    resources: dict[str, Any] = {names.project: project, names.cluster: cluster}
+    if folder is not None:
+        resources[names.values] = build_value_store(folder)
+    elif names.pipeline:
+        resources[names.values] = dg.FilesystemIOManager()
+    return resources

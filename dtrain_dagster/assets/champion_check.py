@@ -9,10 +9,11 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
+from dtrain_dagster.automation.retraining import CHAMPION_CHECK, Registered, prices_of, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
-from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.resources import ProjectResource, project_resource
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import RunDir
 
@@ -21,24 +22,38 @@ DAYS_ENOUGH = 20
 """The number of new days below which chance decides."""
 
 
-@dg.asset_check(
-    asset="sharded_dataset",
-    name=CHAMPION_CHECK,
-    description=(
-        f"On the days since the champion's own data, {DAYS_ENOUGH} at least, no baseline's likelihood is better than "
-        "the champion's beyond chance (t above 2). The sensor `staleness` retrains where one is."
-    ),
-)
-def champion_holds(
-    context: dg.AssetCheckExecutionContext, project: ProjectResource, sharded_dataset: BuiltDataset
+def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
+    """Return the check `champion_holds` of a graph's `sharded_dataset`."""
+
+    @dg.asset_check(
+        asset=names.key("sharded_dataset"),
+        name=CHAMPION_CHECK,
+        required_resource_keys={names.project},
+        description=(
+            f"On the days since the champion's own data, {DAYS_ENOUGH} at least, no baseline's likelihood is better "
+            "than the champion's beyond chance (t above 2). The sensor `staleness` retrains where one is."
+        ),
+    )
+    def champion_holds(context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset) -> dg.AssetCheckResult:
+        """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
+        by."""
+        champion, _ = registrations(context.instance, names)
+        return judge_champion(champion, project_resource(context, names), sharded_dataset)
+
+    return champion_holds
+
+
+champion_holds = build_champion_holds(STOCK_NAMES)
+
+
+def judge_champion(
+    champion: Registered | None, project: ProjectResource, sharded_dataset: BuiltDataset
 ) -> dg.AssetCheckResult:
-    """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
-    by."""
+    """Return what a dataset's days after the champion's own data say of the champion."""
     # Here, not above: the registry's package loads what the code location does not need.
     from dtrain_dagster.registry.run_model import load_run_model, refuse_change
     from trainer.runtime.scratch import scratch_folder
 
-    champion, _ = registrations(context.instance)
     if champion is None or not champion.run_dir:
         return _not_judged("no champion was registered yet")
     known = prices_of(project.shared_uri, champion.dataset_id)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
+from dtrain_dagster.assets.common import plan_of, read_finished, table_schema
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
@@ -16,7 +17,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, utc
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from trainer.errors import DamagedError
@@ -72,37 +73,49 @@ class Bill:
         return digits_of(self.tracker.total_units)
 
 
-@dg.asset(
-    group_name="reporting",
-    kinds={"python"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
-    check_specs=[
-        dg.AssetCheckSpec(
-            "within_estimate",
-            asset="cost_breakdown",
-            description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows.",
-        ),
-        dg.AssetCheckSpec(
-            "ledger_is_the_bill",
-            asset="cost_breakdown",
-            blocking=True,
-            description="Every paid node-second has one cause, and the causes sum to the bill exactly.",
-        ),
-    ],
-)
-def cost_breakdown(
-    cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
-) -> dg.MaterializeResult:
-    """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
-    estimate."""
+def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `cost_breakdown` of a graph."""
+    key = pipeline.names.key("cost_breakdown")
+
+    @dg.asset(
+        **pipeline.asset("cost_breakdown", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
+        kinds={"python"},
+        required_resource_keys={pipeline.names.cluster},
+        description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
+        check_specs=[
+            dg.AssetCheckSpec(
+                "within_estimate",
+                asset=key,
+                description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows.",
+            ),
+            dg.AssetCheckSpec(
+                "ledger_is_the_bill",
+                asset=key,
+                blocking=True,
+                description="Every paid node-second has one cause, and the causes sum to the bill exactly.",
+            ),
+        ],
+    )
+    def cost_breakdown(
+        context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
+    ) -> dg.MaterializeResult:
+        """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
+        estimate."""
+        return bill_training(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
+
+    return cost_breakdown
+
+
+cost_breakdown = build_cost_breakdown(STOCK)
+
+
+def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob) -> dg.MaterializeResult:
+    """Return a finished training's bill with its checks, after its reports were written."""
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.planning.variance import explain_variance, reasons
 
-    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))

@@ -12,13 +12,14 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions
+from dtrain_dagster.assets.common import LaunchpadOptions
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
-from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from trainer.storage.open import open_storage
 
@@ -47,21 +48,35 @@ class DatasetConfig(LaunchpadOptions):
     """The number of files that the rows are divided into."""
 
 
-@dg.asset(
-    group_name="data",
-    kinds={"parquet", "duckdb"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description="Daily prices in one shape, from the bundled panel, a file of yours or a download; checked.",
-    check_specs=[
-        dg.AssetCheckSpec(name, asset="stock_prices", description=description, blocking=severity == "error")
-        for name, (severity, description) in CHECKS.items()
-    ],
-)
-def stock_prices(
+def build_stock_prices(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `stock_prices` of a graph."""
+    names, options = pipeline.names, pipeline.options("stock_prices", PricesConfig)
+    key = names.key("stock_prices")
+
+    @dg.asset(
+        **pipeline.asset("stock_prices", "data"),
+        kinds={"parquet", "duckdb"},
+        required_resource_keys={names.project},
+        description="Daily prices in one shape, from the bundled panel, a file of yours or a download; checked.",
+        check_specs=[
+            dg.AssetCheckSpec(name, asset=key, description=description, blocking=severity == "error")
+            for name, (severity, description) in CHECKS.items()
+        ],
+    )
+    def stock_prices(context: dg.AssetExecutionContext, config: options):  # type: ignore[valid-type]
+        """Read prices from their source into one shape, validate them, and return them with their checks."""
+        return read_prices(context, config, project_resource(context, names))
+
+    return stock_prices
+
+
+stock_prices = build_stock_prices(STOCK)
+
+
+def read_prices(
     context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
-):  # no annotation, see assets.common
-    """Read prices from their source into one shape, validate them, and return them with their checks."""
+) -> dg.MaterializeResult:
+    """Return the prices that the launchpad or DTRAIN_PRICES names, with their checks."""
     from dtrain_dagster.data.sources import price_source
 
     settings = load_settings()
@@ -99,17 +114,36 @@ def _asset_check(check: CheckResult) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(check_name=check.name, passed=check.passed, severity=severity, metadata=metadata)
 
 
-@dg.asset(
-    group_name="data",
-    kinds={"parquet"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description="Parquet shards of features and targets, and a manifest; named after their content, never built twice.",
-)
-def sharded_dataset(
+def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `sharded_dataset` of a graph that is made from prices. Others are
+    `dtrain_dagster.assets.given_dataset`."""
+    names, options = pipeline.names, pipeline.options("sharded_dataset", DatasetConfig)
+
+    @dg.asset(
+        **pipeline.asset("sharded_dataset", "data", inputs=("stock_prices",)),
+        kinds={"parquet"},
+        required_resource_keys={names.project},
+        description="Parquet shards of features and targets, and a manifest; named after their content, never built "
+        "twice.",
+    )
+    def sharded_dataset(
+        context: dg.AssetExecutionContext,
+        config: options,  # type: ignore[valid-type]
+        stock_prices: PricesRef,
+    ):  # no annotation, see assets.common
+        """Build the dataset of the prices, unless it exists, and publish it to the storage that the nodes read."""
+        return shard_prices(context, config, project_resource(context, names), stock_prices)
+
+    return sharded_dataset
+
+
+sharded_dataset = build_sharded_dataset(STOCK)
+
+
+def shard_prices(
     context: dg.AssetExecutionContext, config: DatasetConfig, project: ProjectResource, stock_prices: PricesRef
-):  # no annotation, see assets.common
-    """Build the dataset of the prices, unless it exists, and publish it to the storage that the nodes read."""
+) -> dg.MaterializeResult:
+    """Return the dataset of these prices, where the nodes read it."""
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
     from dtrain_dagster.reports.training_charts import markdown_image
@@ -173,33 +207,70 @@ def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
     return dg.TableSchema([dg.TableColumn(name, "string") for name in (rows[0].data if rows else {})])
 
 
-@dg.multi_asset_check(
-    specs=[
-        dg.AssetCheckSpec(
-            "shuffled_labels_teach_nothing",
-            asset="sharded_dataset",
-            blocking=True,
-            description="A model trained on labels of other windows is no better than the unconditional distribution.",
-        ),
-        dg.AssetCheckSpec(
-            "planted_leak_is_caught",
-            asset="sharded_dataset",
-            blocking=True,
-            description="With the label among the features the leak alarm goes off; without it, it stays silent.",
-        ),
-    ],
-)
-def leakage_checks(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
-    """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
-    storage = open_storage(sharded_dataset.uri)
+def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
+    """Return the leakage checks of a graph's `sharded_dataset`."""
+    names, key = pipeline.names, pipeline.names.key("sharded_dataset")
+
+    @dg.multi_asset_check(
+        name=names.unique("leakage_checks"),
+        required_resource_keys={names.project},
+        ins={"sharded_dataset": dg.AssetIn(key=key)},
+        specs=[
+            dg.AssetCheckSpec(
+                "shuffled_labels_teach_nothing",
+                asset=key,
+                blocking=True,
+                description="A model trained on labels of other windows is no better than the unconditional "
+                "distribution.",
+            ),
+            dg.AssetCheckSpec(
+                "planted_leak_is_caught",
+                asset=key,
+                blocking=True,
+                description="With the label among the features the leak alarm goes off; without it, it stays silent.",
+            ),
+        ],
+    )
+    def leakage_checks(
+        context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset
+    ) -> Iterable[dg.AssetCheckResult]:
+        """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
+        project = project_resource(context, names)
+        kind = sharded_dataset.manifest().get("kind", "windows")
+        if kind != "windows":
+            why = f"not judged: these checks are for windows of prices, and this is a dataset of {kind}"
+            checks = ("shuffled_labels_teach_nothing", "planted_leak_is_caught")
+            yield from (
+                dg.AssetCheckResult(check_name=name, asset_key=key, passed=True, metadata={"why": why})
+                for name in checks
+            )
+            return
+        # A given folder may be read-only, or another project's: only what is built here is written to.
+        own = f"{project.storage_uri}/leakage_checks/{sharded_dataset.dataset_id}"
+        yield from check_leakage(project, sharded_dataset.uri, sharded_dataset.uri if is_built(pipeline) else own, key)
+
+    return leakage_checks
+
+
+leakage_checks = build_leakage_checks(STOCK)
+
+
+def is_built(pipeline: Pipeline) -> bool:
+    """Return whether the graph builds its dataset itself, and so may write into its folder."""
+    return pipeline.source == "prices"
+
+
+def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
+    """Yield the results of a dataset's leakage checks, whose report is in the folder ``kept_at``."""
+    storage = open_storage(kept_at)
     name = f"canaries-{code_version()}.json"  # the name of older datasets too
     if not storage.exists(name):
-        storage.write(name, _run_leakage_checks(project, sharded_dataset.uri))
+        storage.write(name, _run_leakage_checks(project, uri))
     report = json.loads(storage.read(name))
     figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
     for check, reasons in report["checks"].items():
         metadata = {"reasons": reasons, "constant_nll": report["constant_nll"], **figures, "seconds": report["seconds"]}
-        yield dg.AssetCheckResult(check_name=check, asset_key="sharded_dataset", passed=not reasons, metadata=metadata)
+        yield dg.AssetCheckResult(check_name=check, asset_key=key, passed=not reasons, metadata=metadata)
 
 
 def _run_leakage_checks(project: ProjectResource, uri: str) -> bytes:

@@ -5,26 +5,34 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.costs import cost_breakdown
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.scoring import Score
 
 
-@dg.asset_check(
-    asset=cost_breakdown,
-    name="estimate_scored",
-    description="Time and cost of the finished run lay within the 90 % interval that was given before it started. "
-    "Shows how good this instance's estimates were so far; the next ones learn from it. A run on another "
-    "SKU or tier than planned has no score.",
-)
-def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-    """Judge this run's estimate against what the run took, and all past estimates together."""
-    from dtrain_dagster.planning.history import latest_score, past_scores
+def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
+    """Return the check `estimate_scored` of a graph's `cost_breakdown`."""
 
-    scores = [past.score for past in past_scores(context.instance)]
-    return judged(latest_score(context.instance, context.run.run_id), scores)
+    @dg.asset_check(
+        asset=names.key("cost_breakdown"),
+        name="estimate_scored",
+        description="Time and cost of the finished run lay within the 90 % interval that was given before it started. "
+        "Shows how good this instance's estimates were so far; the next ones learn from it. A run on another "
+        "SKU or tier than planned has no score.",
+    )
+    def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        """Judge this run's estimate against what the run took, and all past estimates together."""
+        from dtrain_dagster.planning.history import latest_score, past_scores
+
+        scores = [past.score for past in past_scores(context.instance, names)]
+        return judged(latest_score(context.instance, context.run.run_id, names), scores)
+
+    return estimate_scored
+
+
+estimate_scored = build_estimate_scored(STOCK_NAMES)
 
 
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:

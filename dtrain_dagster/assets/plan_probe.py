@@ -101,6 +101,7 @@ def measure_pace(
             forecast = probe.forecast(
                 manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
                 history.learned("probe", price.sku), context.log.info, left,
+                planned.script.command if planned.script else None,
             )  # fmt: skip
     except BudgetSpentError as error:
         said = f"the probe came to the limit of {dollars(limit_usd)}: {error}"

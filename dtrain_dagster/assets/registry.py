@@ -1,12 +1,13 @@
 """Registration: the checkpoint becomes a version, a real scoring server proves it, and a gate promotes it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
+from dtrain_dagster.assets.common import plan_of, read_finished
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -16,8 +17,9 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
@@ -25,43 +27,89 @@ if TYPE_CHECKING:
     from dtrain_dagster.registry import Gate, ServingCheck, TrainingProvenance
 
 
-@dg.asset(
-    group_name="registry",
-    kinds={"mlflow"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description=(
-        "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion if "
-        "it passes the gate and beats the one before on the same windows, else challenger."
-    ),
-    check_specs=[
-        dg.AssetCheckSpec(
-            "promotion_gate",
-            asset="registered_model",
-            blocking=True,
-            description="Likelihood above EWMA's and HAR-X's, 90 % coverage within 87 to 93 %, no sign of leakage.",
+def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `registered_model` of a graph."""
+    names, key = pipeline.names, pipeline.names.key("registered_model")
+    inputs = ("sharded_dataset", "cost_estimate", "trained_checkpoint")
+
+    @dg.asset(
+        **pipeline.asset("registered_model", "registry", inputs=inputs),
+        kinds={"mlflow"},
+        required_resource_keys=names.resources,
+        description=(
+            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion "
+            "if it passes the gate and beats the one before on the same windows, else challenger."
         ),
-        dg.AssetCheckSpec(
-            "serving_endpoint_answers",
-            asset="registered_model",
-            blocking=True,
-            description="A real MLflow scoring server answers real windows with the numbers of the trained weights.",
-        ),
-    ],
-)
-def registered_model(
+        check_specs=[
+            dg.AssetCheckSpec(
+                "promotion_gate",
+                asset=key,
+                blocking=True,
+                description="Likelihood above EWMA's and HAR-X's, 90 % coverage within 87 to 93 %, no sign of leakage.",
+            ),
+            dg.AssetCheckSpec(
+                "serving_endpoint_answers",
+                asset=key,
+                blocking=True,
+                description="A real MLflow scoring server answers real windows with the numbers of the trained "
+                "weights.",
+            ),
+        ],
+    )
+    def registered_model(
+        context: dg.AssetExecutionContext,
+        sharded_dataset: BuiltDataset,
+        cost_estimate: TrainingPlan,
+        trained_checkpoint: FinishedJob,
+    ):  # no annotation, see assets.common
+        """Register the trained model as a version, check it with a scoring server, and give it an alias."""
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        manifest = sharded_dataset.manifest()
+        if why := why_unregistered(manifest):
+            return unregistered(why, trained_checkpoint)
+        return register(context, cluster, project, manifest, cost_estimate, trained_checkpoint)
+
+    return registered_model
+
+
+registered_model = build_registered_model(STOCK)
+
+
+def why_unregistered(manifest: Mapping[str, Any]) -> str:
+    """Return why a model of this dataset is not registered; "" where it is. Pure."""
+    kind = manifest.get("kind", "windows")
+    if kind == "windows":
+        return ""
+    return (
+        f"a model of {kind} is not registered: gate, scoring server and card judge forecasts of windows of prices. Its "
+        "weights are in the run directory, model/weights.pt"
+    )
+
+
+def unregistered(why: str, job: FinishedJob) -> dg.MaterializeResult:
+    """Return the asset of a model that is not registered, and passed checks that say so."""
+    return dg.MaterializeResult(
+        value={"run_dir": job.run_dir},
+        metadata={"registered": False, "reason": why, "run_dir": dg.MetadataValue.path(job.run_dir)},
+        check_results=[
+            dg.AssetCheckResult(check_name=name, passed=True, metadata={"not_judged": why})
+            for name in ("promotion_gate", "serving_endpoint_answers")
+        ],
+    )
+
+
+def register(
     context: dg.AssetExecutionContext,
     cluster: GPUClusterResource,
     project: ProjectResource,
-    sharded_dataset: BuiltDataset,
+    manifest: dict[str, Any],
     cost_estimate: TrainingPlan,
-    trained_checkpoint: FinishedJob,
-):  # no annotation, see assets.common
-    """Register the trained model as a version, check it with a scoring server, and give it an alias."""
+    job: FinishedJob,
+) -> dg.MaterializeResult:
+    """Return the version of a finished training's model, with its alias and checks."""
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
 
-    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
     plan = plan_of(rundir, cost_estimate)
@@ -70,8 +118,7 @@ def registered_model(
     ordered = registry.ordered_job(rundir, order)
     registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
     gate = registry.promotion_gate(evaluation)
-    data = sharded_dataset.manifest()
-    card = registry.model_card(project.model_name, ordered, result, evaluation, data, provenance, gate)
+    card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, gate)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
         job.run_dir,
@@ -174,17 +221,36 @@ def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_na
     return total, f"{dollars(total)} ({sku}: {plan.price_words})"
 
 
-@dg.asset_check(
-    asset="registered_model",
-    description=(
-        "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. A warning "
-        "where it could not be asked or answers for another version; an error where its form is not the model's."
-    ),
-)
-def endpoint_compatible(
+def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
+    """Return the check `endpoint_compatible` of a graph's `registered_model`."""
+
+    @dg.asset_check(
+        asset=names.key("registered_model"),
+        required_resource_keys=names.resources,
+        description=(
+            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. A warning "
+            "where it could not be asked or answers for another version; an error where its form is not the model's."
+        ),
+    )
+    def endpoint_compatible(
+        context: dg.AssetCheckExecutionContext, registered_model: dict[str, str]
+    ) -> dg.AssetCheckResult:
+        """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong
+        form."""
+        return judge_endpoint(cluster_resource(context, names), project_resource(context, names), registered_model)
+
+    return endpoint_compatible
+
+
+endpoint_compatible = build_endpoint_compatible(STOCK_NAMES)
+
+
+def judge_endpoint(
     cluster: GPUClusterResource, project: ProjectResource, registered_model: dict[str, str]
 ) -> dg.AssetCheckResult:
-    """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong form."""
+    """Return what the endpoint of DTRAIN_ENDPOINT says of a registered model; passed where there is none to judge."""
+    if "name" not in registered_model:
+        return dg.AssetCheckResult(passed=True, metadata={"not_judged": "the model was not registered"})
     from dtrain_dagster.registry import check_endpoint
 
     model = {name: registered_model[name] for name in ("name", "version")}

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import (
-    CODE_VERSION,
-    OWNERS,
     optimization_table,
     plan_of,
     read_finished,
     strategy_table,
     table_schema,
 )
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import windows
-from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -33,24 +32,38 @@ if TYPE_CHECKING:
 PERFORMANCE_REPORT = "reports/performance_report.json"
 
 
-@dg.asset(
-    group_name="reporting",
-    kinds={"python"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description="How fast the nodes trained and what held them up: verdict first, then figures and pictures.",
-)
-def performance_report(
-    cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
+def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `performance_report` of a graph."""
+
+    @dg.asset(
+        **pipeline.asset("performance_report", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
+        kinds={"python"},
+        required_resource_keys={pipeline.names.cluster},
+        description="How fast the nodes trained and what held them up: verdict first, then figures and pictures.",
+    )
+    def performance_report(
+        context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
+    ) -> dg.MaterializeResult:
+        """Summarise a finished training's performance, write the report's page, and recommend changes for the next
+        run."""
+        return report_performance(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
+
+    return performance_report
+
+
+performance_report = build_performance_report(STOCK)
+
+
+def report_performance(
+    cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob
 ) -> dg.MaterializeResult:
-    """Summarise a finished training's performance, write the report's page, and recommend changes for the next run."""
+    """Return a finished training's figures, after its reports were written."""
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
 
-    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)

@@ -3,19 +3,20 @@ beyond."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions, hardware_mark
+from dtrain_dagster.assets.common import LaunchpadOptions, hardware_mark
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
@@ -40,40 +41,59 @@ class ScalingOptions(LaunchpadOptions):
     """Optimizer steps of each short run."""
 
 
-@dg.asset(
-    group_name=GROUP,
-    kinds={"python"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description=(
-        "Weak and strong scaling of the planned training, measured by short runs on one node up to all. A model of it "
-        "for up to 256 ranks is shown, with its error, only if it predicts a measured world that it has not seen. It "
-        "trains: not part of `retraining`."
-    ),
-    check_specs=[
-        dg.AssetCheckSpec(
-            "model_predicts_what_it_has_not_seen",
-            asset="scaling_study",
-            description="Fitted without the largest world, the model meets its step. If it does not, nothing is said "
-            "of more ranks than were measured.",
-        )
-    ],
-)
-def scaling_study(
+def build_scaling_study(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `scaling_study` of a graph, in a group of its own: it is not part of retraining."""
+    options = pipeline.options("scaling_study", ScalingOptions)
+
+    @dg.asset(
+        **pipeline.asset("scaling_study", GROUP, inputs=("sharded_dataset", "cost_estimate"))
+        | {"group_name": pipeline.names.unique(GROUP)},
+        kinds={"python"},
+        required_resource_keys=pipeline.names.resources,
+        description=(
+            "Weak and strong scaling of the planned training, measured by short runs on one node up to all. A model of "
+            "it for up to 256 ranks is shown, with its error, only if it predicts a measured world that it has not "
+            "seen. It trains: not part of `retraining`."
+        ),
+        check_specs=[
+            dg.AssetCheckSpec(
+                "model_predicts_what_it_has_not_seen",
+                asset=pipeline.names.key("scaling_study"),
+                description="Fitted without the largest world, the model meets its step. If it does not, nothing is "
+                "said of more ranks than were measured.",
+            )
+        ],
+    )
+    def scaling_study(
+        context: dg.AssetExecutionContext,
+        config: options,  # type: ignore[valid-type]
+        sharded_dataset: BuiltDataset,
+        cost_estimate: TrainingPlan,
+    ):  # no annotation, see assets.common
+        """Measure weak and strong scaling with short runs, fit a model to them, and check it on a world that it has not
+        seen."""
+        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
+        return study_scaling(context, config, cluster, project, sharded_dataset.samples, cost_estimate)
+
+    return scaling_study
+
+
+scaling_study = build_scaling_study(STOCK)
+
+
+def study_scaling(
     context: dg.AssetExecutionContext,
     config: ScalingOptions,
     cluster: GPUClusterResource,
     project: ProjectResource,
-    sharded_dataset: BuiltDataset,
-    cost_estimate: TrainingPlan,
-):  # no annotation, see assets.common
-    """Measure weak and strong scaling with short runs, fit a model to them, and check it on a world that it has not
-    seen."""
+    samples: Mapping[str, int],
+    plan: TrainingPlan,
+) -> dg.MaterializeResult:
+    """Return the study of a plan's training. ``samples``: of each split."""
     from dtrain_dagster.monitoring import scaling, scaling_points
     from dtrain_dagster.planning import probe
     from dtrain_dagster.reports import scaling_charts, training_charts
 
-    plan = cost_estimate
     counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
     if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * LOG_EVERY:
         raise dg.Failure(
@@ -96,12 +116,12 @@ def scaling_study(
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, is_this_machine)
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
         with queueing(context, project):
-            env = cluster.node_env(project)
-            probe.run_probe(manager, job, nodes, plan.processes_per_node, env, context.log.info)
+            env, command = cluster.node_env(project), plan.command
+            probe.run_probe(manager, job, nodes, plan.processes_per_node, env, context.log.info, command)
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
         point = scaling_points.read_point(
-            events, mode, nodes, asdict(job.training), sharded_dataset.samples["train"], usd_per_node_hour
+            events, mode, nodes, asdict(job.training), samples["train"], usd_per_node_hour
         )
         context.log.info(f"{point.step_seconds * 1000:.1f} ms a step, {point.samples_per_second:,.0f} samples/s")
         points.append(point)
@@ -160,7 +180,7 @@ def short_job(
     }
     job_id = f"scaling-{mark}-{mode}-{nodes}of{most}-{steps}"
     fields = {"job_id": job_id, "run_dir": f"{jobs_uri}/{job_id}", "tracking": {"tensorboard": False}}
-    return parse_job(json.dumps({**plan.job, "training": training, **fields}), source="the plan")
+    return parse_job(json.dumps({**plan.sections, "training": training, **fields}), source="the plan")
 
 
 def row(point: "ScalingPoint") -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, round_figures
+from dtrain_dagster.assets.common import read_finished, round_figures
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training_progress import (
@@ -23,7 +24,7 @@ from dtrain_dagster.assets.training_progress import (
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
-from dtrain_dagster.costs.plan import PLAN, TrainingPlan, charges_of
+from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import Tier, tier_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import (
@@ -37,7 +38,7 @@ from dtrain_dagster.jobs.progress import (
     start_job,
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
@@ -45,13 +46,25 @@ from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 if TYPE_CHECKING:
     from trainer.elastic.membership import Generation
 
-gpu_cluster = dg.AssetSpec(
-    "gpu_cluster",
-    group_name="training",
-    kinds={"python"},
-    owners=OWNERS,
-    description="The cluster that trains, as sensors see it: what runs, what idles. Not made here, observed.",
-)
+
+CLUSTER_TAG = "dtrain/cluster"
+"""The tag of an asset `gpu_cluster` that names the cluster: graphs on the same one are watched together."""
+
+
+def build_gpu_cluster(pipeline: Pipeline) -> dg.AssetSpec:
+    """Return the external asset `gpu_cluster` of a graph."""
+    return dg.AssetSpec(
+        pipeline.names.key("gpu_cluster"),
+        # Beside the group of a graph with a name: Dagster refuses to materialize a group with an external asset in it.
+        group_name=pipeline.names.unique("cluster") if pipeline.names.pipeline else "training",
+        kinds={"python"},
+        owners=list(pipeline.owners),
+        tags={CLUSTER_TAG: pipeline.cluster} if pipeline.cluster else {},
+        description="The cluster that trains, as sensors see it: what runs, what idles. Not made here, observed.",
+    )
+
+
+gpu_cluster = build_gpu_cluster(STOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,58 +78,81 @@ class FinishedJob:
     processes_per_node: int
 
 
-@dg.asset(
-    group_name="training",
-    kinds={"pytorch"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    deps=[gpu_cluster],
-    description=(
-        "The checkpoint that the cluster's nodes train with DDP, as planned. While it trains, progress is recorded as "
-        "observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
-    ),
-    check_specs=[
+def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `trained_checkpoint` of a graph."""
+    names, key = pipeline.names, pipeline.names.key("trained_checkpoint")
+
+    @dg.asset(
+        **pipeline.asset("trained_checkpoint", "training", inputs=("cost_estimate",)),
+        kinds={"pytorch"},
+        required_resource_keys=names.resources,
+        deps=[names.key("gpu_cluster")],
+        description=(
+            "The checkpoint that the cluster's nodes train with DDP, as planned. While it trains, progress is recorded "
+            "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
+        ),
+        check_specs=training_checks(key),
+    )
+    def trained_checkpoint(
+        context: dg.AssetExecutionContext, cost_estimate: TrainingPlan
+    ):  # no annotation, see assets.common
+        """Run the planned training on the cluster, or attach to the job that already does, and follow it to its
+        end."""
+        return carry_out(
+            context, pipeline, cluster_resource(context, names), project_resource(context, names), cost_estimate
+        )
+
+    return trained_checkpoint
+
+
+def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    """Return the checks of a trained checkpoint with this key."""
+    return [
         dg.AssetCheckSpec(
             "weights_equal_on_all_ranks",
-            asset="trained_checkpoint",
+            asset=key,
             blocking=True,
             description="The final weights of all ranks have one sha256.",
         ),
         dg.AssetCheckSpec(
             "every_sample_used_once",
-            asset="trained_checkpoint",
+            asset=key,
             blocking=True,
             description="Each sample of the training split was used exactly once per epoch, whatever nodes were lost: "
             "the trainer's records of what it consumed equal those of the dataset's own count.",
         ),
         dg.AssetCheckSpec(
             "communication_within_limits",
-            asset="trained_checkpoint",
+            asset=key,
             description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: the network, as far as "
             "nothing hides it, and waiting at collectives. "
             "Told as soon as it does, while the job runs; judged over the whole job at its end.",
         ),
         dg.AssetCheckSpec(
             COST_CHECK,
-            asset="trained_checkpoint",
+            asset=key,
             description="The training costs no further above its estimate than DTRAIN_OVERRUN_FRACTION allows. "
             "Told by the sensor cost_overrun while it runs, by what it has cost and by what it is projected to cost.",
         ),
         dg.AssetCheckSpec(
             "no_baseline_is_better",
-            asset="trained_checkpoint",
+            asset=key,
             description="No baseline's likelihood on the same test windows is better beyond chance (t above 2).",
         ),
-    ],
-)
-def trained_checkpoint(
+    ]
+
+
+trained_checkpoint = build_trained_checkpoint(STOCK)
+
+
+def carry_out(
     context: dg.AssetExecutionContext,
+    pipeline: Pipeline,
     cluster: GPUClusterResource,
     project: ProjectResource,
-    cost_estimate: TrainingPlan,
-):  # no annotation, see assets.common
-    """Run the planned training on the cluster, or attach to the job that already does, and follow it to its end."""
-    plan = cost_estimate
+    plan: TrainingPlan,
+) -> dg.MaterializeResult:
+    """Return the finished training of a plan, with its checks."""
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
     root_run_id = context.run.root_run_id or context.run.run_id
@@ -131,9 +167,9 @@ def trained_checkpoint(
             refuse_dearer_nodes(context, project, plan, got)
             job = planned_job(plan, choice, cluster, project, context.run.run_id)
             job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
-            rundir.write_json(PLAN, asdict(plan))
+            rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
             env = cluster.node_env(project)
-            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd)
+            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
         elif choice.action == "attach":
             context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
         with queueing(context, project):
@@ -160,6 +196,7 @@ def trained_checkpoint(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, events, result, evaluation, plan)
+        | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
         | totals_metadata(manager.node_usage(choice.job_id), plan.tier)
         | provisioning(manager),
         check_results=[
@@ -205,7 +242,7 @@ def planned_job(
         tags={"dagster_run_id": run_id, "code_version": code_version()},
     )
     fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
-    return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
+    return parse_job(json.dumps({**plan.sections, **fields}), source="the plan")
 
 
 def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
@@ -304,13 +341,14 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 
 
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
-    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest."""
+    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
+    that which the script had before the training."""
     from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
     from trainer.data.manifest import load_manifest
     from trainer.storage.open import open_storage
 
-    manifest = load_manifest(open_storage(plan.job["dataset"]["uri"]))
-    count, epochs = manifest["samples"]["train"], result["consumed"]
+    own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
+    count, epochs = own["samples"]["train"], result["consumed"]
     wrong = find_coverage_errors(epochs, count, whole_epochs=int(result["epochs"]))
     return dg.AssetCheckResult(
         check_name="every_sample_used_once",

@@ -22,6 +22,7 @@ from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.data.manifest import NoDatasetError, load_manifest
 from trainer.documents import schemas
@@ -33,9 +34,10 @@ from trainer.storage.open import open_storage
 
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
+TRAINED = "trained_checkpoint"
+_STOCK_TRAINED = STOCK_NAMES.key(TRAINED)
 CHAMPION_CHECK = "champion_holds"
 """The name of the check of ``sharded_dataset`` in `assets.champion_check`."""
-TRAINED = dg.AssetKey("trained_checkpoint")
 _REGISTRATIONS = 200
 """The number of materializations of ``registered_model`` that are searched for the champion."""
 DAY = 86400.0
@@ -181,32 +183,37 @@ def ask(
     project: ProjectResource,
     cluster: GPUClusterResource,
     budget_usd: float,
+    names: GraphNames = STOCK_NAMES,
 ) -> dg.RunRequest | dg.SkipReason:
-    """Return the one run of this cause, or the reason to skip: it had its run, or a training is under way.
+    """Return the one run of this cause in this graph, or the reason to skip: it had its run, or a training of the graph
+    is under way.
 
     Sensors are evaluated one after the other, schedules beside them. The caller must hold the claim
     (`claim_retraining`).
     """
-    now = time.time()
-    live = _trainings(context, project, cluster, now)
+    now, trained = time.time(), names.key(TRAINED)
+    cause = replace(cause, key=names.mark(cause.key))
+    live = _trainings(context, project, cluster, now, trained)
     queued = [
         item
         for item in WaitingList(project.shared_uri).tickets()
-        if not item.assets or TRAINED.to_user_string() in item.assets
+        if not item.assets or trained.to_user_string() in item.assets
     ]
     if queued:  # its run ended as a failure, but only waits for capacity
         return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
-    key = next_try(context.instance, cause, now)
+    key = next_try(context.instance, cause, now, names)
     if isinstance(key, dg.SkipReason):
         return key
     if live:
         return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
-    if holder := claim_retraining(open_storage(f"{project.shared_uri}/retraining"), key, now):
+    if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
-    return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
+    return dg.RunRequest(run_key=key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: key})
 
 
-def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -> str | dg.SkipReason:
+def next_try(
+    instance: dg.DagsterInstance, cause: RetrainingCause, now: float, names: GraphNames = STOCK_NAMES
+) -> str | dg.SkipReason:
     """Return the key of the cause's next run, the first or one after runs that failed before they trained; or a
     skip."""
     keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
@@ -217,17 +224,17 @@ def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -
     said = f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()})"
     left = keys[max(keys.index(run.tags[CAUSE_TAG]) for run in runs) + 1 :]
     is_failed = runs[0].status is dg.DagsterRunStatus.FAILURE
-    if not is_failed or not left or any(has_trained(instance, run.run_id) for run in runs):
-        return dg.SkipReason(f"{said}; to train once more, launch the job {RETRAINING} by hand")
+    if not is_failed or not left or any(has_trained(instance, run.run_id, names) for run in runs):
+        return dg.SkipReason(f"{said}; to train once more, launch the job {names.unique(RETRAINING)} by hand")
     rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
     if rest > 0:
         return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {format_duration(rest)}")
     return left[0]
 
 
-def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
+def has_trained(instance: dg.DagsterInstance, run_id: str, names: GraphNames = STOCK_NAMES) -> bool:
     """Return whether the run came so far that a training may have been paid for."""
-    steps = instance.get_run_step_stats(run_id, [TRAINED.to_python_identifier()])
+    steps = instance.get_run_step_stats(run_id, [names.step(TRAINED)])
     return any(step.start_time is not None for step in steps)
 
 
@@ -260,6 +267,7 @@ def _trainings(
     project: ProjectResource,
     cluster: GPUClusterResource,
     now: float,
+    trained: dg.AssetKey,
 ) -> list[dg.DagsterRun]:
     """Return the runs that train or are about to. A run that has died is marked as failed, so that it is told once and
     holds no place in the queue of runs."""
@@ -280,19 +288,19 @@ def _trainings(
                     f"{why}\n{project.run_url(run.run_id)}",
                     context.log,
                 )
-        elif trains(run.asset_selection):
+        elif trains(run.asset_selection, trained):
             found.append(run)
     return found
 
 
-def trains(selection: Set[dg.AssetKey] | None) -> bool:
-    """Return whether a run of this selection (None for all assets) pays for a training."""
-    return selection is None or TRAINED in selection
+def trains(selection: Set[dg.AssetKey] | None, trained: dg.AssetKey = _STOCK_TRAINED) -> bool:
+    """Return whether a run of this selection (None for all assets) pays for a training that becomes this asset."""
+    return selection is None or trained in selection
 
 
-def run_config(budget_usd: float) -> dict[str, Any]:
+def run_config(budget_usd: float, names: GraphNames = STOCK_NAMES) -> dict[str, Any]:
     """Return the launchpad of a run that starts unattended: a plan over the budget is refused."""
-    return {"ops": {"cost_estimate": {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
+    return {"ops": {names.step("cost_estimate"): {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
 
 
 def budget_words(budget_usd: float) -> str:
@@ -302,11 +310,13 @@ def budget_words(budget_usd: float) -> str:
     return f"A plan above {dollars(budget_usd)} (DTRAIN_RETRAIN_BUDGET_USD) is refused, and a person is told."
 
 
-def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
+def registrations(
+    instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES
+) -> tuple[Registered | None, Registered | None]:
     """Return the champion and the model that was registered last, by the records of ``registered_model``; None if
     none."""
     latest = None
-    for record in itertools.islice(_records(instance, dg.AssetKey("registered_model")), _REGISTRATIONS):
+    for record in itertools.islice(_records(instance, names.key("registered_model")), _REGISTRATIONS):
         values, tags = _metadata(record.asset_materialization), {}
         if isinstance(values.get("tags"), dict):
             tags = values["tags"]
@@ -333,9 +343,9 @@ def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.Ev
         yield from page.records
 
 
-def judgement(instance: dg.DagsterInstance) -> Judgement | None:
+def judgement(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> Judgement | None:
     """Return the latest evaluation of `CHAMPION_CHECK`; None where there is none."""
-    key = dg.AssetCheckKey(dg.AssetKey("sharded_dataset"), CHAMPION_CHECK)
+    key = dg.AssetCheckKey(names.key("sharded_dataset"), CHAMPION_CHECK)
     record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
     evaluation = record.event.asset_check_evaluation if record and record.event else None
     if record is None or record.event is None or evaluation is None:
@@ -350,15 +360,15 @@ def judgement(instance: dg.DagsterInstance) -> Judgement | None:
     )
 
 
-def newest_prices(instance: dg.DagsterInstance) -> Prices | None:
+def newest_prices(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> Prices | None:
     """Return the prices that were read last, whether or not a model was trained on them; None where none were read."""
-    values = _latest(instance, dg.AssetKey("stock_prices"))
+    values = _latest(instance, names.key("stock_prices"))
     return Prices(sha256=str(values["sha256"]), last_date=str(values["last_date"])) if "sha256" in values else None
 
 
-def trained_dataset(instance: dg.DagsterInstance) -> str | None:
+def trained_dataset(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> str | None:
     """Return the id of the dataset of the latest training; None where there was none."""
-    return _latest(instance, TRAINED).get("dataset_id")
+    return _latest(instance, names.key(TRAINED)).get("dataset_id")
 
 
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:

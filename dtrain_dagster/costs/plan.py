@@ -17,6 +17,12 @@ from dtrain_dagster.costs.usage import NodeUsage
 
 PLAN = "plan.json"
 """File of a run directory: the plan that the job carries out, for those who watch its cost."""
+PLANNED_FOR = "asset"
+"""The key in `PLAN` that names the asset which the job trains. Plans of older versions have none."""
+STOCK_TRAINED = "trained_checkpoint"
+"""The asset that they were made for."""
+SECTIONS = ("dataset", "model", "loss", "training")
+"""The sections of ``job.json`` that a plan decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +41,8 @@ class TrainingPlan:
     fingerprint: str
     """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.progress.fingerprint`."""
     job: dict[str, Any]
-    """The sections ``dataset``, ``model``, ``loss`` and ``training`` of the job's ``job.json``."""
+    """The `SECTIONS` of the job's ``job.json``; where a script trains, also ``script``: its command, and the numbers of
+    samples that it has found (`dtrain_dagster.jobs.script_job`)."""
     sku: str
     tier: Tier
     node_count: int
@@ -66,6 +73,17 @@ class TrainingPlan:
     probes: tuple[ProbeCharge, ...] = ()
     """The probes that are paid with this training: those that its estimate rests on and no other training has paid.
     ``estimate`` is of the training alone."""
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Return the sections of ``job.json`` that the plan decides."""
+        return {name: self.job[name] for name in SECTIONS if name in self.job}
+
+    @property
+    def command(self) -> tuple[str, ...] | None:
+        """Return the command of the script that trains; None where the trainer does by itself."""
+        script = self.job.get("script")
+        return tuple(script["command"]) if script else None
 
     @property
     def probe_usd(self) -> float:

@@ -145,14 +145,14 @@ def _require_whole(rundir: RunDir, state: JobState) -> None:
     rundir.nodes()
 
 
-def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str:
-    """Return eight hex digits over everything that decides the result: data, model, loss, training, code, ranks."""
+def fingerprint(job: JobConfig, node_count: int, processes_per_node: int, script: str = "") -> str:
+    """Return eight hex digits over what decides the result: data, model, loss, training, code (a script's), ranks."""
     what = {
         "dataset": job.dataset.dataset_id or job.dataset.uri,
         "model": asdict(job.model),
         "loss": asdict(job.loss),
         "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
-        "code": [code_version(), *(_own_digest(part.factory) for part in (job.model, job.loss))],
+        "code": [code_version(), *map(_own_digest, (job.model.factory, job.loss.factory)), *filter(None, [script])],
         "ranks": [node_count, processes_per_node],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -220,7 +220,7 @@ def start_job(
             command=command or (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
             node_count=node_count,
             processes_per_node=processes_per_node,
-            env=env,
+            env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}),
             master_port=job.training.master_port,
             elastic=True,
         )

@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes
-from dtrain_dagster.costs.plan import ProbeCharge, TrainingPlan
+from dtrain_dagster.costs.plan import SECTIONS, ProbeCharge, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, alternatives_to, is_of_site, price_words
 from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.jobs.script_job import ScriptJob
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.limits import Limits
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
-from trainer.config import JobConfig
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from trainer.config import SCRIPT, JobConfig
 
 LEAST_LOAD_SPREAD = 0.02
 """Spread from which the load of the machine is worth a word."""
@@ -42,6 +44,10 @@ class PlannedJob:
     node_count: int
     kind: ClusterKind
     """The kind of cluster: nodes that are not bought are priced as a SKU, and nothing is billed."""
+    names: GraphNames = STOCK_NAMES
+    """Of the graph that trains: its name is a part of both digests, and so of jobs' ids."""
+    script: ScriptJob | None = None
+    """The script that trains; None where the trainer does, by ``job.json`` alone."""
 
     @property
     def price_words(self) -> str:
@@ -51,8 +57,8 @@ class PlannedJob:
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
         """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
         stay."""
-        mark = fingerprint(job, node_count, self.sizes.processes_per_node)
-        return replace(self, job=job, fingerprint=mark, node_count=node_count)
+        digest = fingerprint(job, node_count, self.sizes.processes_per_node, self.script.digest if self.script else "")
+        return replace(self, job=job, fingerprint=self.names.mark(digest), node_count=node_count)
 
 
 def size_up_job(
@@ -64,19 +70,24 @@ def size_up_job(
     processes_per_node: int,
     kind: ClusterKind,
     stated_ranks: int | None = None,
+    names: GraphNames = STOCK_NAMES,
+    script: ScriptJob | None = None,
 ) -> PlannedJob:
     """Return the wanted training on its nodes, before its speed is known. ``samples``: of each split. ``stated_ranks``:
     the world size that somebody has given, if it is not that of the nodes."""
+    code = script.digest if script else ""
     sizes = sizes_of(job, samples, processes_per_node, os.cpu_count() if kind.is_this_machine else None)
     return PlannedJob(
         job=job,
         sizes=replace(sizes, stated_ranks=stated_ranks),
-        fingerprint=fingerprint(job, node_count, processes_per_node),
-        pace=pace_mark(job, processes_per_node) + (f"-w{stated_ranks}" if stated_ranks else ""),
+        fingerprint=names.mark(fingerprint(job, node_count, processes_per_node, code)),
+        pace=names.mark(pace_mark(job, processes_per_node, code)) + (f"-w{stated_ranks}" if stated_ranks else ""),
         price=price,
         tier=tier,
         node_count=node_count,
         kind=kind,
+        names=names,
+        script=script,
     )
 
 
@@ -147,7 +158,8 @@ def assemble_plan(
     count = planned.node_count
     return TrainingPlan(
         fingerprint=planned.fingerprint,
-        job={name: asdict(getattr(planned.job, name)) for name in ("dataset", "model", "loss", "training")},
+        job={name: asdict(getattr(planned.job, name)) for name in SECTIONS}
+        | ({SCRIPT: planned.script.document()} if planned.script else {}),
         sku=planned.price.sku,
         tier=planned.tier,
         node_count=count,

@@ -20,6 +20,7 @@ from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
@@ -90,13 +91,16 @@ class History:
     """Probes of any training."""
 
     @classmethod
-    def read(cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool) -> History:
-        """Return the history that the instance has for this fingerprint and pace."""
+    def read(
+        cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool,
+        names: GraphNames = STOCK_NAMES,
+    ) -> History:  # fmt: skip
+        """Return the history that the instance has for this fingerprint and pace in this graph."""
         return cls(
             fingerprint=fingerprint,
-            runs=tuple(past_runs(instance, pace, keeps_cache)),
-            scores=tuple(past_scores(instance)),
-            probes=tuple(past_probes(instance)),
+            runs=tuple(past_runs(instance, pace, keeps_cache, names)),
+            scores=tuple(past_scores(instance, names)),
+            probes=tuple(past_probes(instance, names)),
         )
 
     def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
@@ -118,7 +122,7 @@ class History:
         )
 
 
-def pace_mark(job: JobConfig, processes_per_node: int) -> str:
+def pace_mark(job: JobConfig, processes_per_node: int, script: str = "") -> str:
     """Return eight hex digits over everything that decides the duration of a step, an evaluation or a start, on any
     number of nodes. Trainings that differ only in their number of steps, in how often they save or evaluate, or in the
     numbers of an optimizer have the same mark."""
@@ -141,14 +145,16 @@ def pace_mark(job: JobConfig, processes_per_node: int) -> str:
         min_lr_fraction=0.0,
         weight_decay=0.0,
     )
-    return fingerprint(replace(job, training=training), node_count=0, processes_per_node=processes_per_node)
+    return fingerprint(replace(job, training=training), 0, processes_per_node, script)
 
 
-def past_runs(instance: dg.DagsterInstance, pace: str, keeps_cache: bool) -> list[PastRun]:
+def past_runs(
+    instance: dg.DagsterInstance, pace: str, keeps_cache: bool, names: GraphNames = STOCK_NAMES
+) -> list[PastRun]:
     """Return the latest runs of the same pace, the newest first, that lost no node and did not start again. Folders
     that are gone or unreadable do not count."""
     found = []
-    for _, _, metadata in _materializations(instance, "trained_checkpoint"):
+    for _, _, metadata in _materializations(instance, names.key("trained_checkpoint")):
         try:
             run = _read(RunDir(str(metadata["run_dir"])), pace, keeps_cache)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -178,30 +184,32 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
     )
 
 
-def past_probes(instance: dg.DagsterInstance) -> list[PastProbe]:
+def past_probes(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[PastProbe]:
     """Return the probes of any training that plans of this instance rested on, the newest first."""
     found: dict[str, PastProbe] = {}
-    for _, _, said in _materializations(instance, "cost_estimate"):
+    for _, _, said in _materializations(instance, names.key("cost_estimate")):
         for item in said.get("probes") or ():
             with suppress(KeyError, TypeError):
                 found.setdefault(item["job_id"], PastProbe(**item))
     return list(found.values())
 
 
-def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
+def past_scores(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[PastScore]:
     """Return the scores of finished runs, the oldest first: for each job the last one of `cost_breakdown`."""
     latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
-    for at, _, said in _materializations(instance, "cost_breakdown"):
+    for at, _, said in _materializations(instance, names.key("cost_breakdown")):
         latest.setdefault(str(said.get("job_id")), (at, said))
     found = [(str(said.get("fingerprint")), score_of(at, said)) for at, said in latest.values()]
     scores = [PastScore(fingerprint=mark, score=score) for mark, score in found if isinstance(score, Score)]
     return scores[:MOST_RUNS][::-1]
 
 
-def latest_score(instance: dg.DagsterInstance, run_id: str) -> tuple[str, Score | str] | None:
+def latest_score(
+    instance: dg.DagsterInstance, run_id: str, names: GraphNames = STOCK_NAMES
+) -> tuple[str, Score | str] | None:
     """Return the id of the job of the last `cost_breakdown`, in this Dagster run if it made one, with its score or why
     it has none. None where there never was a breakdown."""
-    told = _materializations(instance, "cost_breakdown")
+    told = _materializations(instance, names.key("cost_breakdown"))
     if not told:
         return None
     at, _, said = next((item for item in told if item[1] == run_id), told[0])
@@ -341,10 +349,10 @@ def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ..
 
 
 def _materializations(
-    instance: dg.DagsterInstance, asset: str, limit: int = LOOK_BACK
+    instance: dg.DagsterInstance, asset: dg.AssetKey, limit: int = LOOK_BACK
 ) -> list[tuple[float, str, dict[str, Any]]]:
     """Return (when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
-    records = instance.fetch_materializations(dg.AssetKey(asset), limit=limit).records
+    records = instance.fetch_materializations(asset, limit=limit).records
     return [
         (record.timestamp, record.run_id, {name: value.value for name, value in made.metadata.items()})
         for record in records

@@ -80,10 +80,12 @@ def forecast(
     learned: LearnedCorrection,
     tell: Callable[[str], object] = lambda sentence: None,
     left: Callable[[], float | None] = lambda: None,
+    command: tuple[str, ...] | None = None,
 ) -> Forecast:
     """Return the forecast from probes on these node counts (the planned one last), run now or read from before.
     ``tell`` is called before each with a sentence that says which; ``left`` returns the node-seconds that the next one
-    may take, None for any. Raise `BudgetSpentError` where a probe came to that limit, and as `run_probe` does."""
+    may take, None for any. ``command``: of a script that trains. Raise `BudgetSpentError` where a probe came to that
+    limit, and as `run_probe` does."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
     loads = [cores_of_others(sizes)]
@@ -95,7 +97,7 @@ def forecast(
         else:
             tell(f"probing on {count} node(s): job {short.job_id}")
             bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
-            run_probe(manager, bounded, count, sizes.processes_per_node, env, tell)
+            run_probe(manager, bounded, count, sizes.processes_per_node, env, tell, command)
             reused = False
             loads.append(cores_of_others(sizes))
         done = rundir.read_job().training  # an earlier probe may have had more steps
@@ -130,8 +132,10 @@ def run_probe(
     processes_per_node: int,
     env: dict[str, str],
     tell: Callable[[str], object] = lambda text: None,
+    command: tuple[str, ...] | None = None,
 ) -> None:
     """Run a short job and wait for its end, unless that was done before. ``tell`` is called with what it waits for.
+    ``command``: of a script that trains it.
 
     Raise `ClusterError` with the job's own message where it fails, `NoCapacityError` where no nodes came for it,
     `BudgetSpentError` where it comes to its limit.
@@ -139,7 +143,7 @@ def run_probe(
     rundir = RunDir(job.run_dir)
     if has_succeeded(rundir):
         return
-    start_job(manager, job, node_count, processes_per_node, env)
+    start_job(manager, job, node_count, processes_per_node, env, command=command)
     wait_news = WaitNews()
     try:
         for status, _ in follow_job(manager, rundir, job.job_id):

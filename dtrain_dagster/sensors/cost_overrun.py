@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
-from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.documents.reader import EVENTS_BYTES, parse_events
 from trainer.errors import DamagedError
@@ -42,22 +43,22 @@ KEPT_PACES = 200
 """The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""
 
 
-def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
+def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that fails the cost check and notifies people, once per job and threshold."""
     limit = settings.overrun_fraction
     levels = ", ".join(f"{level:.0%}" for level in thresholds(limit))
 
     @dg.sensor(
-        name="cost_overrun",
+        name=names.unique("cost_overrun"),
+        required_resource_keys=names.resources,
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Fails the check {COST_CHECK} of trained_checkpoint and notifies, once per job at {levels} above "
         "the estimated cost, by what it has cost and by what it is projected to cost; says what would save how much.",
     )
-    def cost_overrun(
-        context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
-    ) -> dg.SensorResult:
-        manager = cluster.manager()
+    def cost_overrun(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        manager, own = cluster.manager(), names.key("trained_checkpoint").to_user_string()
         before = _read(context.cursor)
         running = [job.job_id for job in manager.active_jobs()]
         looks, count = {}, 0
@@ -66,8 +67,8 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
             rundir = RunDir(f"{project.jobs_uri}/{job_id}")
             try:
                 plan = rundir.read_json(PLAN)
-                if plan is None:
-                    continue
+                if plan is None or plan.get(PLANNED_FOR, STOCK_TRAINED) != own:
+                    continue  # nobody's, or another graph's, whose sensor judges it
                 usage, told = manager.node_usage(job_id), _told(rundir)
                 look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
@@ -186,7 +187,7 @@ def _check(
         metadata["projected_usd"] = projection.at_end.expected
         metadata["projected"] = f"{dollars(projection.at_end.low)} to {dollars(projection.at_end.high)}"
     return dg.AssetCheckEvaluation(
-        asset_key=dg.AssetKey("trained_checkpoint"),
+        asset_key=dg.AssetKey.from_user_string(plan.get(PLANNED_FOR, STOCK_TRAINED)),
         check_name=COST_CHECK,
         passed=False,
         severity=dg.AssetCheckSeverity.WARN,

@@ -15,9 +15,11 @@ from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_over, is_p
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
 from dtrain_dagster.costs.prices import PriceError, price_of, price_words, tier_of
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
@@ -64,19 +66,21 @@ class Cursor:
         return json.dumps(asdict(self))
 
 
-def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
+def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that records the cluster's state and scales down pools that have idled for too long."""
     limit_seconds = settings.idle_minutes * 60
 
     @dg.sensor(
-        name="idle_cluster",
+        name=names.unique("idle_cluster"),
+        required_resource_keys=names.resources,
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Records what the cluster does; gives it back after {settings.idle_minutes:g} idle minutes.",
     )
-    def idle_cluster(
-        context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
-    ) -> dg.SensorResult:
+    def idle_cluster(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
         cursor = read_cursor(context.cursor)
         before = cursor.pools
@@ -110,7 +114,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         late = bool(facts) and abs(now - cursor.recorded_at) >= pause
         is_news = facts != list(cursor.facts) or late
         return dg.SensorResult(
-            asset_events=_events(watched, cluster) if is_news else [],
+            asset_events=_events(watched, cluster, keys) if is_news else [],
             skip_reason=None if is_news else "nothing has changed" if facts else "no nodes: nothing to watch or to pay",
             cursor=Cursor(
                 pools={item.pool.name: item.idling for item in watched},
@@ -191,7 +195,7 @@ def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watch
     return replace(item, idling=tried(item.idling, outcome), reason=reason)
 
 
-def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any]:
+def _events(watched: Sequence[Watched], cluster: GPUClusterResource, keys: Sequence[dg.AssetKey]) -> list[Any]:
     states = sum((Counter(item.pool.states) for item in watched), Counter[str]())
     metadata: dict[str, Any] = {
         "nodes": sum(item.pool.node_count for item in watched),
@@ -210,14 +214,17 @@ def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any
     idle = [describe_idle_pool(item, cluster) for item in watched if item.is_over]
     if idle:
         metadata["idle"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in idle))
-    check = dg.AssetCheckEvaluation(
-        asset_key=dg.AssetKey("gpu_cluster"),
-        check_name="not_idle",
-        passed=not idle,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata=metadata,
-    )
-    return [dg.AssetObservation(asset_key="gpu_cluster", metadata=metadata), check]
+    events: list[Any] = []
+    for key in keys:
+        check = dg.AssetCheckEvaluation(
+            asset_key=key,
+            check_name="not_idle",
+            passed=not idle,
+            severity=dg.AssetCheckSeverity.WARN,
+            metadata=metadata,
+        )
+        events += [dg.AssetObservation(asset_key=key, metadata=metadata), check]
+    return events
 
 
 def _states(pool: NodePool) -> str:

@@ -10,6 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.retraining import (
+    RETRAINING,
     ask,
     at_clock,
     budget_words,
@@ -20,35 +21,40 @@ from dtrain_dagster.automation.retraining import (
     trained_dataset,
     unreadable,
 )
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
 
 
-def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
-    """Return the sensor, switched off by default, that asks for a run of ``job_name`` when the prices have changed."""
+def build_new_data_sensor(
+    settings: Settings, names: GraphNames = STOCK_NAMES, prices: str | None = None
+) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a retraining when the prices have changed.
+    ``prices``: where they come from (None: DTRAIN_PRICES)."""
+    watched, whose = prices or settings.prices, "its prices" if prices else "DTRAIN_PRICES"
 
     @dg.sensor(
-        name="new_data",
-        job_name=job_name,
+        name=names.unique("new_data"),
+        job_name=names.unique(RETRAINING),
+        required_resource_keys=names.resources,
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
-            "Retrains when the file of DTRAIN_PRICES has other content than the latest training had, and has stayed as "
-            f"it is for {settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
+            f"Retrains when the file of {whose} has other content than the latest training had, and has stayed as it "
+            f"is for {settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
             + budget_words(settings.retrain_budget_usd)
         ),
     )
-    def new_data_sensor(
-        context: dg.SensorEvaluationContext, project: ProjectResource, cluster: GPUClusterResource
-    ) -> dg.SensorResult:
+    def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         from dtrain_dagster.data.sources import PriceFile, price_source
 
-        source = price_source(settings.prices)
+        project, cluster = project_resource(context, names), cluster_resource(context, names)
+        source = price_source(watched)
         if not isinstance(source, PriceFile):
-            return dg.SensorResult(skip_reason=f"{settings.prices!r} is not a file of your own: it is not watched")
+            return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")
         now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
         watch = at_clock(watch, clock.reading())
 
@@ -59,15 +65,15 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
             watch = seen(watch, source.version(), now)
             if now - watch.since < pause:
                 rest = format_duration(watch.since + pause - now)
-                return skip(f"{settings.prices} is read once it has stayed as it is for another {rest}")
+                return skip(f"{watched} is read once it has stayed as it is for another {rest}")
             if not watch.digest:
                 digest = source.digest()
                 if source.version() != watch.version:
-                    return skip(f"{settings.prices} was written while it was read")
+                    return skip(f"{watched} was written while it was read")
                 watch = replace(watch, digest=digest)
         except Exception as error:  # a file system's own errors, of any kind
             watch = unreadable(watch, now)
-            problem = redact(f"{settings.prices} cannot be read: {error or type(error).__name__}")
+            problem = redact(f"{watched} cannot be read: {error or type(error).__name__}")
             if now - watch.unreadable_since >= pause and not watch.told:  # it may be about to be replaced
                 context.log.warning(problem)
                 remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
@@ -77,13 +83,13 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
                 watch = replace(watch, told=True)
             return skip(problem)
         watch = replace(watch, unreadable_since=0.0, told=False)
-        dataset_id = trained_dataset(context.instance)
+        dataset_id = trained_dataset(context.instance, names)
         trained_on = prices_of(project.shared_uri, dataset_id) if dataset_id else None
         if trained_on is None:
             return skip("nothing was trained yet that could be trained again: materialize the graph by hand first")
         if trained_on.sha256 == watch.digest:
-            return skip(f"{settings.prices} is what the latest training had")
-        asked = ask(context, new_data(watch.digest), project, cluster, settings.retrain_budget_usd)
+            return skip(f"{watched} is what the latest training had")
+        asked = ask(context, new_data(watch.digest), project, cluster, settings.retrain_budget_usd, names)
         if isinstance(asked, dg.SkipReason):
             return skip(asked.skip_message or "")
         return dg.SensorResult(run_requests=[asked], cursor=json.dumps(asdict(watch)))

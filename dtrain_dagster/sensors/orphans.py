@@ -18,9 +18,11 @@ from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.prices import PriceError, price_of, price_words, tier_of
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.printable import visible
 
@@ -29,21 +31,23 @@ BUSY = "left as it is: another user's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
-def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
+def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that finds orphans and, after a grace time, reports or ends them, as the settings say."""
     grace, cancels = settings.orphan_minutes * 60, settings.orphan_policy == "cancel"
     what = "ends" if cancels else "reports"
 
     @dg.sensor(
-        name="orphans",
+        name=names.unique("orphans"),
+        required_resource_keys=names.resources,
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Finds jobs and nodes that no live Dagster run owns; {what} them after "
         f"{settings.orphan_minutes:g} minutes.",
     )
-    def orphans(
-        context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
-    ) -> dg.SensorResult:
+    def orphans(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
         before, reading = json.loads(context.cursor or "{}"), clock.reading()
         seen: dict[str, Any] = before.get("orphans", {})
@@ -83,9 +87,9 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
                 notify_and_log(project.notify_urls(), f"dtrain: no run waits for {orphan.name}", message, context.log)
-                events.append(_check(facts))
+                events += [_check(facts, item) for item in keys]
         if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
-            events.append(_check({}))
+            events += [_check({}, item) for item in keys]
         return dg.SensorResult(
             asset_events=events,
             skip_reason=None if events else f"{len(found)} without a live run, nothing new to tell",
@@ -158,11 +162,11 @@ def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
         return FAILED, f": {error}"
 
 
-def _check(facts: Mapping[str, Any]) -> dg.AssetCheckEvaluation:
+def _check(facts: Mapping[str, Any], key: dg.AssetKey) -> dg.AssetCheckEvaluation:
     """Return the check's evaluation; it passes once there is nothing more to report."""
     metadata = {name: dg.MetadataValue.url(value) if name == "studio" else value for name, value in facts.items()}
     return dg.AssetCheckEvaluation(
-        asset_key=dg.AssetKey("gpu_cluster"),
+        asset_key=key,
         check_name="no_orphans",
         passed=not facts,
         severity=dg.AssetCheckSeverity.WARN,

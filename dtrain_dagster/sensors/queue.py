@@ -21,26 +21,32 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.resources import project_resource
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.rundir import STATUS, RunDir
 
 
-def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
+def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that starts due runs, removes expired ones from the queue, and records the queue when it
     changes."""
 
     @dg.sensor(
-        name="queue",
+        name=names.unique("queue"),
+        required_resource_keys={names.project},
         target=dg.AssetSelection.all(),
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Starts runs that wait for capacity; gives up after {settings.queue_deadline_hours:g} hours.",
     )
-    def queue(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
+    def queue(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        if not (keys := watched_clusters(context, names)):
+            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
+        project = project_resource(context, names)
         waiting, now = WaitingList(project.shared_uri), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
         reading = clock.reading()
@@ -48,8 +54,8 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         if seconds := clock.set_by(said.get("clock"), reading):
             context.log.warning(f"the clock was set by {seconds:,.0f} s: runs go on waiting for as long as before")
             tickets = waiting.shift(tickets, seconds, now)
-        names = [item.ticket for item in tickets]
-        runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
+        known = [item.ticket for item in tickets]
+        runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: known})) if known else []
         tickets = [_after_death(item, runs, waiting, project.jobs_uri, now, context.log) for item in tickets]
         due = decide_turns(
             tickets,
@@ -78,19 +84,10 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         events: list[Any] = []
         if rows != said.get("rows", []):  # waiting longer is no news
             table = dg.MarkdownMetadataValue(queue_table(left))
-            events.append(
-                dg.AssetObservation(asset_key="gpu_cluster", metadata={"waiting_runs": len(left), "queue": table})
-            )
+            metadata: dict[str, Any] = {"waiting_runs": len(left), "queue": table}
+            events += [dg.AssetObservation(asset_key=key, metadata=metadata) for key in keys]
         if due.expired or in_time != said.get("in_time"):
-            events.append(
-                dg.AssetCheckEvaluation(
-                    asset_key=dg.AssetKey("gpu_cluster"),
-                    check_name="capacity_in_time",
-                    passed=not due.expired,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    metadata={"gave_up_on": ", ".join(item.run_id for item in due.expired) or "none"},
-                )
-            )
+            events += [_in_time(key, due.expired) for key in keys]
         quiet = f"{len(left)} run(s) wait for capacity: none is due" if left else "no run waits for capacity"
         return dg.SensorResult(
             run_requests=[_request(due.start)] if due.start else [],
@@ -100,6 +97,17 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         )
 
     return queue
+
+
+def _in_time(key: dg.AssetKey, expired: Sequence[Ticket]) -> dg.AssetCheckEvaluation:
+    """Return the check that no run has waited beyond its deadline."""
+    return dg.AssetCheckEvaluation(
+        asset_key=key,
+        check_name="capacity_in_time",
+        passed=not expired,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={"gave_up_on": ", ".join(item.run_id for item in expired) or "none"},
+    )
 
 
 def _last_run(ticket: Ticket, runs: Sequence[dg.DagsterRun]) -> dg.DagsterRun | None:

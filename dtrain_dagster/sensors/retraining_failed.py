@@ -8,27 +8,31 @@ from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, RunDir
 
 
-def build_retraining_failed_sensor() -> dg.SensorDefinition:
-    """Return the sensor that notifies people of a failed run with a retraining's cause."""
+def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
+    """Return the sensor that notifies people of a failed run with a retraining's cause. ``project``: given here, since
+    Dagster's decorator takes resources of fixed names only."""
 
     @dg.run_failure_sensor(
-        name="retraining_failed",
+        name=names.unique("retraining_failed"),
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Says once when a run has failed that the schedule or a sensor asked for, where its job did not "
         "say so.",
     )
-    def retraining_failed(context: dg.RunFailureSensorContext, project: ProjectResource) -> dg.SkipReason | None:
+    def retraining_failed(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
         run = context.dagster_run
         cause = run.tags.get(CAUSE_TAG)
         if cause is None:
             return dg.SkipReason("a person started it")
+        if names.pipeline and not cause.startswith(names.mark("")):
+            return dg.SkipReason("it is a retraining of another graph, whose sensor says so")
         [latest] = context.instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause}), limit=1)
         tickets = WaitingList(project.shared_uri).tickets()
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):

@@ -8,6 +8,7 @@ import dagster as dg
 
 from dtrain_dagster.automation.retraining import (
     CHAMPION_CHECK,
+    RETRAINING,
     ask,
     budget_words,
     judgement,
@@ -16,17 +17,19 @@ from dtrain_dagster.automation.retraining import (
     registrations,
     staleness,
 )
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
 
-def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
-    """Return the sensor, switched off by default, that asks for a run of ``job_name`` when the champion is stale."""
+def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a retraining when the champion is stale."""
     days = settings.retrain_max_age_days
 
     @dg.sensor(
-        name="staleness",
-        job_name=job_name,
+        name=names.unique("staleness"),
+        job_name=names.unique(RETRAINING),
+        required_resource_keys=names.resources,
         minimum_interval_seconds=600,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
@@ -36,16 +39,15 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
             + budget_words(settings.retrain_budget_usd)
         ),
     )
-    def staleness_sensor(
-        context: dg.SensorEvaluationContext, project: ProjectResource, cluster: GPUClusterResource
-    ) -> dg.RunRequest | dg.SkipReason:
-        champion, latest = registrations(context.instance)
+    def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        project, cluster = project_resource(context, names), cluster_resource(context, names)
+        champion, latest = registrations(context.instance, names)
         found = staleness(
             champion,
             latest,
             prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
-            newest_prices(context.instance),
-            judgement(context.instance),
+            newest_prices(context.instance, names),
+            judgement(context.instance, names),
             time.time(),
             days,
         )
@@ -53,7 +55,7 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
             return dg.SkipReason(found)
         why = []
         for cause in found:  # a cause that had its run does not hide the others
-            asked = ask(context, cause, project, cluster, settings.retrain_budget_usd)
+            asked = ask(context, cause, project, cluster, settings.retrain_budget_usd, names)
             if isinstance(asked, dg.RunRequest):
                 return asked
             why.append(asked.skip_message or "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -307,9 +307,10 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
     return value
 
 
-def load_settings() -> Settings:
-    """Read and check the environment. Raise `SettingsError` with one line per variable that cannot be used."""
-    return read_environment(Settings)
+def load_settings(**given: Any) -> Settings:
+    """Read and check the environment; values that are given take precedence. Raise `SettingsError` with one line per
+    variable that cannot be used."""
+    return read_environment(Settings, **given)
 
 
 def setting(name: str) -> str:
@@ -317,10 +318,10 @@ def setting(name: str) -> str:
     return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
 
 
-def read_environment(kind: type[S]) -> S:
+def read_environment(kind: type[S], **values: Any) -> S:
     """Return settings of this kind from the environment; raise as `load_settings` does."""
     try:
-        return kind()
+        return kind(**values)
     except ValidationError as error:
         prefix = kind.model_config["env_prefix"]
         lines = []

@@ -56,10 +56,25 @@ def resolve_user_sources(factories: Iterable[str], whole_packages: bool = False)
     module that is not allowed or cannot be found.
     """
     ensure_importable()
-    own = dict(_modules_of(factories))
-    files: dict[Path, Path] = {}
+    return _resolve(dict(_modules_of(factories)), {}, whole_packages)
+
+
+def script_sources(script: Path) -> dict[Path, Path]:
+    """Return a script and the user's modules that it imports from its own folder or the Python path, directly or not:
+    the path relative to that folder → the file."""
+    ensure_importable()
+    found, before = {Path(script.name): script}, list(sys.path)
+    sys.path.insert(0, str(script.parent))  # as Python does where it runs the script
+    try:
+        return dict(_resolve({}, found, whole_packages=False).files)
+    finally:
+        sys.path[:] = before
+
+
+def _resolve(own: Mapping[str, str], files: dict[Path, Path], whole_packages: bool) -> UserSources:
+    """Return ``files``, the modules of ``own`` (module → factory), and what any of them import."""
     installed: set[str] = set()
-    waiting, seen = list(own), set[str]()
+    waiting, seen = [*own, *(name for path in files.values() for name in _imports(path, ()))], set[str]()
     while waiting:
         name = waiting.pop()
         top = name.partition(".")[0]

@@ -350,10 +350,12 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     assert first.usd_per_hour == pytest.approx(2 * 0.23)
     asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
     resources = configured(workspace, monkeypatch, config.name)
-    found = endpoint_compatible(**resources, registered_model=asked)
+    found = endpoint_compatible(dg.build_asset_check_context(resources=resources), registered_model=asked)
     assert found.passed, found.metadata
     assert found.metadata["rows"].value == 32
-    missing_one = endpoint_compatible(**configured(workspace, monkeypatch, "not-there"), registered_model=asked)
+    missing_one = endpoint_compatible(
+        dg.build_asset_check_context(resources=configured(workspace, monkeypatch, "not-there")), registered_model=asked
+    )
     assert (missing_one.passed, missing_one.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert "there is no endpoint not-there" in str(missing_one.metadata["message"].value)
     assert "0.46 USD per hour until it is deleted" in first.cost_note()

@@ -56,8 +56,8 @@ def check_alone(instance: dg.DagsterInstance, settings: Settings, uri: str) -> d
     """What the check says of a dataset that is there, without a run that builds it."""
     dataset_id = uri.rsplit("/", 1)[-1]
     newer = BuiltDataset(uri=uri, dataset_id=dataset_id, rows=1, samples={}, excluded={}, built=True)
-    context = dg.build_asset_check_context(instance=instance)
-    found = champion_holds(context, build_resources(settings)["project"], newer)
+    context = dg.build_asset_check_context(instance=instance, resources=build_resources(settings))
+    found = champion_holds(context, newer)
     assert isinstance(found, dg.AssetCheckResult)
     return found
 

@@ -35,9 +35,10 @@ from dtrain_dagster.automation.retraining import (
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.job_notices import NOTICES, tell_of_end
 from dtrain_dagster.data.sources import PriceFile
-from dtrain_dagster.definitions import build_defs, weekly_retraining
+from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.weekly_retraining import weekly_retraining
 from dtrain_dagster.settings.environment import Settings
 from tests.loopback import LoopbackServer
 from tests.trained import record_prices, record_training, sha256

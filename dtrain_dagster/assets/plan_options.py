@@ -1,0 +1,124 @@
+"""The options of `cost_estimate` in the launchpad: the training, its limits and its probe."""
+
+import json
+import math
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from pydantic import Field
+
+from dtrain_dagster.assets.common import LaunchpadOptions
+from trainer.config import DistributedTrainingConfig
+
+_DEFAULT = DistributedTrainingConfig()
+
+
+class LearningRateScaling(Enum):
+    """How the learning rate follows the global batch."""
+
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+class Precision(Enum):
+    """The autocast type of the forward pass."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def _of_training(name: str) -> Any:
+    """Return a field with the default and the bounds that the trainer's configuration has for it."""
+    field = DistributedTrainingConfig.__pydantic_fields__[name]  # type: ignore[attr-defined]
+    bounds = {
+        key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le", "lt") if hasattr(item, key)
+    }
+    return Field(default=getattr(_DEFAULT, name), **bounds)
+
+
+class PlanOptions(LaunchpadOptions):
+    """The limits and the probe of a training of any kind, in the launchpad."""
+
+    more: dict[str, Any] = {}
+    """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
+    budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The highest expected cost in dollars, probe included; above it nothing starts. 0: no limit."""
+    deadline_hours: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The longest expected time in hours; above it nothing starts. 0: no limit."""
+    stop_at_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The cost in dollars, probe included, at which the training saves a checkpoint and stops. 0: never."""
+    choose_nodes: bool = False
+    """Take the number of nodes, up to DTRAIN_NODES, that costs least within budget and deadline; each rank keeps its
+    batch."""
+    probe: bool = True
+    """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing runs
+    before the plan is known."""
+
+
+class TrainingOptions(PlanOptions):
+    """The training, its limits and its probe, in the launchpad."""
+
+    model: str = "tcn"
+    """tcn, lstm, transformer, or a factory of your own as package.module:factory."""
+    model_args: dict[str, Any] = {}
+    """Arguments of the model's factory, by name."""
+    loss: str = "student_t"
+    """student_t, gaussian, mse, or a factory of your own as package.module:factory."""
+    loss_args: dict[str, Any] = {}
+    """Arguments of the loss's factory, by name."""
+    epochs: int = _of_training("epochs")
+    """Passes over the training split."""
+    batch_size_per_gpu: int = _of_training("batch_size_per_gpu")
+    """Samples that a rank computes at once."""
+    gradient_accumulation_steps: int = _of_training("gradient_accumulation_steps")
+    """Such batches of each rank in one optimizer step."""
+    learning_rate: float = _of_training("learning_rate")
+    """Peak of the learning rate, before lr_scaling."""
+    lr_scaling: LearningRateScaling = LearningRateScaling(_DEFAULT.lr_scaling)
+    """Whether the learning rate grows with the global batch: not, with it, or with its square root."""
+    warmup_steps: int = _of_training("warmup_steps")
+    """Optimizer steps in which the learning rate rises from zero; at most a tenth of all."""
+    checkpoint_frequency: int = _of_training("checkpoint_frequency")
+    """Optimizer steps between checkpoints."""
+    precision: Precision = Precision(_DEFAULT.precision)
+    """Type of the forward pass; fp16 needs a GPU. Weights stay fp32."""
+    seed: int = _of_training("seed")
+    """Seed of the first weights and of the order of samples."""
+    settings_file: str = ""
+    """The file that `dtrain tune` has written for this training. A value stated here, other than its default or under
+    ``more``, takes precedence."""
+
+    def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
+        """Return the trainer's configuration: the fields named here, then those of ``more``."""
+        known = {field.name for field in fields(DistributedTrainingConfig)}
+        values = {name: getattr(self, name) for name in type(self).model_fields if name in known}
+        named = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+        return {"world_size": world_size, "threads_per_rank": threads_per_rank, **named, **self.more}
+
+    def stated(self) -> set[str]:
+        """Return the fields of the training that the user has set."""
+        starts = (type(self)(), TrainingOptions())  # where a pipeline has its own, they are stated in its definition
+        changed = {
+            name
+            for name in type(self).model_fields
+            if any(getattr(self, name) != getattr(start, name) for start in starts)
+        }
+        return changed | set(self.more)
+
+
+class ScriptOptions(PlanOptions):
+    """The training of a script, in the launchpad. Its model, data, loss and settings are the script's own."""
+
+    arguments: list[str] = []
+    """Arguments of the script's command."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training split; unset: as the script has it."""
+
+    def overrides(self, world_size: int, threads_per_rank: int | None) -> list[str]:
+        """Return the fields that come after the script's own, as ``dotted.key=value``."""
+        fields = {"world_size": world_size, "threads_per_rank": threads_per_rank, "epochs": self.epochs}
+        given = {name: value for name, value in fields.items() if value is not None} | self.more
+        return [f"training.{name}={json.dumps(value)}" for name, value in given.items()]

@@ -1,0 +1,111 @@
+"""The training of a script that calls `trainer.Trainer.fit`: found out by running the script up to that call.
+
+Starting it belongs to `progress.start_job`, and what a command or an asset makes of it to these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trainer
+from trainer.config import ConfigError, JobConfig, parse_job
+
+DESCRIBE_SECONDS = 600.0
+"""The most seconds that a script may take until it calls fit: it reads its data before."""
+_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = f"{Path(trainer.__file__ or '').parent}{os.sep}"
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DTRAIN_LAUNCH", "DTRAIN_RUN_DIR")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptJob:
+    """A script's training."""
+
+    job: JobConfig
+    command: tuple[str, ...]
+    samples: Mapping[str, int]
+    """The number of samples of each split."""
+
+    @property
+    def total_steps(self) -> int:
+        """The optimizer steps of the training."""
+        from trainer.data.sampler import steps_per_epoch  # numpy, which the code location does not need to load
+
+        training = self.job.training
+        steps = training.epochs * steps_per_epoch(
+            self.samples["train"], training.global_batch_size, training.micro_batches
+        )
+        return steps if training.max_steps is None else min(steps, training.max_steps)
+
+    @property
+    def digest(self) -> str:
+        """What tells versions of the script apart: twelve hex digits over its source, the user's modules that it
+        imports, and its arguments."""
+        from dtrain_dagster.support.user_code import digest_sources
+        from dtrain_dagster.support.user_sources import script_sources
+
+        sources = digest_sources(script_sources(Path(self.command[1])))
+        return hashlib.sha256(json.dumps([sources, *self.command[2:]]).encode()).hexdigest()[:12]
+
+    def document(self) -> dict[str, Any]:
+        """Return what a plan keeps of it, in JSON's types."""
+        return {"command": list(self.command), "samples": dict(self.samples)}
+
+
+def describe_script(
+    script: str, arguments: Sequence[str], overrides: Sequence[str], job_id: str, run_dir: str,
+    environment: Mapping[str, str] | None = None, option: str = "script",
+) -> ScriptJob:  # fmt: skip
+    """Return the training of a script, which is run up to its call of fit: data, model, loss and settings are checked
+    before any node is asked for. ``environment``: variables beside this process's own; ``option``: what has named the
+    script. Raise `ConfigError`, which says in one line where and why, if it does not get there."""
+    path = Path(script).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{option} {script}: there is no such file in {os.getcwd()}")
+    command = (sys.executable, str(path), *arguments)
+    with tempfile.TemporaryDirectory(prefix="dtrain-script-") as folder:
+        answer = Path(folder, "job.json")
+        own = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+        own |= {**(environment or {}), "DTRAIN_DESCRIBE_JOB": str(answer), "DTRAIN_SET": json.dumps(list(overrides))}
+        try:
+            done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=DESCRIBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"{option} {script} did not call Trainer(…).fit(…) within {DESCRIBE_SECONDS:.0f} s"
+            ) from None
+        found = json.loads(answer.read_text()) if answer.is_file() else {}
+    if "job" not in found:
+        raise ConfigError(f"{option} {script}: {found.get('error') or explain_end(done.returncode, done.stderr)}")
+    job = parse_job(json.dumps(found["job"] | {"job_id": job_id, "run_dir": run_dir}), source=script)
+    return ScriptJob(job, command, found["samples"])
+
+
+def explain_end(code: int, said: str) -> str:
+    """Return why a script ended before it called fit, in one line, from its exit code and what it wrote to standard
+    error: the error that it raised, and the innermost place in its own files. Pure."""
+    if code == 0:
+        return "it ended without calling Trainer(…).fit(…) (is the call behind a condition, or in a function?)"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return f"it ended with exit code {code} before it trained, and said nothing"
+    places = [found for line in lines if (found := _PLACE.match(line)) and not _is_installed(found["file"])]
+    where = f" ({places[-1]['file']}, line {places[-1]['line']})" if places else ""
+    last = re.sub(r"^trainer\.errors\.ConfigError: ", "", lines[-1])
+    return f"it ended with exit code {code} before it trained: {last}{where}"
+
+
+def _is_installed(file: str) -> bool:
+    """Return whether a file of a stack trace is none of the script's author's."""
+    return file.startswith("<") or "site-packages" in file or file.startswith((_OURS, _PYTHON))

@@ -1,0 +1,235 @@
+"""Training graphs for any code location: `build_training_assets` gives one under a name, as often as it is called.
+
+The graph of the stock prices (`dtrain_dagster.definitions`) is built of the same parts. What an asset does belongs in
+`dtrain_dagster.assets`. No I/O and no heavy import happens here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.assets import (
+    champion_check,
+    costs,
+    dataset,
+    estimate_check,
+    planning,
+    registry,
+    reporting,
+    scaling,
+    training,
+)
+from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
+from dtrain_dagster.automation.retraining import RETRAINING
+from dtrain_dagster.resources import ProjectResource, build_resources
+from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
+from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
+from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.sensors.orphans import build_orphan_sensor
+from dtrain_dagster.sensors.queue import build_queue_sensor
+from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
+from dtrain_dagster.sensors.staleness import build_staleness_sensor
+from dtrain_dagster.sensors.weekly_retraining import weekly_retraining
+from dtrain_dagster.settings.environment import Settings, load_settings
+from dtrain_dagster.support.graph_names import GraphNames, checked_names
+from trainer.config import DistributedTrainingConfig
+
+OF_SCRIPT = (
+    "the model of a script is not registered: its class is in the script, where no server finds it. Its weights are in "
+    "the run directory, model/weights.pt"
+)
+
+
+class PipelineError(ValueError):
+    """An argument of a pipeline that cannot be used. The message names the pipeline, the argument and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """Prices to train on, as the launchpads of `stock_prices` and `sharded_dataset` have them. What is None begins as
+    it does there."""
+
+    source: str | None = None
+    """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; None: DTRAIN_PRICES."""
+    window: int | None = None
+    horizon: int | None = None
+    train_last: str | None = None
+    valid_last: str | None = None
+    shards: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The cluster that trains. What is None is as the environment has it (``DTRAIN_CLUSTER`` and its like)."""
+
+    kind: str | None = None
+    """local, azure_ml, slurm, kubernetes or ray."""
+    name: str | None = None
+    nodes: int | None = None
+    processes_per_node: int | None = None
+    threads_per_rank: int | None = None
+    gpu_type: str | None = None
+    tier: str | None = None
+
+    def settings(self, **own: Any) -> Settings:
+        """Return the environment's settings with these and ``own`` in their place. Raise `SettingsError` for what
+        cannot be used."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        renamed = {{"kind": "cluster", "name": "cluster_name"}.get(name, name): value for name, value in given.items()}
+        return load_settings(**renamed, **own)
+
+
+def build_training_assets(
+    name: str,
+    dataset: Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec | None = None,
+    *,
+    script: str | os.PathLike[str] | None = None,
+    arguments: Sequence[str] = (),
+    model: str | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    loss: str | None = None,
+    loss_args: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+    model_name: str | None = None,
+    experiment: str | None = None,
+    schedule: str | None = None,
+    owners: Sequence[str] = (),
+    deps: Sequence[dg.AssetKey] = (),
+) -> dg.Definitions:
+    """Return a whole training graph whose assets have the key prefix ``name``, with its checks, job, schedule, sensors
+    and resources. Several of them, and a team's own definitions, go together with `dagster.Definitions.merge`.
+
+    ``dataset``: `Prices`; the folder or id of a dataset; or the asset of this code location that returns such a folder.
+    ``script``: instead, a script that calls `trainer.Trainer.fit`, with its ``arguments``. ``model``, ``loss``: stock
+    names or ``package.module:factory``. ``training``: fields of `trainer.config.DistributedTrainingConfig`; ``limits``:
+    budget_usd, deadline_hours, stop_at_usd, choose_nodes, probe. Launchpads begin with all of these. ``cluster``: as
+    the environment has it, where None. ``model_name``, ``experiment``: in MLflow (None: ``name``). ``schedule``: cron
+    of the retraining, switched off by default. ``owners``: of the assets. ``deps``: assets that are made before the
+    first one. Raise `PipelineError`, or `SettingsError` for an unusable environment.
+    """
+    if (dataset is None) == (script is None):
+        raise PipelineError(f"pipeline {name}: give one of dataset and script")
+    given = {"model": model, "model_args": model_args, "loss": loss, "loss_args": loss_args}
+    parts = {key: value for key, value in given.items() if value is not None}
+    if script is not None and parts:
+        raise PipelineError(f"pipeline {name}: {', '.join(parts)} do not go with script, which has its own")
+    try:
+        names = checked_names(name)
+        settings = (cluster or Cluster()).settings(model_name=model_name or name, experiment=experiment or name)
+        plan = _plan_options(TrainingOptions if script is None else ScriptOptions, parts, training, limits)
+        defaults: dict[str, dict[str, Any]] = {"cost_estimate": plan}
+        pipeline = Pipeline(
+            names=names,
+            cluster=f"{settings.cluster}.{settings.cluster_name}",
+            owners=tuple(owners),
+            defaults=defaults,
+            deps=tuple(map(dg.AssetKey.from_coercible, deps)),
+            **_source(dataset, script, arguments, defaults),
+        )
+        return build_graph(pipeline, settings, build_resources(settings, names), schedule)
+    except ValueError as error:
+        raise type(error)(f"pipeline {name}: {error}") from None
+
+
+def _plan_options(
+    kind: type[PlanOptions],
+    parts: Mapping[str, Any],
+    training: Mapping[str, Any] | None,
+    limits: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return where the launchpad of `cost_estimate` begins. Raise ValueError for fields that there are not. Pure."""
+    named, known = {item.name for item in fields(DistributedTrainingConfig)}, set(PlanOptions.model_fields) - {"more"}
+    training, limits = training or {}, limits or {}
+    if unknown := sorted(set(training) - named):
+        raise ValueError(f"training: {', '.join(unknown)} is no field of trainer.config.DistributedTrainingConfig")
+    if unknown := sorted(set(limits) - known):
+        raise ValueError(f"limits: {', '.join(unknown)} is none of {', '.join(sorted(known))}")
+    shown = {name: value for name, value in training.items() if name in kind.model_fields}
+    more = {name: value for name, value in training.items() if name not in shown}
+    return {**parts, **shown, **({"more": more} if more else {}), **limits}
+
+
+def _source(
+    dataset: Any, script: str | os.PathLike[str] | None, arguments: Sequence[str], defaults: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the fields of `Pipeline` that say what is trained on; ``defaults`` gets its launchpad's."""
+    if script is not None:
+        path = Path(script).expanduser().absolute()
+        if not path.is_file():
+            raise ValueError(f"script = {str(script)!r}: there is no file {path}")
+        if arguments:
+            defaults["cost_estimate"]["arguments"] = list(arguments)
+        return {"source": "script", "script": str(path), "unregistered": OF_SCRIPT}
+    if isinstance(dataset, Prices):
+        given = {name: value for name, value in asdict(dataset).items() if value is not None}
+        source = {"source": given.pop("source")} if "source" in given else {}
+        defaults |= {"stock_prices": source, "sharded_dataset": given}
+        return {"source": "prices"}
+    if isinstance(dataset, dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec):
+        return {"source": "asset", "upstream": dataset if isinstance(dataset, dg.AssetKey) else dataset.key}
+    defaults["sharded_dataset"] = {"folder": os.fspath(dataset)}
+    return {"source": "folder"}
+
+
+def build_graph(
+    pipeline: Pipeline, settings: Settings, resources: Mapping[str, Any], schedule: str | None = None
+) -> dg.Definitions:
+    """Return a graph's assets, checks, job, schedule and own sensors, with these resources. ``schedule``: cron of the
+    retraining (None: DTRAIN_RETRAIN_CRON)."""
+    names, of_prices, of_script = pipeline.names, pipeline.source == "prices", pipeline.source == "script"
+    assets: list[dg.AssetsDefinition] = []
+    checks: list[dg.AssetChecksDefinition] = [estimate_check.build_estimate_scored(names)]
+    if of_prices:
+        assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
+        checks.append(champion_check.build_champion_holds(names))
+    elif not of_script:
+        from dtrain_dagster.assets import given_dataset  # not above: the graph of the stock prices does without
+
+        assets.append(given_dataset.build_given_dataset(pipeline))
+    assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
+    if not of_script:
+        assets.append(registry.build_registered_model(pipeline))
+        checks += [dataset.build_leakage_checks(pipeline)]
+        checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
+    assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]
+    retraining = dg.define_asset_job(
+        names.unique(RETRAINING),
+        selection=dg.AssetSelection.assets(*(item.key for item in assets)),
+        description="The whole graph but the studies: data, plan, training, registration, reports.",
+        # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
+        # The training itself runs in processes of its own, under a supervisor that outlives this one.
+        executor_def=dg.in_process_executor,
+    )
+    automatic = [build_new_data_sensor(settings, names, pipeline.prices), build_staleness_sensor(settings, names)]
+    return dg.Definitions(
+        assets=[
+            *assets,
+            training.build_gpu_cluster(pipeline),
+            *([] if of_script else [scaling.build_scaling_study(pipeline)]),
+        ],
+        asset_checks=checks,
+        resources=resources,
+        jobs=[retraining],
+        schedules=[weekly_retraining(settings, names, schedule)],
+        sensors=[*build_sensors(settings, names, resources[names.project]), *(automatic if of_prices else [])],
+    )
+
+
+def build_sensors(settings: Settings, names: GraphNames, project: ProjectResource) -> list[dg.SensorDefinition]:
+    """Return the sensors that watch a graph's jobs and, for all graphs on it, the cluster."""
+    return [
+        build_idle_cluster_sensor(settings, names),
+        build_cost_overrun_sensor(settings, names),
+        build_retraining_failed_sensor(project, names),
+        build_queue_sensor(settings, names),
+        build_orphan_sensor(settings, names),
+    ]

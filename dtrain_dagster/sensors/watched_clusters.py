@@ -1,0 +1,24 @@
+"""Which sensor watches a cluster that several graphs of a code location train on, and the assets that it reports to."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from dtrain_dagster.assets.training import CLUSTER_TAG
+from dtrain_dagster.support.graph_names import GraphNames
+
+ELSEWHERE = "the cluster is watched by the sensor of another graph, the first by name, which reports for all"
+
+
+def watched_clusters(context: dg.SensorEvaluationContext, names: GraphNames) -> list[dg.AssetKey]:
+    """Return the keys of the assets `gpu_cluster` of all graphs on the cluster of this one, for the sensor of the first
+    of them by name; none for those of the others, so that nobody is told twice and nothing is ended twice. Graphs are
+    defined one by one, and know nothing of each other: the code location that ticks knows them all."""
+    own = names.key("gpu_cluster")
+    if not names.pipeline:
+        return [own]
+    assert context.repository_def is not None  # a daemon's tick always has it
+    graph = context.repository_def.asset_graph
+    mine = graph.get(own).tags[CLUSTER_TAG]
+    alike = sorted(key for key in graph.get_all_asset_keys() if graph.get(key).tags.get(CLUSTER_TAG) == mine)
+    return alike if alike[0] == own else []

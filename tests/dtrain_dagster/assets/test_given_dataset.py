@@ -1,0 +1,82 @@
+"""A dataset that was made elsewhere: found by its folder or id, or returned by another asset, and refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.given_dataset import build_given_dataset
+from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.assets.registry import why_unregistered
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.graph_names import GraphNames
+from tests.dtrain_dagster.small_job import write_dataset
+
+NAMES = GraphNames("mine")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "elsewhere")
+
+
+def take(home: Path, returned: Any = None, folder: str = "") -> dg.ExecuteInProcessResult:
+    """Materialize `sharded_dataset` of a graph on a folder, or on what the asset `made` returns."""
+
+    @dg.asset(io_manager_key=NAMES.values)
+    def made() -> Any:
+        return returned
+
+    upstream = dg.AssetKey("made") if returned is not None else None
+    pipeline = Pipeline(
+        names=NAMES, source="asset" if upstream else "folder", upstream=upstream,
+        defaults={} if upstream else {"sharded_dataset": {"folder": folder}},
+    )  # fmt: skip
+    resources = {**build_resources(Settings(home=home), NAMES), NAMES.values: dg.mem_io_manager}
+    assets = [build_given_dataset(pipeline), *([made] if upstream else [])]
+    return dg.materialize(assets, resources=resources, raise_on_error=False)
+
+
+def dataset_of(result: dg.ExecuteInProcessResult) -> BuiltDataset:
+    assert result.success
+    return result.output_for_node("mine__sharded_dataset")
+
+
+def failure_of(result: dg.ExecuteInProcessResult) -> str:
+    [event] = [event for event in result.all_events if event.is_step_failure]
+    return str(event.step_failure_data)
+
+
+def test_a_folder_is_taken_as_it_is_where_nodes_see_this_machines_files(tmp_path: Path, folder: Path) -> None:
+    taken = dataset_of(take(tmp_path, folder=str(folder)))
+    assert (taken.uri, taken.shared_uri) == (str(folder), str(folder))
+    assert taken.samples["train"] > 0
+    assert taken.dataset_id == taken.manifest()["dataset_id"]
+
+
+def test_an_id_is_found_in_the_home(tmp_path: Path) -> None:
+    there = write_dataset(tmp_path / "storage" / "datasets" / "abc")
+    assert dataset_of(take(tmp_path, folder="abc")).uri == str(there)
+
+
+def test_what_an_asset_returns_is_a_folder_as_text_or_path(tmp_path: Path, folder: Path) -> None:
+    assert dataset_of(take(tmp_path, returned=str(folder))).uri == str(folder)
+    assert dataset_of(take(tmp_path, returned=folder)).uri == str(folder)
+    assert "returned a int" in failure_of(take(tmp_path, returned=3))
+
+
+def test_a_folder_without_a_dataset_is_named_with_all_places_that_were_looked_at(tmp_path: Path) -> None:
+    said = failure_of(take(tmp_path, folder="nowhere"))
+    assert "no manifest.json in" in said
+    assert f"{tmp_path}/storage/datasets/nowhere" in said
+
+
+def test_a_model_of_windows_is_registered_and_of_another_kind_it_is_said_why_not() -> None:
+    assert why_unregistered({}) == ""
+    assert why_unregistered({"kind": "windows"}) == ""
+    assert "a model of tokens is not registered" in why_unregistered({"kind": "tokens"})
