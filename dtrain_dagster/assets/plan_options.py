@@ -62,11 +62,12 @@ class TrainingOptions(PlanOptions):
     """The training, its limits and its probe, in the launchpad."""
 
     model: str = "tcn"
-    """tcn, lstm, transformer, or a factory of your own as package.module:factory."""
+    """A stock model, such as tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is left as
+    it is, a dataset of rows or tokens gets the usual model of its kind."""
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""
     loss: str = "student_t"
-    """student_t, gaussian, mse, or a factory of your own as package.module:factory."""
+    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model."""
     loss_args: dict[str, Any] = {}
     """Arguments of the loss's factory, by name."""
     epochs: int = _of_training("epochs")

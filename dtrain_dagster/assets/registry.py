@@ -22,9 +22,15 @@ from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.spec import ROWS, WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import Gate, ServingCheck, TrainingProvenance
+
+OF_ROWS = (
+    "there is no gate for models of rows, so none becomes champion by itself: compare the figures of the card, and set "
+    "the alias in MLflow"
+)
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -77,11 +83,11 @@ registered_model = build_registered_model(STOCK)
 
 def why_unregistered(manifest: Mapping[str, Any]) -> str:
     """Return why a model of this dataset is not registered; "" where it is. Pure."""
-    kind = manifest.get("kind", "windows")
-    if kind == "windows":
+    kind = manifest.get("kind", WINDOWS)
+    if kind in (WINDOWS, ROWS):
         return ""
     return (
-        f"a model of {kind} is not registered: gate, scoring server and card judge forecasts of windows of prices. Its "
+        f"a model of {kind} is not registered: card and scoring server are for models of windows and of rows. Its "
         "weights are in the run directory, model/weights.pt"
     )
 
@@ -116,8 +122,12 @@ def register(
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     provenance = provenance_of(context, cluster, project, job, plan)
     ordered = registry.ordered_job(rundir, order)
-    registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
-    gate = registry.promotion_gate(evaluation)
+    is_of_rows = manifest.get("kind", WINDOWS) == ROWS
+    if is_of_rows:  # no gate reads its evaluation, which a node wrote
+        gate = registry.Gate(False, (OF_ROWS,))
+    else:
+        registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
+        gate = registry.promotion_gate(evaluation)
     card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, gate)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
@@ -138,7 +148,9 @@ def register(
     context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
     serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
     # A model that cannot be served must not become champion, however good it is.
-    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
+    champion = None
+    if not is_of_rows:
+        champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
     verdict = gate if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
     decision = registry.choose_alias(verdict, champion)
     replaced = models.promote(model, decision)
@@ -159,7 +171,7 @@ def register(
             "model_card": dg.MarkdownMetadataValue(card),
             "tags": dg.JsonMetadataValue(dict(model.tags)),
         },
-        check_results=check_results(gate, evaluation, serving),
+        check_results=check_results(None if is_of_rows else gate, evaluation, serving),
     )
 
 
@@ -195,14 +207,16 @@ def provenance_of(
     )
 
 
-def check_results(gate: "Gate", evaluation: dict[str, Any], serving: "ServingCheck") -> list[dg.AssetCheckResult]:
-    """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
+def check_results(
+    gate: "Gate | None", evaluation: dict[str, Any], serving: "ServingCheck"
+) -> list[dg.AssetCheckResult]:
+    """Return both blocking checks of a version: the gate's, and that of a real server's answers. ``gate``: None for a
+    model of rows, for which there is none."""
+    figures: dict[str, Any] = {"not_judged": OF_ROWS}
+    if gate is not None:
+        figures = {"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"}
     return [
-        dg.AssetCheckResult(
-            check_name="promotion_gate",
-            passed=gate.passed,
-            metadata={"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"},
-        ),
+        dg.AssetCheckResult(check_name="promotion_gate", passed=gate is None or gate.passed, metadata=figures),
         dg.AssetCheckResult(
             check_name="serving_endpoint_answers",
             passed=serving.passed,

@@ -18,7 +18,8 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.graph_names import GraphNames
 from trainer.config import JobConfig, parse_job
-from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.data.kinds import kind_of
+from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 
 if TYPE_CHECKING:
     from dtrain_dagster.jobs.script_job import ScriptJob
@@ -62,7 +63,8 @@ class DatasetTraining:
 
     def on_nodes(self, node_count: int) -> Wanted:
         """Return the training as it would run on ``node_count`` nodes."""
-        job = job_on(node_count, self.config, self.cluster, self.project, self.dataset)
+        config = with_usual_parts(self.config, self.dataset.manifest())
+        job = job_on(node_count, config, self.cluster, self.project, self.dataset)
         return Wanted(job, self.dataset.samples)
 
     def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> list[str]:
@@ -102,6 +104,14 @@ class ScriptTraining:
 
         refuse_nccl(job.training, hosts, self.cluster.have_gpus)
         return []
+
+
+def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:
+    """Return the options with the usual model and loss of this kind of dataset, where nobody has stated others. Raise
+    ValueError for an unknown kind. Pure."""
+    usual = zip(("model", "loss"), usual_parts(kind_of(manifest), manifest.get("task")), strict=True)
+    stated = config.stated()
+    return config.model_copy(update={name: part for name, part in usual if name not in stated})
 
 
 def job_on(

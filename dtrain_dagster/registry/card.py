@@ -9,6 +9,7 @@ from typing import Any
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import FactoryConfig, JobConfig
 from trainer.evaluation.gate import Gate
+from trainer.spec import REGRESSION, ROWS, WINDOWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,8 @@ def model_card(
 ) -> str:
     """Return the card in Markdown, from the job's files (``result.json``, ``evaluation.json``, the dataset's
     ``manifest.json``)."""
+    if manifest.get("kind", WINDOWS) == ROWS:
+        return _card_of_rows(model_name, job, result, evaluation, manifest, provenance, verdict)
     sections = [
         f"# {model_name}",
         _what(job, evaluation, manifest),
@@ -204,6 +207,58 @@ mlflow models serve -m models:/{model_name}@champion --env-manager local --host 
 mlflow artifacts download -u models:/{model_name}@champion/serving_input_example.json -d .
 curl http://127.0.0.1:5001/invocations -H 'Content-Type: application/json' -d @serving_input_example.json
 ```"""
+
+
+def _card_of_rows(
+    model_name: str,
+    job: JobConfig,
+    result: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    provenance: TrainingProvenance,
+    verdict: Gate,
+) -> str:
+    """Return the card of a model of a table."""
+    source, samples = manifest["source"], manifest["samples"]
+    features = [in_markdown(column["name"], 100) for column in manifest["columns"] if column["role"] == "feature"]
+    [target] = [in_markdown(column["name"], 100) for column in manifest["columns"] if column["role"] == "target"]
+    classes = ", ".join(in_markdown(name, 100) for name in manifest["classes"])
+    answer = "`prediction`" + ("" if manifest["task"] == REGRESSION else ", the code of a class, and `probability_0` …")
+    judged = {"**this model**": evaluation["model"], **evaluation["baselines"]}
+    scores = sorted({name for figures in judged.values() for name in figures} - {"samples"})
+    rows = [
+        [name if name.startswith("**") else in_markdown(name, 100), *(_figure(figures.get(score)) for score in scores)]
+        for name, figures in judged.items()
+    ]
+    sections = [
+        f"# {model_name}",
+        f"A forecast of {target} ({manifest['task']}{f': {classes}' if classes else ''}) from {len(features)} columns: "
+        f"{', '.join(features)}. Model `{_shown(job.model)}`, loss `{_shown(job.loss)}`; standardisation is part of "
+        "the model.",
+        f"## How good it is\n\nNot judged by a gate: {'; '.join(map(in_markdown, verdict.reasons))}.\n\n"
+        + _table(["", *scores], rows),
+        "## What it cannot do\n\n"
+        + "\n".join(
+            f"- {line}"
+            for line in (
+                *map(in_markdown, evaluation["notes"]),
+                "A forecast for rows that are not like these is extrapolation.",
+            )
+        ),
+        f"## Data\n\n{in_markdown(source['title'], 200)}; dataset `{manifest['dataset_id']}`; rows: "
+        + ", ".join(f"{name} {count:,}" for name, count in samples.items())
+        + ".",
+        "## Training\n\n" + _training(job, result, provenance),
+        f"## How to call it\n\nInput: `(n, {len(features)})` float32, the columns above in their order, categories as "
+        f"the codes that the model's metadata lists. Output per row: {answer}.\n\n```python\n"
+        f'model = mlflow.pyfunc.load_model("models:/{model_name}/1")  # or another version\n'
+        "forecast = model.predict(rows)  # pandas.DataFrame\n```",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _figure(value: Any) -> str:
+    return format(value, ".4g") if isinstance(value, int | float) else "–"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(
         find_spec("dagster_dg_cli") is None or find_spec("create_dagster") is None,
-        reason="dg and create-dagster are not installed: pip install create-dagster dagster-dg-cli",
+        reason="the programs dg and create-dagster are not installed: pip install create-dagster dagster-dg-cli",
     ),
 ]
 IN_PYTHON = '''

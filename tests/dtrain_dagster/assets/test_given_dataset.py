@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,20 @@ import pytest
 
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.registry import why_unregistered
+from dtrain_dagster.assets.plan_options import TrainingOptions
+from dtrain_dagster.assets.registry import OF_ROWS, why_unregistered
+from dtrain_dagster.assets.training_request import DatasetTraining, with_usual_parts
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.resources import build_resources
+from dtrain_dagster.registry.card import TrainingProvenance, model_card
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
 from tests.dtrain_dagster.small_job import write_dataset
+from tests.kinds import build_table
+from trainer.config import parse_job
+from trainer.data.manifest import load_manifest
+from trainer.evaluation.gate import Gate
+from trainer.storage.open import open_storage
 
 NAMES = GraphNames("mine")
 
@@ -40,6 +50,11 @@ def take(home: Path, returned: Any = None, folder: str = "") -> dg.ExecuteInProc
     resources = {**build_resources(Settings(home=home), NAMES), NAMES.values: dg.mem_io_manager}
     assets = [build_given_dataset(pipeline), *([made] if upstream else [])]
     return dg.materialize(assets, resources=resources, raise_on_error=False)
+
+
+def resources_of(home: Path) -> tuple[GPUClusterResource, ProjectResource]:
+    resources = build_resources(Settings(home=home))
+    return resources["cluster"], resources["project"]
 
 
 def dataset_of(result: dg.ExecuteInProcessResult) -> BuiltDataset:
@@ -76,7 +91,39 @@ def test_a_folder_without_a_dataset_is_named_with_all_places_that_were_looked_at
     assert f"{tmp_path}/storage/datasets/nowhere" in said
 
 
-def test_a_model_of_windows_is_registered_and_of_another_kind_it_is_said_why_not() -> None:
+def test_a_dataset_of_another_kind_has_its_usual_model_and_loss_unless_others_are_stated(tmp_path: Path) -> None:
+    rows = build_table(tmp_path, "level")
+    request = DatasetTraining(
+        NAMES, TrainingOptions(), *resources_of(tmp_path), dataset_of(take(tmp_path, folder=rows.uri))
+    )
+    job = request.on_nodes(1).job
+    assert (job.model.factory, job.loss.factory) == ("mlp", "cross_entropy")
+    stated = replace(request, config=TrainingOptions(model="linear")).on_nodes(1).job
+    assert (stated.model.factory, stated.loss.factory) == ("linear", "cross_entropy")
+    windows = with_usual_parts(TrainingOptions(), {})
+    assert (windows.model, windows.loss) == ("tcn", "student_t")
+
+
+def test_a_model_of_rows_has_a_card_of_its_own(tmp_path: Path) -> None:
+    manifest = load_manifest(open_storage(build_table(tmp_path).uri))
+    job = parse_job(json.dumps({
+        "job_id": "j", "run_dir": "r", "dataset": {"uri": "d"}, "model": {"factory": "mlp"},
+        "loss": {"factory": "logistic"},
+    }))  # fmt: skip
+    result = {"train_seconds": 1.0, "world_size": 1, "steps": 3, "epochs": 1.0, "weights_sha256": "a" * 64}
+    evaluation = {
+        "model": {"log_loss": 0.25, "samples": 9}, "baselines": {"constant": {"log_loss": 0.6875}},
+        "notes": ["a note"],
+    }  # fmt: skip
+    facts = TrainingProvenance(nodes=1, node_hours=0.1, cost_usd="$1", code_version="1", dagster_run_id="r")
+    card = model_card("tumours", job, result, evaluation, manifest, facts, Gate(False, (OF_ROWS,)))
+    for words in ("forecast of bought (binary: no, yes)", "| **this model** | 0.25 |", "no gate for models", "a note"):
+        assert words in card
+    assert "`(n, 3)`" in card
+
+
+def test_a_model_of_windows_or_rows_is_registered_and_of_another_kind_it_is_said_why_not() -> None:
     assert why_unregistered({}) == ""
     assert why_unregistered({"kind": "windows"}) == ""
+    assert why_unregistered({"kind": "rows"}) == ""
     assert "a model of tokens is not registered" in why_unregistered({"kind": "tokens"})
