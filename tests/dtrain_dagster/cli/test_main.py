@@ -354,7 +354,7 @@ def test_train_refuses_what_cannot_be_trained(shell: Shell):
     write_dataset(shell.folder / "walks")
     assert "training.epoch = 3" in shell.refused("train", "--dataset", "walks", "--set", "training.epoch=3")
     assert "no folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
-    assert "give either --config or --dataset" in shell.refused("train")
+    assert "give one of --dataset, --config and --script" in shell.refused("train")
     assert "there is no such file" in shell.refused("train", "--config", "nowhere.json")
     said = shell.refused("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999")
     assert "use fewer ranks" in said
