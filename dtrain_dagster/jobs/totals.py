@@ -22,7 +22,7 @@ def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stal
 
 def read_phase_totals(rundir: RunDir, events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the seconds of each phase over all launches, from the job's events and its record of generations."""
-    from trainer.elastic.membership import generations  # torch, which not everybody needs who reads this module
+    from trainer.elastic.generation_record import generations  # torch, which not everybody needs who reads this module
 
     return sum_phases(events, {item.number: item.launch for item in generations(rundir.storage)})
 

@@ -16,7 +16,7 @@ from hosts import Hosts, Preload
 from properties import WEIGHTS_LIMIT, _weights, relative_difference
 from worlds import build
 
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.rundir import STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

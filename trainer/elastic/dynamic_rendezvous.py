@@ -71,7 +71,7 @@ class DynamicRendezvous:
         """Join the next generation, with the state that ``what`` describes (`trainer.elastic.generation.Candidate`),
         and return its world. The group may not be formed yet: the first collective waits for it."""
         old = self.generation
-        if old is not None:
+        if old is not None and not self.peers.mail.told_losses():  # where a loss is told, all have heard why
             told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
             self.peers.broadcast({"regroup": old.number, **told})
         if self.world is not None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -35,6 +36,9 @@ MOST_DOUBLED = 5
 """In a large world the pause before another attempt doubles so often: attempts must not be what keeps a peer busy."""
 SHARED_SECONDS = 3.0
 """Seconds in which the other end of a shared connection has to make it, before this one does."""
+SPREAD_SECONDS, SPREAD_MEMBERS = 2.0, 128
+"""The time over which the new links of a generation are made, at most, and the members for each of its seconds: when a
+generation begins, all have better to do."""
 MOST_CONNECTING = 3
 """Connections to watched members that are made at a time: all members make theirs when a generation begins."""
 PEERS_PER_BEAT = 16
@@ -45,6 +49,7 @@ DROPPED_OFTEN = 5
 may have been closed because the listener was busy with others."""
 COLLECT_SECONDS = 0.01
 """Seconds in which losses are collected into one message: a rack is lost at once."""
+_NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -75,13 +80,16 @@ class FailureDetector:
         self._peers: dict[str, WatchedPeer] = {}
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
+        self._linked: frozenset[str] = frozenset()
         self._came = asyncio.Event()
         """Set, and replaced, when a connection of another comes or ends."""
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self.mail = Mailbox(me)
         """What others have told, but for `take_messages`."""
         self._found_lost: dict[str, str] = {}
-        """Losses that are not told yet."""
+        """Losses that this process has seen and not told yet."""
+        self._is_telling = False
+        """Whether losses will be told soon."""
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
@@ -102,12 +110,13 @@ class FailureDetector:
             for member in set(self._peers) - set(wanted):
                 self._cancel(self._peers.pop(member))
             for member, address in wanted.items():
-                if member not in self._peers:
-                    self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
-                    self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
-                self._peers[member].is_shared = member in shared
+                peer = self._peers.get(member)
+                if peer is None:
+                    peer = self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
+                    self._loop.call_soon_threadsafe(self._start, member, peer)
+                peer.is_shared = member in shared
 
-    def enter(self, number: int, members: Collection[str], passes_on: bool) -> None:
+    def enter(self, number: int, members: Sequence[str], passes_on: bool) -> None:
         """From now on messages are about a generation, see `Mailbox.enter`. Members that are lost to this process
         already are told again."""
         self.mail.enter(number, members, passes_on)
@@ -135,14 +144,20 @@ class FailureDetector:
         """Send a message to all followers of this process, without an answer or a guarantee of delivery. In a large
         world they pass it on, and one that this process has passed on already is not sent again."""
         if (line := self.mail.tell(message)) is not None:
-            self._loop.call_soon_threadsafe(self._send, line)
+            self._loop.call_soon_threadsafe(self._send, line, "", json.loads(line))
 
     def write_letter(self, member: str, letter: Mapping[str, Any]) -> None:
-        """Send a letter to a followed member, in the place of an earlier one, now or as soon as it is reached."""
+        """Send a letter to a member: to a followed one in the place of an earlier one, now or as soon as it is reached;
+        to another one if it has a connection to this process."""
+        line = line_of(letter)
         with self._lock:
             if (peer := self._peers.get(member)) is not None:
-                peer.letter = line_of(letter)
-                self._loop.call_soon_threadsafe(self._post, member, peer)
+                peer.letter = line
+        self._loop.call_soon_threadsafe(self._post, member, line)
+
+    def linked(self) -> frozenset[str]:
+        """Return the members with a connection to this process, whoever has made it."""
+        return self._linked
 
     def take_messages(self) -> list[dict[str, Any]]:
         """Return the messages that have come since the last call."""
@@ -188,9 +203,9 @@ class FailureDetector:
         self.mail.notify()
         self.on_change()
 
-    def _post(self, member: str, peer: WatchedPeer) -> None:
-        if peer.letter and (writer := self._links().get(member)) is not None:
-            self._write(writer, peer.letter)
+    def _post(self, member: str, line: bytes) -> None:
+        if line and (writer := self._links().get(member)) is not None:
+            self._write(writer, line)
 
     def _links(self) -> dict[str, asyncio.StreamWriter]:
         """Return one connection to each member that this process can write to, its own before the other's."""
@@ -209,40 +224,48 @@ class FailureDetector:
         if not isinstance(value, dict):
             raise ValueError("a line is an object")
         if "candidacy" in value:
-            self._deliver(value)
+            self._deliver(value, sender)
             return
         if "member" not in value:
             is_news, passed_on = self.mail.hear(value, sender)
             if passed_on is not None:
-                self._send(passed_on)
+                self._send(passed_on, sender, value)
             if is_news:
+                if "lost" in value:
+                    self._tell_losses_soon()
                 self._notify()
         elif "pulse" in value and (peer := self._peers.get(sender)) is not None:
             peer.pulse_at = time.monotonic()
 
-    def _deliver(self, letter: dict[str, Any]) -> None:
+    def _deliver(self, letter: dict[str, Any], sender: str) -> None:
         """Keep a letter that is for this process; send another one on towards its reader, if the way is known."""
-        next_one = self.mail.put_letter(letter)
+        next_one = self.mail.put_letter(letter, sender)
         if next_one is None:
             self._notify()
         elif (writer := self._links().get(next_one)) is not None:
             self._write(writer, line_of(letter))
 
     def _note_lost(self, lost: Mapping[str, str]) -> None:
-        """Tell these losses soon, with others that are seen meanwhile."""
-        if lost and not self._found_lost:
-            self._loop.call_later(COLLECT_SECONDS, self._tell_losses)
+        """Tell these losses soon, with others that are seen or heard of meanwhile."""
         self._found_lost.update(lost)
+        self._tell_losses_soon()
+
+    def _tell_losses_soon(self) -> None:
+        if not self._is_telling:
+            self._is_telling = True
+            self._loop.call_later(COLLECT_SECONDS, self._tell_losses)
 
     def _tell_losses(self) -> None:
-        lost, self._found_lost = self._found_lost, {}
+        lost, self._found_lost, self._is_telling = self._found_lost, {}, False
         if (line := self.mail.tell_losses(lost)) is not None:
             self._send(line)
 
-    def _send(self, line: bytes) -> None:
-        links = self._links().values() if self.mail.passes_on else self._followers
-        for writer in links:
-            self._write(writer, line)
+    def _send(self, line: bytes, but: str = "", message: Mapping[str, Any] = _NOTHING) -> None:
+        links = {writer: member for member, writer in self._links().items()} if self.mail.passes_on else self._followers
+        readers = self.mail.choose_readers(message, links.values())
+        for writer, member in links.items():
+            if member != but and member in readers:
+                self._write(writer, line)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Serve one follower: once it is authenticated, answer each of its lines with one."""
@@ -274,8 +297,11 @@ class FailureDetector:
 
     async def _follow(self, member: str, peer: WatchedPeer) -> None:
         """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
+        if peer.is_shared and self.mail.passes_on:
+            await asyncio.sleep(random.random() * min(SPREAD_SECONDS, len(self.mail.members) / SPREAD_MEMBERS))
         while True:
-            if peer.is_shared and member < self.me:
+            # Where a connection has broken, this side looks at once what has become of the other one.
+            if peer.is_shared and member < self.me and (peer.view == "unknown" or member in self._followers.values()):
                 await self._await_shared(member)
             heard_at = peer.heard_at
             try:
@@ -306,8 +332,15 @@ class FailureDetector:
 
     def _tell_came(self) -> None:
         """Wake those who wait for a connection to come or to end."""
+        self._note_links()
         self._came.set()
         self._came = asyncio.Event()
+
+    def _note_links(self) -> None:
+        """Say which connections there are now; a letter may wait for one."""
+        self._linked = frozenset(self._links())
+        if self.mail.passes_on:
+            self.mail.notify()
 
     async def _converse(self, member: str, peer: WatchedPeer) -> None:
         """Connect, and read until the connection ends. Returns or raises when it has."""
@@ -315,7 +348,8 @@ class FailureDetector:
             reader, writer = await connect_peer(peer.address, self.key, self.me, member, self._tls)
         try:
             peer.dropped, peer.writer = 0, writer
-            self._post(member, peer)
+            self._note_links()
+            self._post(member, peer.letter)
             self._set(member, peer, "here")
             beating = self._loop.create_task(self._beat(peer, writer))
             try:
@@ -327,6 +361,7 @@ class FailureDetector:
         finally:
             peer.writer = None
             writer.transport.abort()
+            self._note_links()
 
     async def _beat(self, peer: WatchedPeer, writer: asyncio.StreamWriter) -> None:
         """Ask a peer for a sign of life at each beat, unless it gives them unasked."""

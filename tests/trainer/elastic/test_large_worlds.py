@@ -12,7 +12,7 @@ from crowd import Node, cut, look_until, names_of, together
 
 import trainer.elastic.gathering as gathering
 from trainer.elastic.generation import Generation
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.elastic.overlay import FULL_MESH, neighbours_of
 from trainer.storage.open import open_storage
 
