@@ -26,6 +26,7 @@ from trainer.comm.handshake import AuthenticationError
 from trainer.comm.listener import BACKLOG
 from trainer.comm.tls import TLSContexts
 from trainer.elastic.doorkeeper import Doorkeeper
+from trainer.elastic.loss_telling import LossTelling
 from trainer.elastic.mailbox import Mailbox, line_of
 from trainer.elastic.peer_connection import admit_peer, connect_peer
 from trainer.elastic.phi_accrual import SignsOfLife
@@ -47,8 +48,6 @@ the network."""
 DROPPED_OFTEN = 5
 """After this many connections in a row that were closed without an answer, another process owns the port. One or two
 may have been closed because the listener was busy with others."""
-COLLECT_SECONDS = 0.01
-"""Seconds in which losses are collected into one message: a rack is lost at once."""
 _NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
 
@@ -86,10 +85,6 @@ class FailureDetector:
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self.mail = Mailbox(me)
         """What others have told, but for `take_messages`."""
-        self._found_lost: dict[str, str] = {}
-        """Losses that this process has seen and not told yet."""
-        self._is_telling = False
-        """Whether losses will be told soon."""
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
@@ -99,6 +94,7 @@ class FailureDetector:
         self.address: Address = listening.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._door = Doorkeeper(self._loop, listening, self._serve)
+        self._losses = LossTelling(self._loop, self.mail, self._send)
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
 
@@ -114,6 +110,8 @@ class FailureDetector:
                 if peer is None:
                     peer = self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
                     self._loop.call_soon_threadsafe(self._start, member, peer)
+                if peer.is_shared and member not in shared:  # this side may have waited for the other's connection
+                    self._loop.call_soon_threadsafe(self._tell_came)
                 peer.is_shared = member in shared
 
     def enter(self, number: int, members: Sequence[str], passes_on: bool) -> None:
@@ -123,7 +121,7 @@ class FailureDetector:
         self.expect(len(members))
         with self._lock:
             lost = {member: str(peer.view) for member, peer in self._peers.items() if peer.view in ("gone", "silent")}
-        self._loop.call_soon_threadsafe(self._note_lost, lost)
+        self._loop.call_soon_threadsafe(self._losses.note, lost)
 
     def expect(self, callers: int) -> None:
         """Have room for so many callers at once that have not yet authenticated."""
@@ -232,7 +230,7 @@ class FailureDetector:
                 self._send(passed_on, sender, value)
             if is_news:
                 if "lost" in value:
-                    self._tell_losses_soon()
+                    self._losses.tell_soon()
                 self._notify()
         elif "pulse" in value and (peer := self._peers.get(sender)) is not None:
             peer.pulse_at = time.monotonic()
@@ -244,21 +242,6 @@ class FailureDetector:
             self._notify()
         elif (writer := self._links().get(next_one)) is not None:
             self._write(writer, line_of(letter))
-
-    def _note_lost(self, lost: Mapping[str, str]) -> None:
-        """Tell these losses soon, with others that are seen or heard of meanwhile."""
-        self._found_lost.update(lost)
-        self._tell_losses_soon()
-
-    def _tell_losses_soon(self) -> None:
-        if not self._is_telling:
-            self._is_telling = True
-            self._loop.call_later(COLLECT_SECONDS, self._tell_losses)
-
-    def _tell_losses(self) -> None:
-        lost, self._found_lost, self._is_telling = self._found_lost, {}, False
-        if (line := self.mail.tell_losses(lost)) is not None:
-            self._send(line)
 
     def _send(self, line: bytes, but: str = "", message: Mapping[str, Any] = _NOTHING) -> None:
         links = {writer: member for member, writer in self._links().items()} if self.mail.passes_on else self._followers
@@ -302,7 +285,7 @@ class FailureDetector:
         while True:
             # Where a connection has broken, this side looks at once what has become of the other one.
             if peer.is_shared and member < self.me and (peer.view == "unknown" or member in self._followers.values()):
-                await self._await_shared(member)
+                await self._await_shared(member, peer)
             heard_at = peer.heard_at
             try:
                 await self._converse(member, peer)
@@ -319,11 +302,10 @@ class FailureDetector:
             doubled = 2 ** min(peer.failures - 1, MOST_DOUBLED) if self.mail.passes_on else 1
             await asyncio.sleep(RETRY_SECONDS * doubled if peer.failures else 0)
 
-    async def _await_shared(self, member: str) -> None:
-        """Wait for the connection that a member makes to this process, and then for its end."""
-
+    async def _await_shared(self, member: str, peer: WatchedPeer) -> None:
+        """Wait, while it is shared, for the connection that a member makes to this process, and then for its end."""
         until = time.monotonic() + SHARED_SECONDS
-        while (is_there := member in self._followers.values()) or time.monotonic() < until:
+        while peer.is_shared and ((is_there := member in self._followers.values()) or time.monotonic() < until):
             came = self._came
             with suppress(TimeoutError):
                 await asyncio.wait_for(came.wait(), None if is_there else until - time.monotonic())
@@ -406,5 +388,5 @@ class FailureDetector:
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             if view in ("gone", "silent"):
-                self._note_lost({member: view})
+                self._losses.note({member: view})
             self._notify()

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.elastic.candidacies import Candidacies, candidate_of, place_of
+from trainer.elastic.candidacies import Candidacies, candidate_of, document_of, place_of
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import Candidate
 from trainer.elastic.overlay import TAKEOVER_SECONDS, count_acting, neighbours_of
@@ -137,7 +137,7 @@ class Gathering:
         for reader, way in ways.items():
             before, sent, at = self._sent.get(reader, ("", None, 0.0))
             if way and (way != before or (sent != mine and now - at >= REWRITE_SECONDS)):
-                letter = {"candidacy": self.number, "to": reader, "from": mine.member, "candidate": asdict(mine)}
+                letter = {"candidacy": self.number, "to": reader, "from": mine.member, "candidate": document_of(mine)}
                 self.peers.write_letter(way, letter)
                 self._sent[reader] = way, mine, now
 

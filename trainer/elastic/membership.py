@@ -90,7 +90,7 @@ class Membership:
         for a member that is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
-        self.record_seconds = 0.5 if storage.is_local else 2.0
+        self.record_seconds = 1.0 if storage.is_local else 2.0
         """Between two looks for a record where another gathers, which also tells that it has written one."""
         peers.expect(planned)
 
