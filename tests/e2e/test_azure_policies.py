@@ -21,7 +21,7 @@ from trainer.storage.open import open_storage
 
 from .conftest import ON_AZURE, ROOT, make_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 TOLERANCE = 1e-3
@@ -65,7 +65,7 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
         done = project.cli(
             *("dagster", "asset", "materialize", "-m", "dtrain_dagster.definitions"),
             *("--select", "not group:studies", "--config-json", json.dumps(config)),
-            timeout=400,
+            timeout=600,
         )
         bought = cloud.control("bought")
         assert done.returncode == 0, done.stdout[-4000:]
