@@ -332,10 +332,9 @@ class FailureDetector:
             peer.dropped, peer.writer = 0, writer
             self._note_links()
             self._post(member, peer.letter)
-            self._set(member, peer, "here")
             beating = self._loop.create_task(self._beat(peer, writer))
             try:
-                while line := await reader.readline():
+                while line := await reader.readline():  # the first says that the other side has admitted this process
                     self._set(member, peer, "here")
                     self._take(member, line)
             finally:
