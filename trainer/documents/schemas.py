@@ -182,7 +182,7 @@ _code = whole(-(1 << 31), 1 << 32)
 NODES_OF_GENERATION = record(
     {
         "number": whole(1), "launch": count, "formed_at": moment,
-        "members": either_list(record({"node": count}), columns("node", {})),
+        "members": either_list(record({"node": count}), columns("node", {"node": count})),
     }
 )  # fmt: skip
 """The fields of a generation that an observer needs."""

@@ -2,7 +2,7 @@
 
 A generation of few members is stored for people: one object for each member. That of a large world is read by all its
 members at the same moment, so it is stored by columns: each field once, with the values of all members, or with one
-value where it is the same for all. It is a third of the size, and its check and its reading take a quarter of the time.
+value where it is the same for all. For 256 members that is 12 kB instead of 54.
 The members' views are left out of it: they have served when it is written.
 """
 

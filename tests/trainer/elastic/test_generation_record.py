@@ -111,3 +111,12 @@ def test_members_that_are_neither_a_list_nor_columns_are_refused(storage: Storag
     for read in (read_generation, read_nodes):
         with pytest.raises(DamagedError, match="neither a list nor columns"):
             read(storage, "g000001.json")
+
+
+@pytest.mark.parametrize("nodes", [[[1]] * LARGE, ["0"] * LARGE])
+def test_an_observer_refuses_nodes_that_are_no_numbers(storage: Storage, nodes: Any) -> None:
+    data = json.loads(text_of(generation(LARGE)))
+    data["members"]["node"] = nodes
+    storage.create(path_of(1), json.dumps(data).encode())
+    with pytest.raises(DamagedError, match="columns whose 'node' is no whole number"):
+        read_nodes(storage, "g000001.json")
