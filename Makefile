@@ -77,7 +77,7 @@ test: setup  ## the tests (browser tests want Chromium: installed where that is 
 	  --results=out/tests.json -m "not long"
 
 test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
-	@python -m pytest --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
+	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## tests that start no world of processes and no browser
 	@python -m pytest -m "not slow and not browser and not long"

@@ -41,7 +41,7 @@ from play import Outcome  # noqa: E402
 from properties import describe, largest_difference  # noqa: E402
 from stage import Stage  # noqa: E402
 
-from trainer.elastic.membership import generations  # noqa: E402
+from trainer.elastic.generation_record import generations  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -12,7 +12,9 @@ For each engine, with its name before:
     _steps_redone         completed steps that were done again, over all kills
     _weights_equal        whether the weights are those of an undisturbed training, but for rounding (`TOLERANCE`)
     _left_behind          processes and unfinished jobs 10 s after the end
-    _accounted_percent    node-seconds of the presences, against those that were seen of the nodes' processes
+    _accounted_percent    of the paid node-seconds, the share for which the job's ledger has a cause
+    _lived_percent        the paid node-seconds against those in which the nodes' processes were seen to live; on the
+                          local cluster, whose nodes have no agent of their own, null
     _kills                kills that were made
 """
 
@@ -42,9 +44,12 @@ from benchmarks.host import in_parts, is_busy, note, stop_on_signals, tell  # no
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager  # noqa: E402
 from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings  # noqa: E402
+from dtrain_dagster.costs.ledger import ledger  # noqa: E402
+from dtrain_dagster.costs.timeline import CostCause  # noqa: E402
+from dtrain_dagster.costs.tracker import CostTracker  # noqa: E402
 from tests.engines.engine_training import Training, write_job  # noqa: E402
 from tests.engines.machines import Machines, missing, open_machines  # noqa: E402
-from trainer.elastic.membership import generations  # noqa: E402
+from trainer.elastic.generation_record import generations  # noqa: E402
 from trainer.node.environment import node_mark  # noqa: E402
 from trainer.node.processes import marked  # noqa: E402
 
@@ -157,7 +162,10 @@ def measure(machines: Machines | None, steps: int, kills: int, seed: int, expect
         deadline = time.monotonic() + 10
         while (left := left_behind(training, machines)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        paid = sum(node.ended_at - node.started_at for node in manager.node_usage("one"))
+        usage = manager.node_usage("one")
+        paid = sum(node.ended_at - node.started_at for node in usage)
+        bill = ledger(CostTracker("engine", usage, "dedicated").nodes, training.rundir.events(strict=True))
+        unexplained = bill.causes().get(CostCause.UNEXPLAINED)
         return {
             "regroup_p50_seconds": round(statistics.median(figures["regroup"]), 3) if kills else None,
             "back_seconds": round(statistics.median(figures["back"]), 2) if kills else None,
@@ -168,7 +176,8 @@ def measure(machines: Machines | None, steps: int, kills: int, seed: int, expect
                 for key, one in made.weights.items()
             ),
             "left_behind": left,
-            "accounted_percent": round(100 * paid / seconds, 1) if machines is not None else None,
+            "accounted_percent": round(100 - 100 * unexplained.seconds / paid, 3) if unexplained else 100.0,
+            "lived_percent": round(100 * paid / seconds, 1) if machines is not None else None,
             "kills": len(figures["regroup"]),
         }
 

@@ -19,7 +19,7 @@ import psutil
 from benchmarks.namespaces import Hosts
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.node.environment import node_mark
 from trainer.node.processes import marked
 from trainer.rundir import LAUNCH, RunDir

@@ -57,7 +57,7 @@ from benchmarks.host import is_busy  # noqa: E402
 from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun  # noqa: E402
 from benchmarks.namespaces import Hosts, NoNamespacesError  # noqa: E402
 from trainer.config import DistributedTrainingConfig  # noqa: E402
-from trainer.elastic.membership import generations  # noqa: E402
+from trainer.elastic.generation_record import generations  # noqa: E402
 from trainer.rundir import LOGS, SeenFiles  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"

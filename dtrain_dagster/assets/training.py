@@ -44,7 +44,7 @@ from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from trainer.elastic.membership import Generation
+    from trainer.elastic.generation import Generation
 
 
 CLUSTER_TAG = "dtrain/cluster"
@@ -276,7 +276,7 @@ def _metadata(
 ) -> dict[str, Any]:
     from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.reports import training_charts
-    from trainer.elastic.membership import generations
+    from trainer.elastic.generation_record import generations
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     model = evaluation["model"]

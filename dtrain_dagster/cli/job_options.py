@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrain_dagster.cli.common import ranks_of
 from dtrain_dagster.data.publish import publish_dataset
-from dtrain_dagster.planning.job_data import data_of
+from dtrain_dagster.planning.job_data import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
 from trainer.data.kinds import kind_of
@@ -167,7 +167,7 @@ def total_steps(job: JobConfig) -> int:
     from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
 
     training = job.training
-    per_epoch = steps_per_epoch(data_of(job).samples["train"], training.global_batch_size, training.micro_batches)
+    per_epoch = steps_per_epoch(samples_of(job)["train"], training.global_batch_size, training.micro_batches)
     steps = per_epoch * training.epochs
     return steps if training.max_steps is None else min(steps, training.max_steps)
 

@@ -246,7 +246,13 @@ def job_of_options(
     from dtrain_dagster.planning.tuned_settings import read_tuned
 
     if (config is None) == (dataset is None):
-        raise click.UsageError("give one of --dataset, --config and --script", click.get_current_context())
+        context = click.get_current_context()
+        others = (
+            "one of --dataset, --config and --script"
+            if context.info_name == "train"
+            else "either --config or --dataset"
+        )
+        raise click.UsageError(f"give {others}", context)
     text, source = read_config(config) if config else dataset_config(settings, dataset or ""), config
     given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
     job, node_count = plan_job(text, source or "the command line", given, nodes, settings)

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import NodeHealth
 from dtrain_dagster.costs.usage import NodeUsage
-from trainer.documents import schemas
 from trainer.documents.presences import NodePresence
-from trainer.documents.reader import read_document
+from trainer.elastic.generation_record import RECORD, read_nodes
 from trainer.rundir import JOB, MEMBERSHIP, RunDir
 
-_RECORD = re.compile(r"g\d{6,12}\.json")
 _CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")
-"""Names in that folder (`trainer.elastic.membership`), with node and local rank; other names are not ours."""
+"""Names of candidacies (`trainer.elastic.candidacies`), with node and local rank; other names are not ours."""
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
@@ -79,8 +77,8 @@ class NodeGeneration:
 def newest_generation(rundir: RunDir) -> NodeGeneration | None:
     """Return the generation that counts, None if there is none yet. Raise `DamagedError` where its file is no
     record."""
-    names = [name for name in rundir.storage.list(MEMBERSHIP) if _RECORD.fullmatch(name)]
-    record = read_document(rundir.storage, f"{MEMBERSHIP}/{names[-1]}", schemas.NODES_OF_GENERATION) if names else None
+    names = [name for name in rundir.storage.list(MEMBERSHIP) if RECORD.fullmatch(name)]
+    record = read_nodes(rundir.storage, names[-1]) if names else None
     if record is None:
         return None
     candidates = rundir.storage.list(f"{MEMBERSHIP}/g{record['number'] + 1:06d}")
@@ -89,7 +87,7 @@ def newest_generation(rundir: RunDir) -> NodeGeneration | None:
         number=record["number"],
         launch=record["launch"],
         formed_at=record["formed_at"],
-        nodes=frozenset(seat["node"] for seat in record["members"]),
+        nodes=record["nodes"],
         asking=frozenset(int(match[1]) for name in candidates if (match := _CANDIDACY.fullmatch(name))),
         patience_seconds=float(training.get("peer_timeout_seconds", 60.0)),
     )

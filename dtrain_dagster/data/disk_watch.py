@@ -7,6 +7,7 @@ and whoever waits for its objects would wait for ever, too.
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ STALLED_SECONDS = 15.0
 """Seconds without anything new after which a disk that was full is believed to be."""
 FULL = b"[Errno 28]"
 """What a worker of Ray that spills writes into its log where the disk is full, on Linux in any language."""
+FULLEST = 0.95
+"""The share of a disk in use from which a Ray spills nothing more, by its ``local_fs_capacity_threshold``. What waits
+for room then says so nowhere."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -76,3 +80,12 @@ def says_full(logs: Path) -> bool:
         except OSError:  # it was rotated meanwhile
             continue
     return False
+
+
+def is_too_full(folder: Path) -> bool:
+    """Return whether the disk of this folder is so full that Ray spills nothing to it."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return False
+    return usage.used >= FULLEST * (usage.used + usage.free)

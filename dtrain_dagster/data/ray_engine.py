@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dtrain_dagster.data.disk_watch import says_full, watched
+from dtrain_dagster.data.disk_watch import is_too_full, says_full, watched
 from dtrain_dagster.data.engines import ORDER
 from dtrain_dagster.data.errors import DataEngineError
 from dtrain_dagster.support.building import building_in
@@ -101,7 +101,11 @@ class RayEngine:
             yield from give(ray)  # it spills on its own machines
             return
         logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
-        yield from watched(give(ray), lambda: says_full(logs), lambda: _no_room(self.spill, "the disk is full"))
+
+        def is_full() -> bool:
+            return says_full(logs) or is_too_full(self.spill)
+
+        yield from watched(give(ray), is_full, lambda: _no_room(self.spill, "the disk is full"))
 
     def _connected(self) -> Any:
         if self._ray is None:

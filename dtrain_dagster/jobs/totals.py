@@ -11,6 +11,7 @@ from dtrain_dagster.clusters import presence
 from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from trainer.documents.events import PhaseEvent, read_events
 from trainer.documents.presences import NodePresence
+from trainer.elastic.generation_record import generations
 from trainer.rundir import RunDir
 
 
@@ -22,8 +23,6 @@ def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stal
 
 def read_phase_totals(rundir: RunDir, events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the seconds of each phase over all launches, from the job's events and its record of generations."""
-    from trainer.elastic.membership import generations  # torch, which not everybody needs who reads this module
-
     return sum_phases(events, {item.number: item.launch for item in generations(rundir.storage)})
 
 

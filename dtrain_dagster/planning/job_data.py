@@ -57,6 +57,14 @@ def data_of(job: JobConfig) -> JobData:
     return JobData(kind=kind, samples=manifest["samples"], dataset_id=manifest["dataset_id"], spec=spec)
 
 
+def samples_of(job: JobConfig) -> Mapping[str, int]:
+    """Return the number of samples of each split of a job's data. Raise as `data_of` does."""
+    if job.dataset.factory is not None:
+        return data_of(job).samples
+    samples: Mapping[str, int] = load_manifest(open_storage(job.dataset.uri))["samples"]
+    return samples
+
+
 @lru_cache(maxsize=8)
 def _made(uri: str, args: str, text: str) -> dict[str, Any]:
     """Return what the datasets of a function are, from a process of its own. ``uri`` and ``args`` tell them apart."""

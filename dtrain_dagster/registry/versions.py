@@ -22,7 +22,7 @@ from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder

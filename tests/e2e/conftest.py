@@ -83,7 +83,7 @@ class Project:
     home: Path
     env: dict[str, str]
 
-    def cli(self, *arguments: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+    def cli(self, *arguments: str, timeout: float = 400, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(BIN / arguments[0]), *arguments[1:]],
             cwd=ROOT,

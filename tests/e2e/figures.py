@@ -12,6 +12,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.costs.money import USD, digits_of
 
 Figures = dict[str, dict[str, float]]
 """The name of a figure → the place → the value there."""
@@ -20,11 +21,14 @@ TOLERANCE = {
     "goodput": 0.00051,
     "test_nll": 5e-7,
     "node_hours": 1.1e-6,
-    "probe_usd": 2.1e-6,
+    "and_probe_usd": 2.1e-6,
 }
-"""The largest difference that rounding for display makes, where it is not that of dollars. The rows of a bill share
-their rounding, so that they sum to it: each of the two nodes of a probe may stand a last digit beside its own value."""
+"""The largest difference that rounding for display makes, where it is not that of dollars."""
 DOLLARS = 5.1e-7
+LAST_DIGITS = {"probe_usd": 2.1, "total_usd": 0.51}
+"""The same of figures that stand in a bill's tables, in units of its last digit: the larger the bill, the fewer digits
+it has (`digits_of`). Its rows share their rounding, so that they sum to it: each of the two nodes of a probe may stand
+a last digit beside its own value."""
 
 
 def figures_of(run_dir: Path, assets: Mapping[str, Mapping[str, Any]]) -> Figures:
@@ -39,8 +43,14 @@ def figures_of(run_dir: Path, assets: Mapping[str, Mapping[str, Any]]) -> Figure
 def disagreements(found: Figures) -> list[str]:
     """Return a sentence for each figure whose places differ by more than rounding."""
     said = []
+    limits = TOLERANCE | {
+        name: digits * 10.0 ** -digits_of(round(max(found["total_usd"].values()) * USD))
+        for name, digits in LAST_DIGITS.items()
+    }
     for name, places in found.items():
-        limit = next((TOLERANCE[key] for key in TOLERANCE if name.endswith(key)), DOLLARS if "usd" in name else 0.0)
+        limit = limits.get(name) or next(
+            (limits[key] for key in TOLERANCE if name.endswith(key)), DOLLARS if "usd" in name else 0.0
+        )
         if max(places.values()) - min(places.values()) > limit:
             said.append(f"{name}: {places}")
     return said

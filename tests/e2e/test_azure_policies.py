@@ -3,6 +3,7 @@ code 0, a registered model and a bill. That the survivors go on is in `test_azur
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import torch
 
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
@@ -19,7 +21,16 @@ from trainer.storage.open import open_storage
 
 from .conftest import ON_AZURE, ROOT, make_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+TOLERANCE = 1e-3
+"""The other node may go on alone before the service ends the job, even to another checkpoint: sums over one rank are
+rounded differently. That no sample was lost, or used twice, is compared exactly."""
+
+
+def read_weights(rundir: RunDir) -> dict[str, torch.Tensor]:
+    return torch.load(io.BytesIO(rundir.storage.read("model/weights.pt")), weights_only=True)
 
 
 def preempt_after_checkpoint(cloud: Emulator, policy: str) -> None:
@@ -54,7 +65,7 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
         done = project.cli(
             *("dagster", "asset", "materialize", "-m", "dtrain_dagster.definitions"),
             *("--select", "not group:studies", "--config-json", json.dumps(config)),
-            timeout=400,
+            timeout=600,
         )
         bought = cloud.control("bought")
         assert done.returncode == 0, done.stdout[-4000:]
@@ -69,7 +80,9 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
         (tmp_path / "job.json").write_text(json.dumps(job))
         alone = project.cli("dtrain", "train", "--config", str(tmp_path / "job.json"), "--nodes", "2", timeout=300)
         assert alone.returncode == 0, alone.stdout[-4000:]
-        undisturbed = RunDir("az://dtrain/jobs/undisturbed").read_json("result.json")
+        again = RunDir("az://dtrain/jobs/undisturbed")
+        undisturbed = again.read_json("result.json")
+        found, expected = read_weights(rundir), read_weights(again)
 
     launches = {name: job["launches"] for name, job in bought["jobs"].items() if name.startswith("train-")}
     if policy == "fail":  # the service gave up, so it was submitted again
@@ -82,7 +95,10 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
     preemption.join(10)
     assert resumed, "it went on from its checkpoint"
     assert result["status"] == "succeeded"
-    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert result["consumed"] == undisturbed["consumed"]
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=TOLERANCE, atol=TOLERANCE), name
     assert all(stay.ended_at for stay in stays)
     monkeypatch.setenv("DAGSTER_HOME", project.env["DAGSTER_HOME"])
     with dg.DagsterInstance.get() as instance:

@@ -10,7 +10,7 @@ from playwright.sync_api import Page
 from .chromium import BROWSER_TEST, chromium, patient_page, shot
 from .conftest import Dagster, wait_for
 
-pytestmark = [*BROWSER_TEST, pytest.mark.timeout(420)]
+pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
 ENDED = ("SUCCESS", "FAILURE", "CANCELED")
 
 

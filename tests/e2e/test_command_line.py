@@ -11,7 +11,7 @@ import yaml
 
 from .conftest import Project, make_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def materialize(project: Project, *assets: str, folder: Path, **options: object):
@@ -20,7 +20,8 @@ def materialize(project: Project, *assets: str, folder: Path, **options: object)
     path.write_text(yaml.safe_dump(config))
     selection = ",".join(assets) if assets else "not group:studies"
     module = "dtrain_dagster.definitions"
-    return project.cli("dagster", "asset", "materialize", "-m", module, "--select", selection, "--config", str(path))
+    command = ("dagster", "asset", "materialize", "-m", module, "--select", selection, "--config", str(path))
+    return project.cli(*command, timeout=540)  # a minute on an idle machine, and more beside browsers
 
 
 @pytest.mark.long  # on the Azure path it is shown each time, by test_azure.py

@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import ENDED, GRAPH, LONG, Dagster, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def jobs_started(dagster: Dagster, prefix: str = "train-") -> list[str]:

@@ -18,7 +18,7 @@ from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_
 from .chromium import BROWSER_TEST, chromium, patient_page, shot
 from .conftest import BIN, ROOT, Project, make_project, wait_for
 
-pytestmark = [*BROWSER_TEST, pytest.mark.timeout(300)]
+pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from .conftest import GRAPH, checks, evaluations, metadata, run
 from .figures import disagreements, figures_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GRAPH_AFTER_DATA = (
     "cost_estimate", "trained_checkpoint", "registered_model", "cost_breakdown", "performance_report",

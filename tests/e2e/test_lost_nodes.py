@@ -19,7 +19,7 @@ from trainer.rundir import RunDir
 
 from .conftest import checks, metadata, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("probed")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("probed")]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 LONG = {"epochs": 40, "checkpoint_frequency": 10, "warmup_steps": 3}
 

@@ -21,7 +21,7 @@ from tests.webhook import web_hook
 
 from .conftest import ON_AZURE, small_prices
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate")]
 
 

@@ -29,7 +29,7 @@ from tests.engines.engine_training import (
 )
 from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines
 from trainer.config import FactoryConfig
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
 STEPS = 300

@@ -19,7 +19,8 @@ from torch import Tensor
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.data.coverage import find_coverage_errors
 from trainer.documents.presences import NodePresence
-from trainer.elastic.membership import Generation, generations
+from trainer.elastic.generation import Generation
+from trainer.elastic.generation_record import generations
 from trainer.rundir import RunDir
 
 WEIGHTS_LIMIT = 1e-5

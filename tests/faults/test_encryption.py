@@ -22,7 +22,7 @@ from worlds import FORKS, OWN_PARTS, Job, be_rank, build
 
 from benchmarks.namespaces import Hosts, NoNamespacesError
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SIZE = 3

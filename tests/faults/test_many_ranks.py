@@ -16,7 +16,7 @@ from hosts import Hosts, Preload
 from properties import WEIGHTS_LIMIT, _weights, relative_difference
 from worlds import build
 
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.rundir import STATUS
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "killed"), [(18, 5), pytest.param(24, 8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "killed"), [pytest.param(18, 5, marks=pytest.mark.long), (24, 8)])
 def test_a_third_of_many_ranks_are_killed_at_once_and_the_weights_are_those_of_an_undisturbed_run(
     tmp_path: Path, ranks: int, killed: int
 ) -> None:

@@ -23,7 +23,7 @@ from properties import (
 
 from trainer.data.coverage import digest_of_all
 from trainer.documents.presences import NodePresence
-from trainer.elastic.membership import Candidate, Generation
+from trainer.elastic.generation import Candidate, Generation
 
 COUNT = 1000
 

@@ -16,7 +16,8 @@ import torch
 from worlds import FORKS, OWN_PARTS, Job, be_rank
 
 from trainer.data.coverage import find_coverage_errors
-from trainer.elastic.membership import Generation, generations
+from trainer.elastic.generation import Generation
+from trainer.elastic.generation_record import generations
 
 PATIENCE = 100.0
 """Seconds after which a test fails that waits for something."""

@@ -13,7 +13,7 @@ from certificates import Authority
 from elastic_nodes import KILLED, Nodes, weights
 from worlds import Job
 
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 Begin = Callable[..., Nodes]

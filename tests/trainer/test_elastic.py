@@ -193,7 +193,8 @@ def test_one_is_evicted_then_all_and_another_start_goes_on_with_fewer(
         assert again.wait() == [0, 0], again.log()
     finally:
         again.kill()
-    assert [item["step"] for item in nodes.job.events("resume")] == [stopped["steps"]] * 2
+    # Under its old number, a start does not wait for its planned world: who comes later takes the state of the first.
+    assert {item["step"] for item in nodes.job.events("resume")} == {stopped["steps"]}
     assert (nodes.job.result()["status"], nodes.job.result()["launch"]) == ("succeeded", launch)
     launches = [item.launch for item in again.history()]
     assert len(launches) >= 3, "that of three, that of two, and the new start's"

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.documents.strict_json import name as name_objects
 from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
@@ -43,8 +42,7 @@ def read_document(
 
 def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
     """Return a document from its bytes. Raise `DamagedError` if it does not have the form."""
-    value = parse_strict_json(data, where)
-    name_objects(value, where)
+    value = parse_strict_json(data, where, is_named=True)
     if check is not None and (wrong := check(value)):
         raise DamagedError(where, f"it is {wrong}")
     return value

@@ -112,6 +112,45 @@ def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Che
     return check
 
 
+def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
+    """Return a check for many objects of equal fields that are stored by columns: under each field a list with its
+    values in all objects, or one value that all have. Each object has its own value of the field ``key``; it and those
+    of ``needed`` must be there."""
+    tests = {**needed, **fields}
+
+    def check(value: Any) -> str:
+        if not isinstance(value, dict):
+            return "neither a list nor columns"
+        for name in (key, *needed):
+            if name not in value:
+                return f"columns without {name!r}"
+        if not isinstance(value[key], list):
+            return f"columns whose {key!r} is no list"
+        for name in value.keys() & tests.keys():
+            column, test = value[name], tests[name]
+            if isinstance(column, list) and len(column) != len(value[key]):
+                return f"columns whose {name!r} has another length"
+            if wrong := next((wrong for part in _telling_parts(column) if (wrong := test(part))), ""):
+                return f"columns whose {name!r} is {wrong}"
+        return ""
+
+    return check
+
+
+def either_list(check: Check, other: Check) -> Check:
+    """Return a check that passes lists whose parts pass one check, and what is no list if it passes the other."""
+    each = many(check)
+    return lambda value: each(value) if isinstance(value, list) else other(value)
+
+
+def _telling_parts(column: Any) -> list[Any]:
+    """Return the values of a column that its check has to look at: of whole numbers, whose checks all are ranges, the
+    smallest and the largest. All members of a large world read such a record at once."""
+    if not isinstance(column, list):
+        return [column]
+    return [min(column), max(column)] if set(map(type, column)) == {int} else column
+
+
 moment = number_between(0.0, LATEST)
 """Unix seconds."""
 seconds = number_between(0.0, 1e12)
@@ -124,21 +163,28 @@ _candidate = {
     "member": matching(r"[A-Za-z0-9._-]{1,100}"), "node": count, "local_rank": count, "launch": count, "host": text,
     "port": whole(0, 65535),
 }  # fmt: skip
-CANDIDATE = record(
-    _candidate, store_port=whole(0, 65535), gpu=flag, certificates=one_of("", "launch", "files"), ready=flag,
-    was_in=count, rank=count, step=count, progress=count, chunk=optional(whole(1)), activation_checkpointing=flag,
-    communication=flag, reason=text, view=mapping(text),
-)  # fmt: skip
+_candidate_more: dict[str, Check] = {
+    "store_port": whole(0, 65535), "gpu": flag, "certificates": one_of("", "launch", "files"), "ready": flag,
+    "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
+    "activation_checkpointing": flag, "communication": flag, "reason": text,
+}  # fmt: skip
+CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))
 """``membership/g000007/<member>.json``"""
 GENERATION = record(
-    {"number": whole(1), "launch": count, "members": many(CANDIDATE)}, topology=one_of("mesh", "star"), attempt=count,
-    step=count, reason=text, formed_at=moment,
+    {
+        "number": whole(1), "launch": count,
+        "members": either_list(CANDIDATE, columns("member", _candidate, **_candidate_more)),
+    },
+    topology=one_of("mesh", "star"), attempt=count, step=count, reason=text, formed_at=moment,
 )  # fmt: skip
-"""``membership/g000007.json``"""
+"""``membership/g000007.json`` (`trainer.elastic.generation_record`)"""
 _code = whole(-(1 << 31), 1 << 32)
 NODES_OF_GENERATION = record(
-    {"number": whole(1), "launch": count, "formed_at": moment, "members": many(record({"node": count}))}
-)
+    {
+        "number": whole(1), "launch": count, "formed_at": moment,
+        "members": either_list(record({"node": count}), columns("node", {"node": count})),
+    }
+)  # fmt: skip
 """The fields of a generation that an observer needs."""
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},

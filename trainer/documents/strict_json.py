@@ -14,7 +14,8 @@ DEPTH = 64
 LARGEST_INTEGER, LARGEST_FLOAT = 1 << 64, 1e150
 """Magnitudes beyond these are none of ours: products of two figures stay finite."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-_EXPONENT = re.compile(rb"[eE]\+?\d{3}")
+_EXPONENT = re.compile(rb"(?:^|[\s:,\[])-?[\d.]+[eE]\+?\d{3}")
+"""Of a number. The names of members, which are hexadecimal, have such letters and digits, too."""
 _DIGITS, _LONG = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
 
 
@@ -28,11 +29,12 @@ class Document(dict[str, Any]):
         raise DamagedError(getattr(self, "where", "a document"), f"it has no {key!r}")
 
 
-def parse_strict_json(data: bytes, where: str) -> Any:
-    """Return the value of a JSON text; objects are `Document`. ``where``: the file, for messages. Raise `DamagedError`
-    for invalid JSON, NaN, infinities, numbers out of range, lone surrogates, duplicate keys and deep nesting."""
+def parse_strict_json(data: bytes, where: str, is_named: bool = False) -> Any:
+    """Return the value of a JSON text; objects are `Document`. ``where``: the file, for messages; with ``is_named`` all
+    objects have it, too. Raise `DamagedError` for invalid JSON, NaN, infinities, numbers out of range, lone surrogates,
+    duplicate keys and deep nesting."""
     try:
-        value = _DECODER.decode(data.decode())
+        value = (_named_decoder(where) if is_named else _DECODER).decode(data.decode())
         if _is_suspicious(data):
             _check(value)
         elif data.count(b"[") + data.count(b"{") > DEPTH:
@@ -42,18 +44,6 @@ def parse_strict_json(data: bytes, where: str) -> Any:
             raise
         raise DamagedError(where, _words(error)) from None
     return value
-
-
-def name(value: Any, where: str) -> None:
-    """Set ``where``, the file, on all objects in a value."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Document):
-            item.where = where
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Document:
@@ -68,6 +58,17 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
+def _named_decoder(where: str) -> json.JSONDecoder:
+    """Return a decoder that names the file on each object when it is made, so that none has to be looked for."""
+
+    def named(pairs: list[tuple[str, Any]]) -> Document:
+        found = _object(pairs)
+        found.where = where
+        return found
+
+    return json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=named)
 
 
 def _is_suspicious(data: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from trainer.documents import schemas
@@ -19,7 +19,7 @@ CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
 """A candidacy's file name, from the name of the member (`trainer.elastic.dynamic_rendezvous`). Files with other names
 in these folders are ignored."""
 _PLACE = re.compile(r"n(\d{1,9})p(\d{1,9})-")
-_FIELDS = frozenset(field.name for field in fields(Candidate))
+_FIELDS = tuple(field.name for field in fields(Candidate))
 
 
 class Candidacies:
@@ -30,7 +30,7 @@ class Candidacies:
 
     def submit(self, number: int, mine: Candidate) -> None:
         """Ask to be in a generation, or update the request."""
-        self.storage.write(f"{_folder(number)}/{mine.member}.json", json.dumps(asdict(mine)).encode())
+        self.storage.write(f"{_folder(number)}/{mine.member}.json", json.dumps(document_of(mine)).encode())
 
     def list_members(self, number: int) -> list[str]:
         """Return the members, of any launch, that have filed for a generation: first those of the first nodes, by what
@@ -56,9 +56,14 @@ class Candidacies:
         return [item for name in names if (item := self.read(number, name)) is not None]
 
 
+def document_of(candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as a document."""
+    return {name: getattr(candidate, name) for name in _FIELDS}
+
+
 def candidate_of(data: dict[str, Any]) -> Candidate:
     """Return a candidate from a document that has passed its check; fields of later versions are left out."""
-    return Candidate(**{key: data[key] for key in data.keys() & _FIELDS})
+    return Candidate(**{key: data[key] for key in _FIELDS if key in data})
 
 
 def place_of(member: str) -> tuple[int, int, str]:

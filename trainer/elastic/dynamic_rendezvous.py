@@ -71,7 +71,8 @@ class DynamicRendezvous:
         """Join the next generation, with the state that ``what`` describes (`trainer.elastic.generation.Candidate`),
         and return its world. The group may not be formed yet: the first collective waits for it."""
         old = self.generation
-        if old is not None:
+        # Where a loss is told, all have heard why; but workers of a parameter server act on what is called off alone.
+        if old is not None and (old.topology == "star" or not self.peers.mail.told_losses()):
             told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
             self.peers.broadcast({"regroup": old.number, **told})
         if self.world is not None:

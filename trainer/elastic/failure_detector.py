@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainer.comm.handshake import AuthenticationError
 from trainer.comm.listener import BACKLOG
 from trainer.comm.tls import TLSContexts
 from trainer.elastic.doorkeeper import Doorkeeper
+from trainer.elastic.loss_telling import LossTelling
 from trainer.elastic.mailbox import Mailbox, line_of
 from trainer.elastic.peer_connection import admit_peer, connect_peer
 from trainer.elastic.phi_accrual import SignsOfLife
@@ -35,6 +37,9 @@ MOST_DOUBLED = 5
 """In a large world the pause before another attempt doubles so often: attempts must not be what keeps a peer busy."""
 SHARED_SECONDS = 3.0
 """Seconds in which the other end of a shared connection has to make it, before this one does."""
+SPREAD_SECONDS, SPREAD_MEMBERS = 2.0, 128
+"""The time over which the new links of a generation are made, at most, and the members for each of its seconds: when a
+generation begins, all have better to do."""
 MOST_CONNECTING = 3
 """Connections to watched members that are made at a time: all members make theirs when a generation begins."""
 PEERS_PER_BEAT = 16
@@ -43,8 +48,7 @@ the network."""
 DROPPED_OFTEN = 5
 """After this many connections in a row that were closed without an answer, another process owns the port. One or two
 may have been closed because the listener was busy with others."""
-COLLECT_SECONDS = 0.01
-"""Seconds in which losses are collected into one message: a rack is lost at once."""
+_NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -75,13 +79,12 @@ class FailureDetector:
         self._peers: dict[str, WatchedPeer] = {}
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
+        self._linked: frozenset[str] = frozenset()
         self._came = asyncio.Event()
         """Set, and replaced, when a connection of another comes or ends."""
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self.mail = Mailbox(me)
         """What others have told, but for `take_messages`."""
-        self._found_lost: dict[str, str] = {}
-        """Losses that are not told yet."""
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
@@ -91,6 +94,7 @@ class FailureDetector:
         self.address: Address = listening.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._door = Doorkeeper(self._loop, listening, self._serve)
+        self._losses = LossTelling(self._loop, self.mail, self._send)
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
 
@@ -102,19 +106,22 @@ class FailureDetector:
             for member in set(self._peers) - set(wanted):
                 self._cancel(self._peers.pop(member))
             for member, address in wanted.items():
-                if member not in self._peers:
-                    self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
-                    self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
-                self._peers[member].is_shared = member in shared
+                peer = self._peers.get(member)
+                if peer is None:
+                    peer = self._peers[member] = WatchedPeer((address[0], address[1]), SignsOfLife(self.interval))
+                    self._loop.call_soon_threadsafe(self._start, member, peer)
+                if peer.is_shared and member not in shared:  # this side may have waited for the other's connection
+                    self._loop.call_soon_threadsafe(self._tell_came)
+                peer.is_shared = member in shared
 
-    def enter(self, number: int, members: Collection[str], passes_on: bool) -> None:
+    def enter(self, number: int, members: Sequence[str], passes_on: bool) -> None:
         """From now on messages are about a generation, see `Mailbox.enter`. Members that are lost to this process
         already are told again."""
         self.mail.enter(number, members, passes_on)
         self.expect(len(members))
         with self._lock:
             lost = {member: str(peer.view) for member, peer in self._peers.items() if peer.view in ("gone", "silent")}
-        self._loop.call_soon_threadsafe(self._note_lost, lost)
+        self._loop.call_soon_threadsafe(self._losses.note, lost)
 
     def expect(self, callers: int) -> None:
         """Have room for so many callers at once that have not yet authenticated."""
@@ -135,14 +142,20 @@ class FailureDetector:
         """Send a message to all followers of this process, without an answer or a guarantee of delivery. In a large
         world they pass it on, and one that this process has passed on already is not sent again."""
         if (line := self.mail.tell(message)) is not None:
-            self._loop.call_soon_threadsafe(self._send, line)
+            self._loop.call_soon_threadsafe(self._send, line, "", json.loads(line))
 
     def write_letter(self, member: str, letter: Mapping[str, Any]) -> None:
-        """Send a letter to a followed member, in the place of an earlier one, now or as soon as it is reached."""
+        """Send a letter to a member: to a followed one in the place of an earlier one, now or as soon as it is reached;
+        to another one if it has a connection to this process."""
+        line = line_of(letter)
         with self._lock:
             if (peer := self._peers.get(member)) is not None:
-                peer.letter = line_of(letter)
-                self._loop.call_soon_threadsafe(self._post, member, peer)
+                peer.letter = line
+        self._loop.call_soon_threadsafe(self._post, member, line)
+
+    def linked(self) -> frozenset[str]:
+        """Return the members with a connection to this process, whoever has made it."""
+        return self._linked
 
     def take_messages(self) -> list[dict[str, Any]]:
         """Return the messages that have come since the last call."""
@@ -188,9 +201,9 @@ class FailureDetector:
         self.mail.notify()
         self.on_change()
 
-    def _post(self, member: str, peer: WatchedPeer) -> None:
-        if peer.letter and (writer := self._links().get(member)) is not None:
-            self._write(writer, peer.letter)
+    def _post(self, member: str, line: bytes) -> None:
+        if line and (writer := self._links().get(member)) is not None:
+            self._write(writer, line)
 
     def _links(self) -> dict[str, asyncio.StreamWriter]:
         """Return one connection to each member that this process can write to, its own before the other's."""
@@ -209,40 +222,33 @@ class FailureDetector:
         if not isinstance(value, dict):
             raise ValueError("a line is an object")
         if "candidacy" in value:
-            self._deliver(value)
+            self._deliver(value, sender)
             return
         if "member" not in value:
             is_news, passed_on = self.mail.hear(value, sender)
             if passed_on is not None:
-                self._send(passed_on)
+                self._send(passed_on, sender, value)
             if is_news:
+                if "lost" in value:
+                    self._losses.tell_soon()
                 self._notify()
         elif "pulse" in value and (peer := self._peers.get(sender)) is not None:
             peer.pulse_at = time.monotonic()
 
-    def _deliver(self, letter: dict[str, Any]) -> None:
+    def _deliver(self, letter: dict[str, Any], sender: str) -> None:
         """Keep a letter that is for this process; send another one on towards its reader, if the way is known."""
-        next_one = self.mail.put_letter(letter)
+        next_one = self.mail.put_letter(letter, sender)
         if next_one is None:
             self._notify()
         elif (writer := self._links().get(next_one)) is not None:
             self._write(writer, line_of(letter))
 
-    def _note_lost(self, lost: Mapping[str, str]) -> None:
-        """Tell these losses soon, with others that are seen meanwhile."""
-        if lost and not self._found_lost:
-            self._loop.call_later(COLLECT_SECONDS, self._tell_losses)
-        self._found_lost.update(lost)
-
-    def _tell_losses(self) -> None:
-        lost, self._found_lost = self._found_lost, {}
-        if (line := self.mail.tell_losses(lost)) is not None:
-            self._send(line)
-
-    def _send(self, line: bytes) -> None:
-        links = self._links().values() if self.mail.passes_on else self._followers
-        for writer in links:
-            self._write(writer, line)
+    def _send(self, line: bytes, but: str = "", message: Mapping[str, Any] = _NOTHING) -> None:
+        links = {writer: member for member, writer in self._links().items()} if self.mail.passes_on else self._followers
+        readers = self.mail.choose_readers(message, links.values())
+        for writer, member in links.items():
+            if member != but and member in readers:
+                self._write(writer, line)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Serve one follower: once it is authenticated, answer each of its lines with one."""
@@ -274,9 +280,12 @@ class FailureDetector:
 
     async def _follow(self, member: str, peer: WatchedPeer) -> None:
         """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
+        if peer.is_shared and self.mail.passes_on:
+            await asyncio.sleep(random.random() * min(SPREAD_SECONDS, len(self.mail.members) / SPREAD_MEMBERS))
         while True:
-            if peer.is_shared and member < self.me:
-                await self._await_shared(member)
+            # Where a connection has broken, this side looks at once what has become of the other one.
+            if peer.is_shared and member < self.me and (peer.view == "unknown" or member in self._followers.values()):
+                await self._await_shared(member, peer)
             heard_at = peer.heard_at
             try:
                 await self._converse(member, peer)
@@ -293,11 +302,10 @@ class FailureDetector:
             doubled = 2 ** min(peer.failures - 1, MOST_DOUBLED) if self.mail.passes_on else 1
             await asyncio.sleep(RETRY_SECONDS * doubled if peer.failures else 0)
 
-    async def _await_shared(self, member: str) -> None:
-        """Wait for the connection that a member makes to this process, and then for its end."""
-
+    async def _await_shared(self, member: str, peer: WatchedPeer) -> None:
+        """Wait, while it is shared, for the connection that a member makes to this process, and then for its end."""
         until = time.monotonic() + SHARED_SECONDS
-        while (is_there := member in self._followers.values()) or time.monotonic() < until:
+        while peer.is_shared and ((is_there := member in self._followers.values()) or time.monotonic() < until):
             came = self._came
             with suppress(TimeoutError):
                 await asyncio.wait_for(came.wait(), None if is_there else until - time.monotonic())
@@ -306,8 +314,15 @@ class FailureDetector:
 
     def _tell_came(self) -> None:
         """Wake those who wait for a connection to come or to end."""
+        self._note_links()
         self._came.set()
         self._came = asyncio.Event()
+
+    def _note_links(self) -> None:
+        """Say which connections there are now; a letter may wait for one."""
+        self._linked = frozenset(self._links())
+        if self.mail.passes_on:
+            self.mail.notify()
 
     async def _converse(self, member: str, peer: WatchedPeer) -> None:
         """Connect, and read until the connection ends. Returns or raises when it has."""
@@ -315,11 +330,11 @@ class FailureDetector:
             reader, writer = await connect_peer(peer.address, self.key, self.me, member, self._tls)
         try:
             peer.dropped, peer.writer = 0, writer
-            self._post(member, peer)
-            self._set(member, peer, "here")
+            self._note_links()
+            self._post(member, peer.letter)
             beating = self._loop.create_task(self._beat(peer, writer))
             try:
-                while line := await reader.readline():
+                while line := await reader.readline():  # the first says that the other side has admitted this process
                     self._set(member, peer, "here")
                     self._take(member, line)
             finally:
@@ -327,6 +342,7 @@ class FailureDetector:
         finally:
             peer.writer = None
             writer.transport.abort()
+            self._note_links()
 
     async def _beat(self, peer: WatchedPeer, writer: asyncio.StreamWriter) -> None:
         """Ask a peer for a sign of life at each beat, unless it gives them unasked."""
@@ -371,5 +387,5 @@ class FailureDetector:
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             if view in ("gone", "silent"):
-                self._note_lost({member: view})
+                self._losses.note({member: view})
             self._notify()

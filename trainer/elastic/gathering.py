@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.elastic.candidacies import Candidacies, candidate_of, place_of
+from trainer.elastic.candidacies import Candidacies, candidate_of, document_of, place_of
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import Candidate
 from trainer.elastic.overlay import TAKEOVER_SECONDS, count_acting, neighbours_of
@@ -29,8 +29,11 @@ MOST_REREAD = 32
 """Announcements of members that prepare which one look reads again: their letters are faster."""
 DIRECT_SECONDS = 1.0
 """Seconds after which the one that gathers is written to over a connection of its own, if no way to it is known."""
-VERIFY_SECONDS = 0.5
-"""Seconds after which members that do not come, and that nobody calls lost, are tried by the one that gathers."""
+REWRITE_SECONDS = 0.1
+"""Seconds after which a letter that has changed is sent again."""
+VERIFY_SECONDS = 1.0
+"""Seconds after which members that do not come, and that nobody calls lost, are tried by the one that gathers: then
+they have a connection to it."""
 MOST_VERIFIED = 16
 """Such members that are tried at a time."""
 
@@ -59,15 +62,19 @@ class Gathering:
         self._began = time.monotonic()
         self._first, self._first_since = "", self._began
         self._letters: dict[str, Candidate] = {}
+        self._taken: dict[str, Mapping[str, Any]] = {}
+        """The letters that have been read already."""
         self._stored: dict[str, Candidate] = {}
+        self._seen_lost: dict[str, str] = {}
+        """The members that the candidacies call lost, with how they saw them."""
         self._listed: list[str] = []
         self._listed_at = self._read_at = float("-inf")
         self._foreign: set[str] = set()
         """Members of another launch whose candidacies are in the same folder."""
         self._gone: set[str] = set()
         """Members that refused a connection, and from which no letter has come since."""
-        self._sent: dict[str, tuple[str, Candidate]] = {}
-        """What each member that gathers has been sent last, and by which way."""
+        self._sent: dict[str, tuple[str, Candidate, float]] = {}
+        """What each member that gathers has been sent last, by which way, and when."""
         self._has_told = False
         """Whether this process has said that it gathers."""
         peers.mail.catch_up(number - 1)
@@ -86,6 +93,7 @@ class Gathering:
         told = self.peers.mail.told_losses()
         silent = {member for member, view in own.items() if view == "silent"}
         reached = {member for member, view in own.items() if view == "here"}
+        linked = self.peers.linked()
         lost = self._gone | silent | (set(told) - reached - set(self._letters))
         acting = self._find_acting(mine, lost - {mine.member}, now)
         gathers = any(seat.member == mine.member for seat in acting)
@@ -97,42 +105,57 @@ class Gathering:
             others += [seat for seat in self.inside if seat.member not in lost and seat not in acting][:1]
         near = neighbours_of(mine.member, self._names) if self.inside else frozenset()
         watched = [seat for seat in self.inside if seat.member in near]
+        if gathers:
+            told = {**self._seen_lost, **told}
         tried = self._choose_tried(told, now) if gathers else []
-        ways = {seat.member: self._way_to(seat.member, reached, now) for seat in others}
-        direct = [seat for seat in others if ways[seat.member] == seat.member]
+        ways = {seat.member: self._way_to(seat.member, linked, now) for seat in others}
+        direct = [seat for seat in others if ways[seat.member] == seat.member and seat.member not in linked]
         self.peers.follow({seat.member: (seat.host, seat.port) for seat in [*watched, *direct, *tried]}, near)
         own = self.peers.statuses()
         mine = replace(mine, view=self._view(own, near | {seat.member for seat in direct}) if self.inside else {})
         if mine.member in self._names:
-            self._write_letters(mine, ways)
+            self._write_letters(mine, ways, now)
         self._file(mine, silent, now)
         if not gathers:
             return mine, None
         self._read(now)
         return mine, self._gathered(mine, own, told)
 
-    def _way_to(self, reader: str, reached: set[str], now: float) -> str:
-        """Return the member to which a letter to ``reader`` goes next: itself where it is reached, or where no way
-        there is known in time; "" while one may still become known."""
-        way = self.peers.mail.way_to(reader, self.number) or ""
-        if reader in reached or way in reached:
-            return reader if reader in reached else way
+    def _way_to(self, reader: str, linked: Collection[str], now: float) -> str:
+        """Return the member to which a letter to ``reader`` goes next: itself where there is a connection to it, which
+        it makes to those that it misses, or where no way is known in time; "" while one may still become known."""
+        if reader in linked:
+            return reader
+        way = self.peers.mail.way_to(reader, self.number)
+        if way in linked:
+            return str(way)
         return reader if now - self._first_since >= DIRECT_SECONDS else ""
 
-    def _write_letters(self, mine: Candidate, ways: Mapping[str, str]) -> None:
+    def _write_letters(self, mine: Candidate, ways: Mapping[str, str], now: float) -> None:
+        """Send the candidacy by these ways where it is new there; a changed one not at once, as it may change again:
+        each neighbour that is lost makes it another one."""
         for reader, way in ways.items():
-            if way and self._sent.get(reader) != (way, mine):
-                letter = {"candidacy": self.number, "to": reader, "from": mine.member, "candidate": asdict(mine)}
+            before, sent, at = self._sent.get(reader, ("", None, 0.0))
+            if way and (way != before or (sent != mine and now - at >= REWRITE_SECONDS)):
+                letter = {"candidacy": self.number, "to": reader, "from": mine.member, "candidate": document_of(mine)}
                 self.peers.write_letter(way, letter)
-                self._sent[reader] = way, mine
+                self._sent[reader] = way, mine, now
 
     def _take_letters(self) -> None:
         for sender, letter in self.peers.mail.read_letters().items():
+            if self._taken.get(sender) is letter:
+                continue
+            self._taken[sender] = letter
             if (candidate := read_letter(letter, sender, self.number)) is None:
                 continue
             if candidate.launch == self.candidacies.launch and self._letters.get(sender) != candidate:
                 self._letters[sender] = candidate
                 self._gone.discard(sender)
+                self._note_view(candidate)
+
+    def _note_view(self, candidate: Candidate) -> None:
+        lost = {name: view for name, view in candidate.view.items() if view in ("gone", "silent")}
+        self._seen_lost |= {name: view for name, view in lost.items() if name in self._names}
 
     def _find_acting(self, mine: Candidate, lost: set[str], now: float) -> list[Candidate]:
         """Return the members whose turn to gather it is, in their order."""
@@ -176,6 +199,7 @@ class Gathering:
         if (found := self.candidacies.read(self.number, name)) is not None:
             if found != self._stored.get(name):
                 self._gone.discard(name)
+                self._note_view(found)
             self._stored[name] = found
         elif name not in self._stored:
             self._foreign.add(name)

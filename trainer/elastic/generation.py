@@ -205,7 +205,8 @@ def proposal_delay(previous: Generation | None, candidates: Sequence[Candidate],
     count = count_failed_attempts(previous, candidates)
     if count:
         return 0.5 * 2 ** (min(count, retries) - 1)
-    left = [item for item in candidates if item.member not in find_isolated_members(candidates)]
+    isolated = find_isolated_members(candidates)
+    left = [item for item in candidates if item.member not in isolated]
     return 0.5 * (2**retries - 1) if find_unreachable_pairs(left) else 0.0
 
 
@@ -232,7 +233,8 @@ def choose_generation(
     newcomers = [replace(item, was_in=0) for item in ready if item.member not in known]
     newcomers.sort(key=lambda item: (item.node, item.local_rank, item.member))
     order = (survivors + newcomers)[: max(limit, len(survivors))]
-    order = [item for item in order if item.member not in find_isolated_members(order)]
+    isolated = find_isolated_members(order)
+    order = [item for item in order if item.member not in isolated]
     if not order:
         return None
     attempt = count_failed_attempts(previous, ready)

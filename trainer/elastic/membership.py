@@ -12,15 +12,12 @@ and it may ask to come back as a newcomer. `trainer.elastic.generation.choose_ge
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from trainer.documents import schemas
-from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document
-from trainer.elastic.candidacies import Candidacies, candidate_of
+from trainer.documents.reader import MARK_BYTES
+from trainer.elastic.candidacies import Candidacies
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.gathering import Gathered, Gathering, read_letter
 from trainer.elastic.generation import (
@@ -32,6 +29,7 @@ from trainer.elastic.generation import (
     refuse_mixed_encryption,
     survivors_of,
 )
+from trainer.elastic.generation_record import path_of, read_generation, records, text_of
 from trainer.elastic.overlay import is_partial, neighbours_of
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
@@ -41,10 +39,8 @@ from trainer.storage.base import Storage
 HURRY_SECONDS = 20.0
 GATHER_SECONDS = 0.02
 """Between two looks of a member that gathers: letters cost nothing."""
-RECORD = re.compile(r"g\d{6,12}\.json")
 MOST_LOOKING = 4
 """Members of a large world, the first by rank, that look for requests of others in the storage."""
-_BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
 class NoGenerationError(RuntimeError):
@@ -86,13 +82,15 @@ class Membership:
         self.launch, self.planned, self.limit, self.retries = launch, planned, limit, retries
         self.patience, self.start_patience = patience, start_patience
         self.first = first
+        self.entered: Generation | None = None
+        """The generation that this process takes part in."""
         self.poll_seconds = 0.02 if storage.is_local else 0.3
         self.slow_poll_seconds = 0.02 if storage.is_local else 1.5
         """The pause once `HURRY_SECONDS` have passed: looks at remote storage cost money, and a wait of that length is
         for a member that is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
-        self.record_seconds = 0.5 if storage.is_local else 2.0
+        self.record_seconds = 1.0 if storage.is_local else 2.0
         """Between two looks for a record where another gathers, which also tells that it has written one."""
         peers.expect(planned)
 
@@ -108,6 +106,7 @@ class Membership:
 
     def enter(self, generation: Generation) -> None:
         """Take part in a generation: watch its members, and take messages to be about it."""
+        self.entered = generation
         names = [seat.member for seat in generation.members]
         self.peers.enter(generation.number, names, is_partial(len(names)))
         self.watch(generation)
@@ -125,8 +124,11 @@ class Membership:
 
     def is_over(self, current: Generation) -> bool:
         """Return whether another generation has begun, so that ``current`` is fenced out."""
+        return self._exists(current.number + 1)  # numbers leave no gap
+
+    def _exists(self, number: int) -> bool:
         try:
-            self.storage.size(f"{MEMBERSHIP}/g{current.number + 1:06d}.json")  # numbers leave no gap
+            self.storage.size(path_of(number))
             return True
         except FileNotFoundError:
             return False
@@ -208,7 +210,7 @@ class Membership:
         now = time.monotonic()
         is_due = now >= state.look_at or self.peers.mail.told_formed > (state.newest.number if state.newest else 0)
         if is_due:
-            state.newest = self._read_after(state.newest if state.is_partial else None)
+            state.newest = self._read_after(state.newest or self.entered, state.is_partial)
         newest = state.newest
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
@@ -243,11 +245,12 @@ class Membership:
             self._decide(newest, mine, found, state)
         return None, mine
 
-    def _read_after(self, known: Generation | None) -> Generation | None:
-        """Return the newest generation; where one is known, by looking for the next ones only, which is cheaper."""
-        if known is None:
+    def _read_after(self, known: Generation | None, is_partial_world: bool) -> Generation | None:
+        """Return the newest generation. In a large world, whose records are long, look for those after the ``known``
+        one only; its own must still be there."""
+        if known is None or not (is_partial_world or is_partial(len(known.members))) or not self._exists(known.number):
             return self.read_newest()
-        while self.is_over(known):
+        while self._exists(known.number + 1):  # numbers leave no gap
             known = read_generation(self.storage, f"g{known.number + 1:06d}.json")
         return known
 
@@ -340,53 +343,10 @@ class Membership:
             return
         text = text_of(replace(generation, formed_at=clock.now()))
         with contextlib.suppress(FileExistsError):  # another proposal was first, and counts
-            self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
+            self.storage.create(path_of(generation.number), text)
         if is_alone:
             self.peers.broadcast({"formed": generation.number})
 
 
 def _working(number: int) -> str:
     return f"{MEMBERSHIP}/g{number:06d}.working"
-
-
-def records(storage: Storage) -> list[str]:
-    """Return the names of the records of generations, oldest first."""
-    names = known_names(storage, MEMBERSHIP, storage.list(MEMBERSHIP), _BESIDE)
-    return [name for name in names if RECORD.fullmatch(name)]
-
-
-def read_generation(storage: Storage, name: str) -> Generation:
-    """Return the generation in ``membership/<name>``. Raise `DamagedError` if it is no record: the members that may
-    train are then unknown."""
-    data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.GENERATION, DOCUMENT_BYTES)
-    if data is None:
-        raise DamagedError(f"{storage.uri}/{MEMBERSHIP}/{name}", "it has just been removed")
-    members = tuple(candidate_of(seat) for seat in data["members"])
-    known = {key: data[key] for key in data.keys() & _GENERATION_FIELDS}
-    return Generation(**{**known, "members": members})
-
-
-def generations(storage: Storage) -> list[Generation]:
-    """Return all generations, oldest first."""
-    return [read_generation(storage, name) for name in records(storage)]
-
-
-_GENERATION_FIELDS = frozenset(field.name for field in fields(Generation))
-
-
-def text_of(generation: Generation) -> bytes:
-    """Return a generation as it is stored. That of a large world is read by all its members at once: what says nothing
-    is left out, and so are the members' views, which have served."""
-    data = asdict(generation)
-    if not is_partial(len(generation.members)):
-        return json.dumps(data, indent=1).encode()
-    data["members"] = [
-        {key: value for key, value in seat.items() if key != "view" and value != _UNSAID.get(key, _NEVER)}
-        for seat in data["members"]
-    ]
-    return json.dumps(data).encode()
-
-
-_NEVER = object()
-_UNSAID = {field.name: field.default for field in fields(Candidate) if field.default is not MISSING}
-"""The fields of a candidate that may be left out, with what they are then."""

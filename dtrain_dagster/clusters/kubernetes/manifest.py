@@ -18,8 +18,8 @@ JOB, LAUNCH, NODE, INCARNATION = "dtrain/job", "dtrain/launch", "dtrain/node", "
 """Labels of everything that belongs to a node: the job's id as far as a label can hold it, the name of its launch, and
 the numbers of node and incarnation."""
 CONTAINER = "node"
-SCRATCH = "/tmp"
-"""The only folder of a pod's own that can be written to; it goes with the pod."""
+SCRATCH, SHARED_MEMORY = "/tmp", "/dev/shm"
+"""The only folders of a pod's own that can be written to; they go with the pod."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 _LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
@@ -97,13 +97,14 @@ def pod_spec(
     options: KubernetesOptions, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the specification of a node's pod. ``apart``: the label of the pods that it is kept apart from."""
-    volumes: list[dict[str, Any]] = [
-        {"name": "scratch", "emptyDir": {}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
-    ]
+    own: dict[str, dict[str, Any]] = {
+        SCRATCH: {"name": "scratch", "emptyDir": {}},
+        SHARED_MEMORY: {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
+    }
+    given = {volume.mount.rstrip("/") for volume in options.volumes}  # a user's volume takes the place of ours
+    volumes = [volume for mount, volume in own.items() if mount not in given]
     mounts: list[dict[str, Any]] = [
-        {"name": "scratch", "mountPath": SCRATCH},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": volume["name"], "mountPath": mount} for mount, volume in own.items() if mount not in given
     ]
     for index, volume in enumerate(options.volumes):
         volumes.append({"name": f"storage-{index}", **volume.source})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dtrain_dagster.data import disk_watch
-from dtrain_dagster.data.disk_watch import says_full, watched
+from dtrain_dagster.data.disk_watch import is_too_full, says_full, watched
 
 
 def refuse() -> OSError:
@@ -79,3 +81,16 @@ def test_the_logs_of_workers_that_spill_tell(tmp_path: Path) -> None:
     assert not says_full(tmp_path)
     (tmp_path / "io_worker-2.err").write_text("x" * 200_000 + "OSError: [Errno 28] No space left on device\n")
     assert says_full(tmp_path)
+
+
+@pytest.mark.parametrize(("used", "free", "is_full"), [(94, 6, False), (95, 5, True), (100, 0, True)])
+def test_a_disk_that_ray_spills_nothing_to_is_full(
+    used: int, free: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=120, used=used, free=free)  # 20 of it are root's
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage if path == tmp_path else None)
+    assert is_too_full(tmp_path) is is_full
+
+
+def test_a_disk_that_is_not_there_is_not_full(tmp_path: Path) -> None:
+    assert not is_too_full(tmp_path / "no")

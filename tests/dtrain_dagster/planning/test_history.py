@@ -338,7 +338,7 @@ def test_a_probe_that_hangs_is_stopped_by_the_limits_and_nothing_more_is_started
     assert "the probe came to the limit of $0.01" in "\n".join(said), said
     [probe] = (home / "storage" / "jobs").glob("probe-*")
     [node] = RunDir(str(probe)).nodes()
-    assert 5 < node.seconds(node.last_seen_at or 0.0) < 14
+    assert 5 < node.seconds(node.last_seen_at or 0.0) < 60, "of the 600 that it hangs; 12 are paid for"
     plan, said = plan_of(instance, home, dataset, stop_at_usd=limit)
     assert plan is None
     assert len(RunDir(str(probe)).nodes()) == 1, "asked again, nothing is bought"

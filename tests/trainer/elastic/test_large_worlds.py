@@ -12,7 +12,7 @@ from crowd import Node, cut, look_until, names_of, together
 
 import trainer.elastic.gathering as gathering
 from trainer.elastic.generation import Generation
-from trainer.elastic.membership import generations
+from trainer.elastic.generation_record import generations
 from trainer.elastic.overlay import FULL_MESH, neighbours_of
 from trainer.storage.open import open_storage
 
@@ -102,12 +102,28 @@ def test_without_any_message_the_storage_is_enough(
     crowd, first = begin(nodes)
     for node in crowd:
         monkeypatch.setattr(node.peers.mail, "hear", lambda message, sender: (False, None))
-        monkeypatch.setattr(node.peers.mail, "put_letter", lambda letter: "")
+        monkeypatch.setattr(node.peers.mail, "put_letter", lambda letter, sender: "")
     crowd[5].peers.close()
     left = [node for node in crowd if node is not crowd[5]]
     second = together(left, first, step=4)
     assert names_of(second) == NAMES.replace("f", "")
     assert len(filed(tmp_path, 2)) >= len(left) - 2
+
+
+def test_letters_that_nobody_sends_on_come_over_a_connection_of_their_own(
+    nodes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd, first = begin(nodes)
+    monkeypatch.setattr(gathering, "TAKEOVER_SECONDS", 1e9)
+    monkeypatch.setattr(gathering, "count_acting", lambda waited: 1)
+    for node in crowd:
+        take = node.peers.mail.put_letter
+        monkeypatch.setattr(
+            node.peers.mail, "put_letter", lambda letter, sender, take=take: take(letter, sender) and ""
+        )
+    second = together(crowd, first, step=4)
+    assert names_of(second) == NAMES
+    assert filed(tmp_path, 2) == []
 
 
 def test_many_that_gather_at_once_write_one_record(

@@ -17,7 +17,8 @@ import pytest
 from crowd import Node, cut, look_until, names_of, together
 
 from trainer.elastic.generation import START, Generation
-from trainer.elastic.membership import NoGenerationError, generations
+from trainer.elastic.generation_record import generations
+from trainer.elastic.membership import NoGenerationError
 from trainer.storage.open import open_storage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.elastic.mailbox import Mailbox
 from trainer.elastic.overlay import FULL_MESH, TAKEOVER_SECONDS, count_acting, is_partial, neighbours_of
 from trainer.elastic.rumours import Rumours
 
@@ -99,3 +101,41 @@ def test_what_is_known_is_passed_on_once() -> None:
     assert [rumours.take(message, "x") for message in ({"regroup": 4}, {"other": 1}, {"lost": 5, "of": 5})] == [
         None
     ] * 3
+
+
+def test_all_are_told_that_there_is_a_loss_and_who_is_first_and_no_more() -> None:
+    mail = Mailbox("c")
+    mail.enter(4, "abcdef", passes_on=True)
+    assert mail.tell_losses({}) is None
+    told = json.loads(mail.tell_losses({"e": "gone"}) or b"")
+    assert told == {"lost": {"e": "gone"}, "of": 4, "from": "c"}
+    assert mail.tell_losses({"f": "gone", "x": "gone"}) is None, "the one that gathers learns it from letters"
+    assert mail.hear({"lost": {"b": "silent"}, "of": 4, "from": "a"}, "a") == (True, None)
+    assert mail.tell_losses({}) is None
+    assert mail.hear({"lost": {"a": "gone"}, "of": 4, "from": "d"}, "d") == (True, None)
+    told = json.loads(mail.tell_losses({}) or b"")
+    assert told["lost"] == {"a": "gone", "b": "silent", "e": "gone", "f": "gone"}, "c is the first now, and why"
+    mail.enter(5, "cd", passes_on=True)
+    assert mail.tell_losses({"d": "gone"}) is not None
+    mail.tells_losses = False
+    mail.enter(6, "cd", passes_on=True)
+    assert mail.tell_losses({"d": "gone"}) is None, "its end is no loss"
+
+
+def test_the_word_that_a_record_is_written_goes_back_on_the_ways_of_the_letters() -> None:
+    mail = Mailbox("c")
+    mail.enter(4, "abcdef", passes_on=True)
+    links = ["a", "b", "d", "newcomer"]
+    assert mail.hear({"gather": 5, "by": "a", "from": "a"}, "b")[0]
+    letter = {"candidacy": 5, "to": "a", "from": "e", "candidate": {}}
+    assert mail.put_letter(letter, "d") == "b"
+    assert mail.put_letter(letter | {"candidacy": 4000}, "a") == "", "of no generation that is near"
+    formed = {"formed": 5, "back": True, "from": "a"}
+    is_news, line = mail.hear(formed, "b")
+    assert is_news
+    assert json.loads(line or b"") == formed
+    assert mail.choose_readers(formed, links) == ["d", "newcomer"]
+    assert mail.choose_readers({"formed": 5}, links) == links, "from one that no letters have reached"
+    assert mail.hear(formed, "d") == (False, None)
+    own = json.loads(mail.tell({"formed": 5, "x": 1}) or b"{}")
+    assert own == {}, "it has passed that on already"

@@ -95,6 +95,16 @@ def test_what_the_settings_ask_for_is_in_the_pod():
     assert "requiredDuringSchedulingIgnoredDuringExecution" in spec["affinity"]["podAntiAffinity"]
 
 
+@pytest.mark.parametrize("mount", ["/tmp", "/tmp/", "/dev/shm"])
+def test_a_volume_of_the_users_takes_the_place_of_one_of_ours(mount: str):
+    made = pod(KubernetesOptions.read({"image": "x", "volumes": read_volumes(f"pvc:shared:{mount}")}))
+    mounts = [item["mountPath"].rstrip("/") for item in made["containers"][0]["volumeMounts"]]
+    assert sorted(mounts) == ["/dev/shm", "/tmp"]
+    assert {item["name"] for item in made["volumes"]} == {
+        item["name"] for item in made["containers"][0]["volumeMounts"]
+    }
+
+
 def test_a_machine_is_given_up_after_the_stated_time_only():
     seconds = {item["key"]: item.get("tolerationSeconds") for item in pod(PLAIN)["tolerations"]}
     assert seconds == {"node.kubernetes.io/not-ready": 20, "node.kubernetes.io/unreachable": 20}

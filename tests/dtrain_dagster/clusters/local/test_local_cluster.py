@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -63,6 +64,10 @@ def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(clu
     mine.write_text("ab" * 32)
     mine.chmod(mode)
     before = mine.stat()
+    deadline = time.monotonic() + 30
+    while is_held(folder):  # the supervisor before is about to leave
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     by_hand = subprocess.run(
         [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervise", str(folder)],
         env={**with_package(os.environ), SECRET_FILE: str(mine)},
