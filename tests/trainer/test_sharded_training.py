@@ -13,7 +13,7 @@ from worlds import Job
 
 pytestmark = pytest.mark.slow
 Begin = Callable[..., Nodes]
-FEW = {"epochs": 2, "eval_frequency": 5, "checkpoint_frequency": 4, "schedule": "constant"}
+FEW = {"epochs": 2, "eval_frequency": 5, "checkpoint_frequency": 4, "schedule": "constant", "warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")
