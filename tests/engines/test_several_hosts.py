@@ -4,7 +4,6 @@ which nobody reaches it: what a node takes for its own address matters."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,33 +18,27 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
     NODES,
+    PACED,
+    STEPS,
     Outcome,
     Training,
     assert_nothing_is_left,
     assert_same,
     incarnations,
+    own_models,
     train_here,
     write_job,
 )
-from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines
-from trainer.config import FactoryConfig
+from tests.engines.machines import Machines, missing, open_machines
 from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
-STEPS = 300
-PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
-"""A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
-to start a node in its place."""
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same training on the local cluster, on loopback."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(OWN_MODELS)
-        patch.setenv("PYTHONPATH", str(OWN_MODELS), prepend=os.pathsep)
-        patch.setenv("DTRAIN_FACTORY_MODULES", "paced")
-        yield train_here(tmp_path_factory.mktemp("here"), STEPS, PACED)
+    return train_here(tmp_path_factory.mktemp("here"))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +52,7 @@ def machines(request: pytest.FixtureRequest, expected: Outcome) -> Iterator[Mach
     if why := missing(request.param):
         pytest.skip(why)
     try:
-        with open_machines(request.param, NODES, on_hosts=True) as opened:
+        with own_models(), open_machines(request.param, NODES, on_hosts=True) as opened:
             yield opened
     except NoNamespacesError as error:
         pytest.skip(str(error))

@@ -11,6 +11,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
+    PACED,
     STEPS,
     EngineTrials,
     Outcome,
@@ -44,7 +45,9 @@ class TestSlurm(EngineTrials):
             engine="slurm", cluster_name="engine", max_replacements=0, successor_lead_seconds=600.0
         )
         options = machines.options(tmp_path) | {"time_limit_minutes": 2}
-        training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 12 * STEPS))
+        training = Training(
+            EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 6 * STEPS, model=PACED)
+        )
         training.submit()
         training.run_until(lambda: len(incarnations(training)) > 3, "successors of both")
         assert training.end() == JobState.SUCCEEDED, training.said()
