@@ -30,7 +30,7 @@ from trainer.rundir import RunDir
 
 NODES = 2
 STEPS = 300
-PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
+PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.04})
 """A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
 to start a node in its place."""
 WAIT_SECONDS = 240.0
@@ -156,10 +156,10 @@ def own_models() -> Iterator[None]:
         yield
 
 
-def train_here(home: Path) -> Outcome:
+def train_here(home: Path, model: FactoryConfig = PACED) -> Outcome:
     """Train on the local cluster, with as many nodes."""
     with own_models():
-        training = Training(LocalClusterManager(home), write_job(home, STEPS, model=PACED))
+        training = Training(LocalClusterManager(home), write_job(home, STEPS, model=model))
         training.submit()
         try:
             return training.outcome()

@@ -18,7 +18,6 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
     NODES,
-    PACED,
     STEPS,
     Outcome,
     Training,
@@ -30,15 +29,18 @@ from tests.engines.engine_training import (
     write_job,
 )
 from tests.engines.machines import Machines, missing, open_machines
+from trainer.config import FactoryConfig
 from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
+SLOWER = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
+"""Enough time for an engine to miss a machine that is cut off, and to have it back."""
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same training on the local cluster, on loopback."""
-    return train_here(tmp_path_factory.mktemp("here"))
+    return train_here(tmp_path_factory.mktemp("here"), SLOWER)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def training(machines: Machines, tmp_path: Path) -> Iterator[Training]:
 def open_training(machines: Machines, folder: Path, steps: int = STEPS, **options: Any) -> Iterator[Training]:
     settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
     given = machines.options(folder) | options
-    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps, model=PACED))
+    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps, model=SLOWER))
     yield made
     made.close()
     assert_nothing_is_left(made, machines)
@@ -165,7 +167,7 @@ def test_nodes_of_the_local_cluster_on_hosts_of_their_own(
 ) -> None:
     steps = 60 if setting else STEPS
     place = ["sh", "-c", f'{setting} exec "$@"', "with", *hosts.local_cluster]
-    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps, model=PACED), place=place)
+    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps, model=SLOWER), place=place)
     training.submit()
     try:
         assert training.end() == JobState.SUCCEEDED, training.said()
