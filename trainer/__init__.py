@@ -2,9 +2,23 @@
 dollars.
 
 Each package's docstring says what belongs in it. This one itself holds what belongs to none: the entry points
-(`__main__`, `run`), the public names for a user's own parts (`losses`, `spec`), and the contract with the orchestrator
-(`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the modules that
-compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
+(`__main__`, `run`, `fit`), the public names for a user's own parts (`losses`, `task`, `spec`), and the contract with
+the orchestrator (`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the
+modules that compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `trainer.fit`, which imports torch: only where it is asked for. A serving image has no such
+    module, so none of its imports may lead there."""
+    if name in __all__:
+        return getattr(importlib.import_module("trainer.fit"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
@@ -25,6 +25,10 @@ from trainer.secrets.references import SecretError
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+FACTORY = "factory"
+"""What the address of a dataset begins with where a function of the user's own makes it."""
+SCRIPT = "script"
+"""The name of a model, a loss and a dataset that a script gives as objects (`trainer.fit`)."""
 MOST_TRACED_STEPS = 50
 """The most steps of one trace, whose cost to the training grows with them: see `trainer.observability.trace`."""
 
@@ -34,9 +38,25 @@ class DatasetRef:
     """The dataset to train on."""
 
     uri: str
-    """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address."""
+    """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address. ``script:FILE`` where a script
+    gives data, model and loss as objects (`trainer.fit`). ``factory:package.module:function`` where a function of the
+    user's own makes the datasets on each node (`trainer.data.own_dataset`)."""
     dataset_id: str | None = None
     """Expected content id. Training refuses a folder whose manifest says another."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function. Plain data only: see `trainer.documents.factory_arguments`."""
+
+    @property
+    def factory(self) -> str | None:
+        """The ``package.module:function`` that makes the datasets; None for a folder or a script."""
+        kind, _, name = self.uri.partition(":")
+        return name if kind == FACTORY else None
+
+    @field_validator("args")
+    @classmethod
+    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(args)
+        return args
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
@@ -164,6 +184,17 @@ class DistributedTrainingConfig:
     rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
+    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md."""
+    gather_precision: Literal["fp32", "bf16"] = "fp32"
+    """With ``fsdp`` and ``hsdp``: the type in which parameters are gathered and computed with. Rows, moments and sums
+    of gradients stay float32."""
+    cpu_offload: bool = False
+    """With ``fsdp`` and ``hsdp`` on a GPU: rows, gradients and moments lie in the host's memory between passes, and the
+    host updates them."""
+    activation_checkpointing: bool = False
+    """Compute activations within blocks twice instead of keeping them, from the first step on."""
     encryption: Literal["auto", "required", "off"] = "auto"
     """Encrypt traffic between hosts, with certificates that each launch makes for itself. ``auto``: all but what NCCL
     sends between GPUs of several hosts, of which rank 0 says so. ``required``: a job of which anything would leave a
@@ -198,6 +229,17 @@ class DistributedTrainingConfig:
         return tls
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold rows of the parameters, and not all of them."""
+        return self.strategy != "ddp"
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> DistributedTrainingConfig:
+        if why := explain_strategy(self):
+            raise ValueError(why)
+        return self
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches in one optimizer step, over all ranks."""
         return self.gradient_accumulation_steps * self.world_size
@@ -206,6 +248,26 @@ class DistributedTrainingConfig:
     def global_batch_size(self) -> int:
         """Samples in one optimizer step, over all ranks."""
         return self.batch_size_per_gpu * self.micro_batches
+
+
+def explain_strategy(config: DistributedTrainingConfig) -> str:
+    """Return why a training cannot have these settings with its ``strategy``, and the remedy; "" if it can. Pure."""
+    asked = f"training.strategy = {config.strategy!r}"
+    if not config.is_sharded:
+        for name, usual in (("gather_precision", "fp32"), ("cpu_offload", False)):
+            if (given := getattr(config, name)) != usual:
+                return f"training.{name} = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
+        return ""
+    if config.compile != "off":
+        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
+    if config.communication not in ("allreduce", "auto"):
+        return (
+            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
+            "it to 'allreduce'"
+        )
+    if config.precision == "fp16":
+        return f"{asked} has no loss scaling, which training.precision = 'fp16' needs: set it to 'bf16'"
+    return ""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
@@ -235,6 +297,11 @@ class JobConfig:
     loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
     training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether a script gives data, model and loss as objects."""
+        return self.dataset.uri.startswith(f"{SCRIPT}:")
 
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys."""

@@ -1,10 +1,18 @@
-"""The description of a dataset that models and losses are made for."""
+"""The descriptions of datasets that models and losses are made for, one for each kind of dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
+KINDS = (WINDOWS, ROWS, TOKENS)
+"""The kinds of datasets that have a manifest."""
+OWN = "own"
+"""The kind of a dataset that a function of the user's own makes on each node."""
+REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
+"""The tasks of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +40,93 @@ class DataSpec:
     """Standard deviation of the target over the training split: the natural unit of a prediction."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSpec:
+    """The columns and scales of one table, from its manifest; every model and loss factory for rows gets it.
+
+    A model gets rows as `trainer.model.rows.RowInputs` encodes them: shape (batch, inputs), float32. A target has the
+    shape (batch,): a number in its own unit, or the code of a class, int64.
+    """
+
+    dataset_id: str
+    features: tuple[str, ...]
+    """Names of the stored columns, in order."""
+    categories: tuple[tuple[str, ...], ...]
+    """The values of each column that is a category; () for a number."""
+    has_missing: tuple[bool, ...]
+    """Whether a column of numbers may lack some."""
+    feature_mean: tuple[float, ...]
+    """Mean of each column of numbers over the training split; 0 for a category."""
+    feature_std: tuple[float, ...]
+    target: str
+    """Name of the target column."""
+    task: str
+    """``regression``, ``binary`` or ``multiclass``."""
+    classes: tuple[str, ...]
+    """The names of the classes by code; () for a regression."""
+    target_mean: float
+    target_std: float
+    """Standard deviation of the target over the training split; 1 for classes."""
+
+    @property
+    def inputs(self) -> int:
+        """The width of an encoded row: one for each number, one more where it may be missing, one for each value of a
+        category."""
+        columns = zip(self.categories, self.has_missing, strict=True)
+        return sum(len(values) or 1 + missing for values, missing in columns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSpec:
+    """The shape of one stream of tokens, from its manifest; every model and loss factory for tokens gets it.
+
+    A model gets ids of shape (batch, context), int64; the target has the same shape and holds the id that follows each.
+    """
+
+    dataset_id: str
+    vocabulary: int
+    """The number of ids: 0 … vocabulary - 1."""
+    context: int
+    """Tokens in one sample."""
+    encoding: str
+    """``bytes``, or the ``package.module:encode`` that made the ids."""
+    end: int | None
+    """The id that ends each document; None where documents have no end of their own."""
+
+
+def row_spec_of(manifest: Mapping[str, Any]) -> RowSpec:
+    """Return the description that the manifest of a table gives to models. Pure."""
+    norm, columns = manifest["normalisation"], manifest["columns"]
+    features = [column for column in columns if column["role"] == "feature"]
+    [target] = [column["name"] for column in columns if column["role"] == "target"]
+    return RowSpec(
+        dataset_id=manifest["dataset_id"],
+        features=tuple(column["name"] for column in features),
+        categories=tuple(tuple(column.get("values", ())) for column in features),
+        has_missing=tuple(bool(column.get("missing", False)) for column in features),
+        feature_mean=tuple(norm["features"][column["name"]]["mean"] for column in features),
+        feature_std=tuple(norm["features"][column["name"]]["std"] for column in features),
+        target=target,
+        task=manifest["task"],
+        classes=tuple(manifest["classes"]),
+        target_mean=norm["target"]["mean"],
+        target_std=norm["target"]["std"],
+    )
+
+
+def token_spec_of(manifest: Mapping[str, Any]) -> TokenSpec:
+    """Return the description that the manifest of a stream of tokens gives to models. Pure."""
+    return TokenSpec(
+        dataset_id=manifest["dataset_id"],
+        vocabulary=manifest["vocabulary"],
+        context=manifest["context"],
+        encoding=manifest["encoding"],
+        end=manifest.get("end"),
+    )
+
+
 def spec_of(manifest: Mapping[str, Any]) -> DataSpec:
-    """Return the description that a manifest gives to models. Pure."""
+    """Return the description that the manifest of a dataset of windows gives to models. Pure."""
     norm, columns = manifest["normalisation"], manifest["columns"]
     features = tuple(column["name"] for column in columns if column["role"] == "feature")
     [target] = [column["name"] for column in columns if column["role"] == "target"]

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from dtrain_dagster.cli.common import ranks_of
 from dtrain_dagster.data.publish import publish_dataset
+from dtrain_dagster.planning.job_data import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
+from trainer.data.kinds import kind_of
 from trainer.data.manifest import load_manifest
-from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
 from trainer.rundir import LIMIT, RunDir
 from trainer.storage.open import open_storage
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _log = logging.getLogger(__name__)
 
 
@@ -39,19 +44,33 @@ def read_config(path: str) -> str:
 
 
 def dataset_config(settings: Settings, dataset: str) -> str:
-    """Return a job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
+    """Return a job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last;
+    or by the ``package.module:function`` that makes it. Model and loss are the usual ones for its kind."""
+    if _FUNCTION.fullmatch(dataset):
+        parts = {"model": {"factory": "(--model)"}, "loss": {"factory": "cross_entropy"}}
+        return json.dumps({"dataset": {"uri": f"{FACTORY}:{dataset}"}, **parts})
     places = _dataset_places(settings)
     if dataset == "latest":
         dataset = _latest_dataset(places)
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
         if open_storage(uri).exists("manifest.json"):
-            return json.dumps({"dataset": {"uri": uri}})
+            return json.dumps({"dataset": {"uri": uri}, **_usual_parts(uri)})
     known = ", ".join(sorted({name for place in places for name in open_storage(place).list()}))
     raise ConfigError(
         f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
         f"({known or 'none yet; `make run` builds one'})"
     )
+
+
+def _usual_parts(uri: str) -> dict[str, Any]:
+    """Return the sections of a model and a loss for the dataset of this kind."""
+    manifest = load_manifest(open_storage(uri))
+    try:
+        model, loss = usual_parts(kind_of(manifest), manifest.get("task"))
+    except ValueError as error:
+        raise ConfigError(f"--dataset {uri}: {error}") from None
+    return {"model": {"factory": model}, "loss": {"factory": loss}}
 
 
 def _dataset_places(settings: Settings) -> list[str]:
@@ -78,6 +97,8 @@ def _latest_dataset(places: Sequence[str]) -> str:
 def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
     """Return the job with its dataset where the nodes read it. A dataset of this machine is copied there for nodes
     elsewhere."""
+    if job.dataset.factory is not None:  # nodes must make the same
+        return replace(job, dataset=replace(job.dataset, dataset_id=data_of(job).dataset_id))
     source = open_storage(job.dataset.uri)
     if open_storage(settings.shared_uri).is_local or not source.is_local:
         return job
@@ -145,8 +166,8 @@ def total_steps(job: JobConfig) -> int:
     """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
     from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
 
-    manifest, training = load_manifest(open_storage(job.dataset.uri)), job.training
-    per_epoch = steps_per_epoch(manifest["samples"]["train"], training.global_batch_size, training.micro_batches)
+    training = job.training
+    per_epoch = steps_per_epoch(samples_of(job)["train"], training.global_batch_size, training.micro_batches)
     steps = per_epoch * training.epochs
     return steps if training.max_steps is None else min(steps, training.max_steps)
 

@@ -22,6 +22,7 @@ from dtrain_dagster.cli.common import (
     say,
 )
 from dtrain_dagster.cli.costs import cost
+from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.kubernetes import kubernetes
@@ -50,8 +51,8 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm, ray),
-    *(ui, mlflow, tensorboard, setup, clean, work),
+    *(launch, train, tune, data, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm),
+    *(ray, ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:
     main.add_command(command)

@@ -14,6 +14,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.spec import ROWS, TOKENS
 from trainer.storage.open import open_storage
 
 
@@ -65,6 +66,8 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
 
 def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     model, baselines = evaluation["model"], evaluation["baselines"]
+    if evaluation.get("kind") in (ROWS, TOKENS):
+        return _skill_of_kind(evaluation)
     if model.get("nll") is None:
         return [("test loss", f"{model['loss']:.5g}")]
     best = min(
@@ -74,3 +77,17 @@ def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
         ("test NLL", f"{model['nll']:.4f}; best baseline {best} {baselines[best]['nll']:.4f} (lower is better)"),
         ("coverage", f"{model['coverage_90']:.1%} of the test windows inside the 90 % interval"),
     ]
+
+
+def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures of rows and of tokens, beside those of each baseline; the first is what is compared."""
+    model, baselines = evaluation["model"], evaluation["baselines"]
+    names = ("log_loss", "rmse", "accuracy", "ece", "r2", "perplexity", "bits_per_byte")
+    lines = [("test loss", f"{model['loss']:.5g}")]
+    for name in names:
+        if model.get(name) is not None:
+            others = ", ".join(f"{key} {row[name]:.4g}" for key, row in baselines.items() if row.get(name) is not None)
+            lines.append((f"test {name}", f"{model[name]:.4g}" + (f" ({others})" if others else "")))
+    if text := (evaluation.get("sample") or {}).get("text"):
+        lines.append(("sample", text))
+    return [*lines, *(("note", note) for note in evaluation["notes"])]

@@ -8,10 +8,6 @@ Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it nee
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,8 +16,6 @@ from typing import TYPE_CHECKING
 import click
 
 from dtrain_dagster.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
     Refusal,
     cluster_of,
     console,
@@ -32,12 +26,19 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.job_life import (
+    announce,
+    cancelled_by_signals,
+    end,
+    new_job_id,
+    runs_already,
+    say_what_was_got,
+    take_over,
+)
 
 if TYPE_CHECKING:
-    from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig
-    from trainer.rundir import RunDir
 
 
 def _size_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,7 +95,7 @@ def launch(
     cluster, project = cluster_of(settings)
     manager = cluster.manager()
     job_id = new_job_id(name, "launch")
-    if _runs_already(manager, job_id):
+    if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
     manager.provision_cluster(nodes or settings.nodes, cluster.sku)
     rundir = run_dir(settings, job_id)
@@ -106,10 +107,10 @@ def launch(
         command=runnable(command),
         node_count=nodes or settings.nodes,
         processes_per_node=ranks_of(settings),
-        env=cluster.node_env(project),
+        env=cluster.node_env(project) | {"DTRAIN_SCRIPT_FOLDER": rundir.uri},
         master_port=master_port,
     )
-    _take_over(rundir)
+    take_over(rundir)
     with cancelled_by_signals(manager, job_id, unless=detach):
         manager.submit_job(spec)
         if detach:
@@ -124,9 +125,11 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
     options = (
         click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
-        click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config."),
-        click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory."),
-        click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory."),
+        click.option(
+            "--dataset", metavar="FOLDER|ID|latest|FUNCTION", help="A dataset, instead of --config; or what makes one."
+        ),
+        click.option("--model", help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory."),
+        click.option("--loss", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"),
         click.option("--epochs", type=click.IntRange(min=1)),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
         _size_options,
@@ -138,9 +141,11 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @training_options
+@click.option("--script", metavar="FILE.PY", help="A script that calls Trainer(…).fit(…); its arguments come after --.")
 @click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
 @click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
 @click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
     config: str | None,
@@ -151,9 +156,11 @@ def train(
     overrides: tuple[str, ...],
     nodes: int | None,
     procs_per_node: int | None,
+    script: str | None,
     settings_file: str | None,
     name: str | None,
     detach: bool,
+    arguments: tuple[str, ...],
 ) -> None:
     """Train a model on N nodes, without Dagster.
 
@@ -169,13 +176,25 @@ def train(
       dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
       dtrain train --config job.json --nodes 2 --procs-per-node 2
       dtrain train --dataset latest --settings tuned.json
+      dtrain train --script my_training.py --nodes 3 --set training.epochs=2 -- --width 64
     """
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
+    from dtrain_dagster.cli.script_job import order_script, refuse_with_script, train_script
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
     settings = read_settings(procs_per_node, nodes)
+    if script is not None:
+        refuse_with_script(
+            {"--config": config, "--dataset": dataset, "--model": model, "--loss": loss, "--settings": settings_file}
+        )
+        ordered = order_script(
+            settings, script, arguments, [*as_overrides(None, None, epochs), *overrides], nodes, name
+        )
+        return train_script(settings, ordered, nodes or settings.nodes, detach)
+    if arguments:
+        raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     asked = [*as_overrides(model, loss, epochs), *overrides]
@@ -183,7 +202,7 @@ def train(
     with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
         job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
         rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-        runs = _runs_already(cluster.manager(), job.job_id)
+        runs = runs_already(cluster.manager(), job.job_id)
         steps = total_steps(job)
         if not runs:
             say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
@@ -193,7 +212,7 @@ def train(
     else:
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
-    _take_over(rundir)
+    take_over(rundir)
     with cancelled_by_signals(manager, job.job_id, unless=detach):
         start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project))
         if detach:
@@ -227,7 +246,13 @@ def job_of_options(
     from dtrain_dagster.planning.tuned_settings import read_tuned
 
     if (config is None) == (dataset is None):
-        raise click.UsageError("give either --config or --dataset", click.get_current_context())
+        context = click.get_current_context()
+        others = (
+            "one of --dataset, --config and --script"
+            if context.info_name == "train"
+            else "either --config or --dataset"
+        )
+        raise click.UsageError(f"give {others}", context)
     text, source = read_config(config) if config else dataset_config(settings, dataset or ""), config
     given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
     job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
@@ -269,79 +294,6 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
     return found
 
 
-def new_job_id(name: str | None, kind: str) -> str:
-    """Return the given id, or one made from the time. Raise `Refusal` for an invalid one."""
-    from trainer.config import JOB_ID
-
-    if name is None:
-        return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    if not JOB_ID.fullmatch(name):
-        raise Refusal(
-            f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at most 200"
-        )
-    return name
-
-
-def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
-    """Return whether the job runs. Raise `Refusal` for a job that has succeeded."""
-    from dtrain_dagster.clusters.base import ClusterError, JobState
-
-    try:
-        state = manager.job_status(job_id).state
-    except ClusterError:
-        return False  # there is no such job
-    if state is JobState.SUCCEEDED:
-        raise Refusal(f"job {job_id} has succeeded already: choose another --name, or see `dtrain logs {job_id}`")
-    return not state.is_final
-
-
-def _take_over(rundir: RunDir) -> None:
-    """Make a person the owner of a job of a Dagster run, so that it does not count as an orphan when that run has
-    ended."""
-    from dtrain_dagster.clusters.base import OWNER
-
-    if rundir.read_json(OWNER) is not None:
-        rundir.write_json(OWNER, {"dagster_run_id": None, "since": time.time()})
-
-
-class _Terminated(BaseException):
-    """The process received SIGTERM."""
-
-
-@contextmanager
-def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
-    """Cancel the job and end the command on Ctrl-C or SIGTERM within the block, ``unless`` the job is to be left
-    running."""
-
-    def terminate(*_: object) -> None:
-        raise _Terminated
-
-    if unless:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        from dtrain_dagster.clusters.base import ClusterError
-
-        say(f"cancelling job {job_id}", err=True)
-        try:
-            manager.cancel_job(job_id)
-        except ClusterError as why:  # it was not submitted yet, or may go on to cost money
-            say(f"job {job_id} was not cancelled: {why}", err=True)
-        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
-    """Print the kind of nodes if it differs from the wanted one."""
-    if got.gpu_type != wanted:
-        tier = f" ({got.tier})" if got.tier else ""
-        say(f"{wanted} was not to be had: {got.gpu_type}{tier} is taken", err=True)
-
-
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
     """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
@@ -363,26 +315,3 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     hourly = node_count * price.usd_per_hour(settings.tiers[0])
     if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
         say(f"in each hour: {idle}", err=True)
-
-
-def announce(rundir: RunDir) -> None:
-    """Print what was started, and where it can be seen."""
-    from trainer.rundir import LAUNCH
-
-    launched = rundir.read_json(LAUNCH) or {}
-    nodes, processes = launched["node_count"], launched["processes_per_node"]
-    each = "" if processes == 1 else f", {processes} processes on each"
-    say(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
-    if studio := launched.get("studio_url"):
-        say(studio, err=True)
-
-
-def end(rundir: RunDir, status: JobStatus) -> None:
-    """Print how the job ended, and exit as it did."""
-    from trainer.rundir import STATUS
-
-    if status.state == "succeeded":
-        return
-    say(f"job {status.job_id} {status.state}: {status.message}", err=True)
-    final = rundir.read_json(STATUS) or {}
-    sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

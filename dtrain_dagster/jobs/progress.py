@@ -190,10 +190,11 @@ def start_job(
     processes_per_node: int,
     env: dict[str, str],
     stop_at_usd: float | None = None,
+    command: tuple[str, ...] | None = None,
 ) -> None:
-    """Write ``job.json`` and run the trainer on the cluster. A job that runs already is left alone, except for its
-    budget. Raise `BudgetSpentError`, and buy nothing, where no budget is left to continue with. ``stop_at_usd``: the
-    dollars from which ``max_node_seconds`` was computed."""
+    """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
+    already is left alone, except for its budget. Raise `BudgetSpentError`, and buy nothing, where no budget is left to
+    continue with. ``stop_at_usd``: the dollars from which ``max_node_seconds`` was computed."""
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
@@ -216,7 +217,7 @@ def start_job(
         JobSpec(
             job_id=job.job_id,
             run_dir=job.run_dir,
-            command=(manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
+            command=command or (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
             node_count=node_count,
             processes_per_node=processes_per_node,
             env=env,

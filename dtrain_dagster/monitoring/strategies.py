@@ -87,8 +87,10 @@ def _compression(
     now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Return fewer bytes: it gains on the part that bandwidth decides, and only on what the backward pass does not
-    hide. Modes that the run has already are left out, and all where gradients go through one host: that mode does not
-    compress."""
+    hide. Modes that the run has already are left out, and all where gradients go through one host, or ranks share the
+    model: neither compresses."""
+    if training.get("strategy", "ddp") != "ddp":
+        return []
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []

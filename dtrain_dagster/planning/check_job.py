@@ -9,16 +9,15 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from dtrain_dagster.planning.job_data import data_of
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
 from trainer.comm.encryption import refuse_nccl
 from trainer.config import ConfigError, JobConfig
-from trainer.data.manifest import load_manifest
 from trainer.data.sampler import Sampler
 from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
-from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories
-from trainer.spec import spec_of
-from trainer.storage.open import open_storage
+from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
+from trainer.spec import WINDOWS
 
 SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
@@ -35,11 +34,13 @@ def check_job(job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1
     field, and `DatasetError` where the dataset cannot be read."""
     refuse_foreign_factories(job)
     refuse_nccl(job.training, hosts, has_gpus)
-    manifest = load_manifest(open_storage(job.dataset.uri))
-    samples, config = manifest["samples"], job.training
-    for split in SPLITS:
+    data, config = data_of(job), job.training
+    samples = data.samples
+    refuse_other_kinds(job, data.kind)
+    for split in SPLITS if data.spec is not None else ("train",):
         if not samples.get(split):
-            raise ConfigError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+            how = "choose other split dates" if data.kind == WINDOWS else "build it with other fractions"
+            raise ConfigError(f"{job.dataset.uri}: the {split} split has no samples; {how}")
     Sampler(
         samples=samples["train"],
         global_batch_size=config.global_batch_size,
@@ -50,13 +51,15 @@ def check_job(job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1
         shuffle_block=config.shuffle_block,
     )
     parts = (job.model, job.loss)
+    if data.spec is None:
+        return [] if not rehearses else ["model and loss were not tried out here: a dataset of your own has no spec"]
     if not rehearses or not any(part.args or ":" in part.factory for part in parts):
         return []
     try:
         sources = resolve_user_sources(part.factory for part in parts)
         with tempfile.TemporaryDirectory(prefix="dtrain-check-") as folder:
             stage_files(sources.files, Path(folder))
-            rehearse(asdict(job.model), asdict(job.loss), spec_of(manifest), modules_of_settings(), [Path(folder)])
+            rehearse(asdict(job.model), asdict(job.loss), data.spec, modules_of_settings(), [Path(folder)])
     except (StagingError, RehearsalError) as error:
         raise ConfigError(str(error)) from None
     except UnsureRehearsalError as error:

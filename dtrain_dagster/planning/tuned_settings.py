@@ -13,8 +13,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dtrain_dagster.planning.job_data import data_of
 from trainer.config import ConfigError, JobConfig
-from trainer.data.manifest import NoDatasetError, load_manifest
+from trainer.data.manifest import NoDatasetError
 from trainer.storage.open import open_storage
 from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
 
@@ -78,7 +79,7 @@ def _dataset_id(job: JobConfig) -> str | None:
     if job.dataset.dataset_id is not None:
         return job.dataset.dataset_id
     with contextlib.suppress(NoDatasetError):  # reported better where the data is read
-        return load_manifest(open_storage(job.dataset.uri))["dataset_id"]
+        return data_of(job).dataset_id
     return None
 
 

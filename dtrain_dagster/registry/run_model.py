@@ -19,12 +19,13 @@ from typing import IO, TYPE_CHECKING, Any
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
+from trainer.data.kinds import describe
 from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
-from trainer.spec import DataSpec, spec_of
+from trainer.spec import DataSpec, RowSpec, TokenSpec
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 from trainer.storage.regular_files import too_large
@@ -78,7 +79,7 @@ class RunModel:
 
     job: JobConfig
     """The job as it was ordered; for a run directory that was never ordered here, its own record."""
-    spec: DataSpec
+    spec: DataSpec | RowSpec
     description: bytes
     weights: KeptFile
     digests: Mapping[str, str]
@@ -150,7 +151,7 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir)
     try:
-        spec = spec_of(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
+        spec = _described(job)
     except DatasetError as error:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
@@ -174,6 +175,18 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         )
     refuse_change(rundir.uri, found, order.digests() if order else {})
     return RunModel(job=job, spec=spec, description=text, weights=weights, digests=found)
+
+
+def _described(job: JobConfig) -> DataSpec | RowSpec:
+    """Return the description of the job's data. Raise `RunModelError` for a kind whose models are not registered."""
+    if job.dataset.factory is None:
+        spec = describe(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
+        if not isinstance(spec, TokenSpec):
+            return spec
+    raise RunModelError(
+        f"{job.run_dir}: models of tokens, and of datasets of your own, are neither registered nor served; use "
+        f"{_FOLDER}/{WEIGHTS} of the run directory"
+    )
 
 
 def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry.inputs import open_inputs
 from dtrain_dagster.registry.run_model import load_run_model
 from trainer.errors import DamagedError
 from trainer.rundir import PREDICTIONS, RunDir
@@ -63,18 +64,16 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
     import numpy as np
 
     from trainer.data.sampler import spread_positions
-    from trainer.data.shards import DataShardManager
 
     rundir = RunDir(run_dir)
     own = load_run_model(rundir, order)
-    shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
-    judged = spread_positions(shards.count("test"))
+    stored = open_inputs(own, cache_dir)
+    judged = spread_positions(stored.count)
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
-    end_rows = shards.end_rows("test", judged[positions])
-    windows = shards.gather(end_rows)[0].numpy()
+    rows_judged, windows = stored.rows(judged[positions]), stored.inputs(judged[positions])
     expected = own.predict(windows)
     trained = read_predictions(rundir, ("row", "mu", "sigma", "nu"))
-    if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], end_rows):
+    if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], rows_judged):
         raise AnswerError(
             f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the "
             "test split"

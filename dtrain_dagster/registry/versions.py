@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.inputs import open_inputs
 from dtrain_dagster.registry.once import JOB_TAG, WEIGHTS_TAG, is_same, older, registering
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
@@ -25,14 +26,15 @@ from trainer.elastic.generation_record import generations
 from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
+from trainer.spec import DataSpec, RowSpec
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
+    import numpy as np
     from mlflow import MlflowClient
     from mlflow.entities import Run
     from mlflow.models import ModelSignature
-
-    from trainer.spec import DataSpec
+    from numpy.typing import NDArray
 
 MODEL_PATH = "model"
 CARD = "model_card.md"
@@ -270,18 +272,16 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
 
 
 def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
-    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real windows
-    as the example."""
+    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
+    inputs as the example."""
     import mlflow.pyfunc
     import numpy as np
     from mlflow.models import Model
 
     import trainer
-    from trainer.data.shards import DataShardManager
 
-    shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
-    count = shards.count("test")
-    windows, _ = shards.gather(shards.end_rows("test", np.unique(np.linspace(0, count - 1, 3).astype(np.int64))))
+    stored = open_inputs(own, cache_dir)
+    inputs = stored.inputs(np.unique(np.linspace(0, stored.count - 1, 3).astype(np.int64)))
     files = scratch / "files"
     files.mkdir()
     own.write(files)
@@ -293,28 +293,39 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
         artifacts={"model": str(files)},
         code_paths=list(code.paths),
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
-        signature=_signature(own.spec, own.predict(windows.numpy())),
-        input_example=windows.numpy(),
-        metadata=_metadata(own.spec, shards.manifest),
+        signature=_signature(inputs, own.predict(inputs)),
+        input_example=inputs,
+        metadata=_metadata(own.spec, stored.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
 
 
-def _signature(spec: DataSpec, columns: Iterable[str]) -> ModelSignature:
+def _signature(inputs: NDArray[np.float32], columns: Iterable[str]) -> ModelSignature:
     """Return the signature: a tensor in, named columns out."""
     import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    shape = (-1, spec.window, len(spec.features))
+    shape = (-1, *inputs.shape[1:])
     return ModelSignature(
         inputs=Schema([TensorSpec(np.dtype(np.float32), shape)]),
         outputs=Schema([ColSpec("double", name) for name in columns]),
     )
 
 
-def _metadata(spec: DataSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of the model's ``MLmodel`` file: the meaning of its input, and the data of its training."""
+    if isinstance(spec, RowSpec):
+        return {
+            "dataset_id": spec.dataset_id,
+            "features": list(spec.features),
+            "categories": {
+                name: list(values) for name, values in zip(spec.features, spec.categories, strict=True) if values
+            },
+            "target": spec.target,
+            "task": spec.task,
+            "classes": list(spec.classes),
+        }
     return {
         "dataset_id": spec.dataset_id,
         "features": list(spec.features),

@@ -161,7 +161,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 def _plan(folder: Path) -> Any:
     """What a plan or a job says of its data."""
-    place = SimpleNamespace(uri=str(folder), dataset_id=None)
+    place = SimpleNamespace(uri=str(folder), dataset_id=None, factory=None)
     return SimpleNamespace(job={"dataset": {"uri": str(folder)}}, dataset=place)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments
 from trainer.isolation.runner import Isolated, IsolationError
-from trainer.model import losses, stock
+from trainer.model import losses, rows, stock, tokens
 from trainer.model.allowed_factories import STOCK, is_module_allowed, modules_of_settings, parse_modules, refuse_foreign
 from trainer.model.factories import build_from_factory
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
@@ -37,7 +38,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 class TestFactories:
     def test_the_stock_parts_are_those_of_the_modules(self) -> None:
-        assert {kind: tuple(sorted(parts)) for kind, parts in (("model", stock.STOCK), ("loss", losses.STOCK))} == STOCK
+        parts = {
+            "model": (stock.STOCK, rows.MODELS, tokens.MODELS),
+            "loss": (losses.STOCK, rows.LOSSES, tokens.LOSSES),
+        }
+        assert {kind: tuple(sorted({*chain(*of_kinds)})) for kind, of_kinds in parts.items()} == STOCK
 
     @pytest.mark.parametrize("target", TARGETS)
     def test_nothing_is_imported_that_the_settings_do_not_name(self, target: str) -> None:

@@ -26,7 +26,7 @@ import psutil
 from filelock import FileLock
 
 from tests.engines.slurm_cluster import cache_folder
-from trainer.node.node_processes import die_with
+from trainer.runtime.parent_death import die_with
 
 NAME = "login"
 _FETCH = Path(__file__).with_name("fetch_slurm.sh")

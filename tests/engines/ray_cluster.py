@@ -24,7 +24,7 @@ from types import TracebackType
 import psutil
 
 from benchmarks.namespaces import Hosts
-from trainer.node.node_processes import die_with
+from trainer.runtime.parent_death import die_with
 
 _MISSED = {
     "RAY_health_check_period_ms": "1000",

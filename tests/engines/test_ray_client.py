@@ -19,7 +19,7 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from tests.engines.ray_cluster import RayCluster
-from trainer.node.node_processes import die_with
+from trainer.runtime.parent_death import die_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo begun; sleep 100 & wait"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,22 @@ def test_all_faults_are_told_at_once() -> None:
 def test_text_that_is_no_job_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_job(text)
+
+
+@pytest.mark.parametrize(
+    ("training", "named"),
+    [
+        ({"strategy": "fsdp", "compile": "default"}, "training.compile = 'off'"),
+        ({"strategy": "hsdp", "communication": "topk"}, "'allreduce'"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "'bf16'"),
+        ({"cpu_offload": True}, "training.strategy to fsdp or hsdp"),
+        ({"gather_precision": "bf16"}, "training.strategy to fsdp or hsdp"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_strategy_are_refused_with_the_remedy(
+    training: dict[str, Any], named: str
+) -> None:
+    job = {"job_id": "j", "run_dir": "r", "dataset": {"uri": "d"}, "training": training}
+    with pytest.raises(ConfigError) as refused:
+        parse_job(json.dumps(job))
+    assert named in str(refused.value)

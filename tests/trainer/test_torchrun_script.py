@@ -18,7 +18,7 @@ from trainer.config import ConfigError, parse_job
 from trainer.run import DistributedTrainer
 
 ROOT = Path(__file__).resolve()
-while not (ROOT / "examples").is_dir():
+while not (ROOT / "examples" / "torchrun_script.py").is_file():
     ROOT = ROOT.parent
 SCRIPT = ROOT / "examples" / "torchrun_script.py"
 

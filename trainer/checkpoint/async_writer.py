@@ -91,6 +91,12 @@ class Writer:
             self._turn.notify_all()
         return True
 
+    @property
+    def has_room(self) -> bool:
+        """Whether `put` would take a state without giving up another."""
+        with self._turn:
+            return self._waiting is None and not self._closing.is_set()
+
     def promote(self, generation: int) -> None:
         """Make what was put so far count on behalf of this generation."""
         with self._turn:

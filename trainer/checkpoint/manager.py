@@ -1,6 +1,6 @@
 """Checkpoints in the run directory: written in the background, all or nothing, verified before they count, cleaned up.
 
-    checkpoints/g0001-s000000100/state.pt       what `torch.save` wrote
+    checkpoints/g0001-s000000100/state.pt       what `torch.save` wrote; of a sharded model `trainer.checkpoint.files`
     checkpoints/g0001-s000000100/manifest.json  sizes, sha256, who wrote it; last: what has none does not count
     checkpoints/LATEST.json, BEST.json          {"path": …, "step": …, "generation": …}, moved by compare-and-swap
 
@@ -14,7 +14,6 @@ count, and carries the newest generation that may write: who belongs to an older
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import pickle
@@ -27,7 +26,9 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.async_writer import Save, Writer
+from trainer.checkpoint.files import Part, digest_file, part_of, wait_for_parts, write_part, write_whole
 from trainer.checkpoint.manifest import NO_MANIFEST, read_checkpoint_manifest
+from trainer.checkpoint.parts import assemble
 from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, parse_document
 from trainer.errors import ConfigError, DamagedError
@@ -72,6 +73,8 @@ class CheckpointManager:
         self._counted: set[str] = set()
         self._fence: tuple[int, tuple[int, int]] | None = None
         """The generation that we fenced for, and the (generation, step) of the last checkpoint that counted then."""
+        self._leads = 0
+        """The newest generation that this process has fenced for."""
         self._writer = Writer(self._commit, self._tell, final=(FencedError,))
 
     def save(
@@ -84,6 +87,11 @@ class CheckpointManager:
         To be called from one thread.
         """
         return self._writer.put(state, step, generation, is_best, is_last)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `save` would take a state without giving up another."""
+        return self._writer.has_room
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all that was taken counts or was given up; False if it takes longer than that."""
@@ -105,6 +113,7 @@ class CheckpointManager:
         checkpoint fences as well.
         """
         self._writer.promote(generation)
+        self._leads = generation
         try:
             self._fence = generation, _order(self._move(LATEST, None, lambda: generation)["path"])
             self._move(BEST, None, lambda: generation)
@@ -164,22 +173,28 @@ class CheckpointManager:
         """
         try:
             manifest = read_checkpoint_manifest(self.storage, folder)
-            fingerprint, expected = manifest["fingerprint"], manifest["files"]["state.pt"]
-            expected = expected["bytes"], expected["sha256"]
-            file = self._open(f"{folder}/state.pt")
+            states = [self._load_file(folder, manifest, name) for name in sorted(manifest["files"])]
         except NO_MANIFEST as error:
             raise CheckpointError(f"the checkpoint {folder} is incomplete ({error!r})") from error
-        with file:
-            if _digest(file) != expected:
+        try:
+            return assemble(states) if part_of(states[0]) else states[0]
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint {folder} is incomplete: {error}") from error
+
+    def _load_file(self, folder: str, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+        expected = manifest["files"][name]
+        with self._open(f"{folder}/{name}") as file:
+            if digest_file(file) != (expected["bytes"], expected["sha256"]):
                 raise CheckpointError(f"the checkpoint {folder} is damaged: its sha256 is not the one in its manifest")
-            if fingerprint != self.fingerprint:
+            if manifest["fingerprint"] != self.fingerprint:
                 raise ConfigError(
                     f"the checkpoint {self.storage.uri}/{folder} belongs to another training (its model, loss or "
                     "dataset differ): use another run directory, or training.resume=false to start over"
                 )
             file.seek(0)
             try:
-                return torch.load(file, map_location="cpu", weights_only=True)
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+                return state
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
                 raise CheckpointError(f"the checkpoint {folder} is none of ours: {error}") from error
 
@@ -207,6 +222,10 @@ class CheckpointManager:
         """Write a save, make it count and clean up: one attempt, which may be repeated. What is to be reported."""
         folder = f"{CHECKPOINTS}/g{save.generation:04d}-s{save.step:09d}"
         self._raise_if_fenced(save)
+        part = part_of(save.state)
+        if part and part.place:  # the rank of place 0 makes it count
+            written = write_part(self.storage, folder, part, save.state)
+            return {"path": folder, "bytes": _bytes({"files": written})}
         size, version = self._write(folder, save)
         self._move(LATEST, folder, lambda: save.authority, version)
         self._counted.add(folder)
@@ -223,32 +242,36 @@ class CheckpointManager:
             if manifest.get("writer") != self.id:
                 raise FencedError(f"the checkpoint {folder} is there already, of another writer")
             if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
-                return int(manifest["files"]["state.pt"]["bytes"]), None
+                return _bytes(manifest), None
         except NO_MANIFEST:
             pass
-        if self.storage.exists(folder):
+        part = part_of(save.state)
+        if not part and self.storage.exists(folder):
             _delete(self.storage, folder)  # what a failed attempt has left
-        with self.storage.stream(f"{folder}/state.pt") as file:
-            writer: Any = _HashingWriter(file)
-            try:
-                torch.save(save.state, writer)
-            except Exception as error:
-                raise writer.error or error from None  # torch tells what failed in words of its own
-        described = {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
-        version = getattr(file, "version_id", None)  # where storage keeps versions, and says which this is
+        files = write_whole(self.storage, folder, save.state) if not part else self._write_all(folder, save, part)
         manifest = {
             "step": save.step,
             "generation": save.generation,
             "fingerprint": self.fingerprint,
             "writer": self.id,
-            "files": {"state.pt": described | ({"version_id": version} if version else {})},
+            "files": files,
         }
         self._raise_if_fenced(save)
         try:
             made = self.storage.create(f"{folder}/manifest.json", json.dumps(manifest, indent=2).encode())
         except FileExistsError as error:
             raise FencedError(f"the checkpoint {folder} is there already, of another writer") from error
-        return writer.size, made
+        return _bytes(manifest), made
+
+    def _write_all(self, folder: str, save: Save, part: Part) -> dict[str, Any]:
+        """Write this rank's part, and return the files of all parts once they are there."""
+
+        def give_up() -> None:
+            self._raise_if_fenced(save)
+            if self._leads > save.generation:
+                raise FencedError(f"parts of the checkpoint {folder} were not written before their ranks were lost")
+
+        return write_part(self.storage, folder, part, save.state) | wait_for_parts(self.storage, folder, part, give_up)
 
     def _raise_if_fenced(self, save: Save) -> None:
         newest = self._read_pointer(LATEST)[0]["generation"]
@@ -302,8 +325,10 @@ class CheckpointManager:
 
     def _prune(self, generation: int) -> None:
         """Delete what is not needed: all whole ones but the newest ``keep`` and the best, what is not whole, and what
-        older generations wrote after they were fenced out. Newer generations clean up after themselves."""
-        needed = {self._read_pointer(name)[0]["path"] for name in (LATEST, BEST)}
+        older generations wrote after they were fenced out. Newer generations clean up after themselves, and what is
+        further than LATEST in this one stays: other ranks may just be writing their parts of it."""
+        latest, best = (self._read_pointer(name)[0]["path"] for name in (LATEST, BEST))
+        needed = {latest, best}
         whole: list[str] = []
         rest: list[str] = []
         for folder in self.folders():
@@ -311,7 +336,8 @@ class CheckpointManager:
             (rest if late or not _is_whole(self.storage, folder) else whole).append(folder)
         if not whole:
             return
-        for folder in whole[self.keep :] + rest:
+        unwanted = whole[self.keep :] + [each for each in rest if not _order(latest) < _order(each) >= (generation, 0)]
+        for folder in unwanted:
             if folder not in needed and _order(folder)[0] <= generation:
                 try:
                     _delete(self.storage, folder)
@@ -339,38 +365,8 @@ def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> N
             )
 
 
-class _HashingWriter:
-    """A file for `torch.save` that computes sha256 of what passes, piece by piece, without holding the GIL."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.size = 0
-        self.sha256 = hashlib.sha256()
-        self.error: Exception | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            for start in range(0, len(view), _CHUNK):
-                piece = view[start : start + _CHUNK]
-                self.sha256.update(piece)
-                self.file.write(piece)
-        except Exception as error:
-            self.error = error
-            raise
-        self.size += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _digest(file: IO[bytes]) -> tuple[int, str]:
-    size, sha256 = 0, hashlib.sha256()
-    while piece := file.read(_CHUNK):
-        size += len(piece)
-        sha256.update(piece)
-    return size, sha256.hexdigest()
+def _bytes(manifest: dict[str, Any]) -> int:
+    return sum(int(file["bytes"]) for file in manifest["files"].values())
 
 
 def _order(folder: str | None) -> tuple[int, int]:

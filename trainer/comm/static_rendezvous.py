@@ -7,6 +7,7 @@ Work on this address belongs here: joining, and rank 0's listening socket. Membe
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from trainer.comm.encryption import (
     describe_open_traffic,
     open_contexts,
     refuse_open_traffic,
+    refuse_sharded_mesh,
     warn_of_open_traffic,
 )
 from trainer.comm.group import GroupError, InterruptibleGroup
@@ -35,6 +37,9 @@ from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
+
+_JOINED = itertools.count()
+"""Numbers the worlds that this process joins under torchrun, of which all ranks join equally many."""
 
 
 class PeersMissingError(RuntimeError):
@@ -75,6 +80,8 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     prefix = "static"
     if under_torchrun:  # the agents' store outlives a world; each agent counts its own restarts, so only then
         prefix = f"{environment.get('TORCHELASTIC_RUN_ID')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        if number := next(_JOINED):  # the store still has what the ranks wrote for the world before this one
+            prefix += f"/{number}"
 
     def open_transport() -> Transport:
         assert facts.master_port is not None
@@ -85,6 +92,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
         else:
             store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener, tls)
         if tls is not None and not by_nccl:
+            refuse_sharded_mesh(config, is_mesh=True)
             mesh_key = secret.key("mesh", prefix)
             try:
                 return _join_mesh(dist.PrefixStore(f"{prefix}/mesh", store), facts, host, tls, mesh_key, seconds)

@@ -78,6 +78,7 @@ class TorchTransport:
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
         self._peer_to_peer, self._close_store = peer_to_peer, close_store
         self._levels: tuple[Any, Any] | None = None
+        self._subgroups: dict[tuple[int, ...], Any] = {}
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
@@ -109,6 +110,17 @@ class TorchTransport:
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """Gather rows: row i of ``output`` is the ``input_`` of rank i."""
         self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
+
+    def subgroup(self, ranks: Sequence[int]) -> Any:
+        """Return the group of these ranks, in this order, of which this rank is one. The first call makes it, at the
+        same place in the order of collectives on all of them."""
+        members = tuple(ranks)
+        if members == tuple(range(self.group.size())):
+            return self.group
+        if members not in self._subgroups:
+            name = "ranks-" + "-".join(map(str, members))
+            self._subgroups[members] = self._make_group(name, members.index(self.group.rank()), len(members))
+        return self._subgroups[members]
 
     def hierarchical_all_reduce(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
         """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
@@ -162,7 +174,7 @@ class TorchTransport:
 
     def abort(self) -> None:
         if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
-            for group in (self.group, *(self._levels or ())):
+            for group in (self.group, *(self._levels or ()), *self._subgroups.values()):
                 if group is not None:
                     group._get_backend(self._gpu).abort()
 

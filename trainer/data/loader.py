@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trainer.comm.world import World
+from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digests
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
@@ -36,23 +37,6 @@ PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
 RESIDENT_SHARE = 0.25
 """The share of a GPU's free memory that the data may take: the model, its gradients and activations come after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A rank's part of a global batch, which may still be on its way to the device."""
-
-    samples: int
-    """In the global batch, over all ranks."""
-    micro_batches: tuple[tuple[int, Tensor, Tensor], ...]
-    """(number, raw windows (b, W, F), targets (b,)) of this rank."""
-    digest: int
-    """The digest of this rank's samples, see `trainer.data.coverage`."""
-
-    @property
-    def local_samples(self) -> int:
-        """Return the number of this rank's samples."""
-        return sum(len(target) for _, _, target in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +202,11 @@ class BatchLoader:
             self._next = (slot + 1) % self._slots
             windows, target = self._staging.fill(slot, planned.rows)
         if len(planned.numbers) == 1:
-            return Batch(planned.samples, ((planned.numbers[0], windows, target),), planned.digest), slot
+            only = Samples(planned.numbers[0], len(target), (windows, target))
+            return Batch(planned.samples, (only,), planned.digest), slot
         parts = zip(planned.numbers, windows.split(planned.sizes), target.split(planned.sizes), strict=True)
-        return Batch(planned.samples, tuple(parts), planned.digest), slot
+        micro_batches = tuple(Samples(number, len(part[1]), part) for number, *part in parts)
+        return Batch(planned.samples, micro_batches, planned.digest), slot
 
     def _plan(self, epoch: int, step: int) -> dict[int, Planned]:
         """This step, and some after it."""

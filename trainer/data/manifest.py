@@ -1,4 +1,5 @@
-"""The manifest of a dataset, checked before anything is made of it: names become paths, figures become addresses.
+"""The manifest of a dataset, checked before anything is made of it: names become paths, figures become addresses. What
+is to be checked of each kind of dataset is `trainer.data.kinds`.
 
 A user who can write a dataset's folder can write its manifest, and its digests with it. So no entry may lead out of a
 folder, past the end of an array, or to an invalid number.
@@ -8,23 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import re
 import stat
 from typing import Any
 
-from trainer.documents.places import PlaceError, checked_id, checked_name
+from trainer.data.kinds import check_rows, check_tokens, check_windows, kind_of
+from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import parse_document
 from trainer.documents.schemas import many, mapping, obj, record, text, whole
 from trainer.errors import DamagedError
+from trainer.spec import ROWS, TOKENS, WINDOWS
 from trainer.storage.base import Storage
 
 SCHEMA_VERSION = 1
-ARRAYS = ("features", "target", "ticker", "date")
-"""Arrays that every dataset has; other columns are called as they are."""
-_COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-_LONGEST_WINDOW = 100_000
 _TOLD = record(
     dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
     source=record(sha256=text, last_date=text, first_date=text, title=text),
@@ -106,11 +103,7 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
     """Raise `DatasetError` if a manifest has a forbidden name, or its figures do not fit together."""
     try:
         checked_id(manifest["dataset_id"], "dataset_id")
-        window = _whole(manifest["window"], "window", least=1, most=_LONGEST_WINDOW)
-        _whole(manifest["horizon"], "horizon", least=0, most=_LONGEST_WINDOW)
-        _check_columns(manifest)
-        for shard in manifest["shards"]:
-            _check_shard(shard, tuple(manifest["splits"]), window)
+        {WINDOWS: check_windows, ROWS: check_rows, TOKENS: check_tokens}[kind_of(manifest)](manifest)
     except PlaceError as error:
         raise DatasetError(f"{uri}/manifest.json: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -119,45 +112,8 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """Return the sha256 of what a dataset's arrays depend on: the digests, order and rows of its shards, its
-    columns."""
+    """Return the sha256 of what the arrays of a dataset of windows depend on: the digests, order and rows of its
+    shards, its columns."""
     shards = [[shard.get("sha256"), shard["rows"], shard["tickers"]] for shard in manifest["shards"]]
     columns = [[column["name"], column["role"]] for column in manifest["columns"]]
     return hashlib.sha256(json.dumps([shards, columns]).encode()).hexdigest()
-
-
-def _check_columns(manifest: dict[str, Any]) -> None:
-    columns = manifest["columns"]
-    names = [column["name"] for column in columns]
-    if len(set(names)) < len(names) or not all(_COLUMN.fullmatch(name) for name in names):
-        raise ValueError("columns are letters, digits and underscores, each name once")
-    roles = {column["name"]: column["role"] for column in columns}
-    reserved = [name for name in ARRAYS if roles.get(name, "key") in ("auxiliary", "price")]
-    if reserved or list(roles.values()).count("target") != 1 or "feature" not in roles.values():
-        raise ValueError(f"columns: one target, some features, none of them called {', '.join(ARRAYS)}")
-    fitted = manifest["normalisation"]
-    features = [fitted["features"][name] for name, role in roles.items() if role == "feature"]
-    for figures in (*features, fitted["target"]):
-        if not math.isfinite(figures["mean"]) or not math.isfinite(figures["std"]) or figures["std"] <= 0:
-            raise ValueError("normalisation: every mean is a number, every std one above zero")
-
-
-def _check_shard(shard: dict[str, Any], splits: tuple[str, ...], window: int) -> None:
-    checked_name(shard["path"], "the path of a shard")
-    rows = _whole(shard["rows"], "rows", least=0)
-    if not all(isinstance(ticker, str) for ticker in shard["tickers"]):
-        raise ValueError("tickers are names")
-    for segment in shard["segments"]:
-        first, last = (_whole(row, "the rows of a segment", least=0) for row in segment["rows"])
-        if not first <= last <= rows:
-            raise ValueError(f"a segment of rows {first} to {last} is outside a shard of {rows}")
-        for split in splits:
-            begin, end = (_whole(row, "the samples of a segment", least=0) for row in segment["samples"][split])
-            if end > begin and not first + window - 1 <= begin < end <= last:
-                raise ValueError(f"samples {begin} to {end} are outside the rows {first} to {last} of their segment")
-
-
-def _whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{what} = {str(value)[:40]}, which is no whole number from {least} to {most}")
-    return value

@@ -1,74 +1,58 @@
-"""The dataset as a node sees it: verified Parquet shards, turned once into memory-mapped arrays, gathered in batches.
+"""A dataset of windows as a node sees it: verified Parquet shards, turned once into memory-mapped arrays, gathered in
+batches.
 
 Windows are never stored. A sample is the row where its window ends; a batch of windows is one vectorised gather from
-the memory map, without a Python object per sample.
-
-A process holds the manifest, and nothing that grows with the rows: they are in the page cache, which all processes of a
-node share and the kernel takes back when it needs room. A dataset that is larger than memory is read by the page.
+the memory map, without a Python object per sample. How shards become arrays is `trainer.data.cached_arrays`.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import mmap
 import os
-import shutil
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
-from typing import IO, Any, cast
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.manifest import DatasetError, content_digest, read_dataset_manifest
-from trainer.data.shard_cache import (
-    CACHE_VERSION,
-    HashedFile,
-    default_cache_dir,
-    is_whole,
-    open_cache,
-    own_file,
-    write_record,
-)
-from trainer.documents.places import PlaceError, inside
+from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
+from trainer.data.manifest import DatasetError, content_digest
 from trainer.runtime.host_memory import available_bytes
-from trainer.spec import spec_of
-from trainer.storage.open import open_storage
+from trainer.spec import WINDOWS, spec_of
+
+__all__ = ["DataShardManager", "DatasetError"]
 
 _SAMPLES = ("features", "target")
 """The arrays that training reads; the others are read for evaluation."""
-_BUFFER = 1 << 20
 
 
-class DataShardManager:
-    """Reads one dataset. The arrays are shared by all processes of a node through the page cache."""
+class DataShardManager(CachedArrays):
+    """Reads one dataset of windows. The arrays are shared by all processes of a node through the page cache."""
+
+    kind = WINDOWS
 
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
     ) -> None:
-        self.storage = open_storage(uri)
-        self.manifest = read_dataset_manifest(self.storage, expected_id)
+        super().__init__(uri, expected_id)
         columns = self.manifest["columns"]
         self._features = [column["name"] for column in columns if column["role"] == "feature"]
         [self._target] = [column["name"] for column in columns if column["role"] == "target"]
         self._extra = [column["name"] for column in columns if column["role"] in ("auxiliary", "price")]
         self.tickers_by_code = sorted({ticker for shard in self.manifest["shards"] for ticker in shard["tickers"]})
         self.spec = spec_of(self.manifest)
-        self.folder = self._cached(Path(cache_dir) if cache_dir else default_cache_dir())
-        self._maps = {path.stem: np.load(path, mmap_mode="r") for path in self.folder.glob("*.npy")}
+        self.folder, self._maps = self.open_arrays(cache_dir)
         rows, width = self._maps["features"].shape
         self.is_larger_than_memory = sum(self._maps[name].nbytes for name in _SAMPLES) > available_bytes()
         if self.is_larger_than_memory:  # each window would bring in megabytes of neighbours, and push others out
             for name in _SAMPLES:
-                _advise(self._maps[name], mmap.MADV_RANDOM, 0, rows)
+                advise(self._maps[name], mmap.MADV_RANDOM, 0, rows)
         window = self.spec.window
-        self._flat = _tensor(self._maps["features"]).view(-1)
+        self._flat = tensor_over(self._maps["features"]).view(-1)
         self._windows = self._flat.as_strided((rows - window + 1, window * width), (width, 1))
-        self._targets = _tensor(self._maps["target"])
+        self._targets = tensor_over(self._maps["target"])
         self._ranges = {split: self._sample_ranges(split) for split in self.manifest["splits"]}
 
     def count(self, split: str) -> int:
@@ -94,8 +78,8 @@ class DataShardManager:
 
     def _read_ahead(self, first: int, last: int) -> None:
         """Windows that end in rows [first, last), and their targets."""
-        _advise(self._maps["features"], mmap.MADV_WILLNEED, first - self.spec.window + 1, last)
-        _advise(self._maps["target"], mmap.MADV_WILLNEED, first, last)
+        advise(self._maps["features"], mmap.MADV_WILLNEED, first - self.spec.window + 1, last)
+        advise(self._maps["target"], mmap.MADV_WILLNEED, first, last)
 
     @property
     def device(self) -> torch.device:
@@ -158,75 +142,27 @@ class DataShardManager:
             offset += shard["rows"]
         return np.array(starts, dtype=np.int64), np.cumsum(np.array(lengths, dtype=np.int64))
 
-    def _cached(self, cache_dir: Path) -> Path:
-        """Return the folder of this dataset's arrays; the first process of a node makes it, under a lock."""
-        name, content = self.manifest["dataset_id"], content_digest(self.manifest)
-        folder = open_cache(cache_dir) / f"{name}-v{CACHE_VERSION}"
-        if is_whole(folder, content):
-            return folder
-        from filelock import FileLock  # not above: most ranks find the arrays made
+    def content_digest(self) -> str:
+        """Return the sha256 of what the arrays depend on."""
+        return content_digest(self.manifest)
 
-        with FileLock(cache_dir / f"{folder.name}.lock", fallback_to_soft=False):
-            if is_whole(folder, content):
-                return folder
-            shutil.rmtree(cache_dir / f"{name}-v1", ignore_errors=True)  # of an earlier version, which checked less
-            shutil.rmtree(folder, ignore_errors=True)
-            for abandoned in cache_dir.glob(f"{folder.name}-*"):  # by a process that was killed: we hold the lock
-                shutil.rmtree(abandoned, ignore_errors=True)
-            building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=cache_dir))
-            try:
-                write_record(building, content, self._convert(building))
-                building.rename(folder)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-        return folder
-
-    def _convert(self, folder: Path) -> dict[str, str]:
-        """Parquet to npy, one row group (a ticker's history) at a time; file name → sha256. Written as files, not
-        through a map: that room on the disk is missing is an error then, and not a killed process."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        shards = self.manifest["shards"]
-        rows = sum(shard["rows"] for shard in shards)
-        code = {ticker: number for number, ticker in enumerate(self.tickers_by_code)}
+    def array_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """Return the type and shape of each array."""
         kinds: dict[str, type] = {"features": np.float32, "target": np.float32, "ticker": np.int32, "date": np.int32}
         kinds |= dict.fromkeys(self._extra, np.float64)
-        converted = 0
-        try:
-            with ExitStack() as stack:
-                files = {
-                    name: HashedFile(stack.enter_context(own_file(folder / f"{name}.npy", _BUFFER))) for name in kinds
-                }
-                for name, kind in kinds.items():
-                    shape = (rows, len(self._features)) if name == "features" else (rows,)
-                    _write_header(files[name], kind, shape)
-                for shard in shards:
-                    with tempfile.TemporaryDirectory(dir=folder) as scratch, ExitStack() as opened:
-                        handle = opened.enter_context(self._verified(shard, Path(scratch)))
-                        file = pq.ParquetFile(handle)
-                        if file.metadata.num_rows != shard["rows"]:  # before it is unpacked
-                            raise DatasetError(self._claims(shard["rows"], file.metadata.num_rows))
-                        for group in range(file.num_row_groups):
-                            table = file.read_row_group(group)
-                            for name, values in self._columns_of(table, code).items():
-                                files[name].write(np.ascontiguousarray(values, dtype=kinds[name]).data)
-                            converted += table.num_rows
-                digests = {f"{name}.npy": file.finish() for name, file in files.items()}
-        except (pa.ArrowException, KeyError) as error:
-            raise DatasetError(f"{self.storage.uri}: a shard is not what its manifest says ({error})") from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            reason = f"no room to unpack the dataset ({error.strerror}); point DTRAIN_CACHE to a folder with more"
-            raise OSError(error.errno, reason, str(folder)) from error
-        if converted != rows:
-            raise DatasetError(self._claims(rows, converted))
-        return digests
+        rows, width = self.rows, len(self._features)
+        return {name: (kind, (rows, width) if name == "features" else (rows,)) for name, kind in kinds.items()}
 
-    def _claims(self, said: int, held: int) -> str:
-        return f"{self.storage.uri}: the manifest says {said} rows, the shards hold {held}; rebuild it"
+    def read_shard(self, file: IO[bytes], shard: Mapping[str, Any]) -> Iterator[Mapping[str, NDArray[Any]]]:
+        """Yield the parts of each array, one row group (a ticker's history) at a time."""
+        import pyarrow.parquet as pq
+
+        code = {ticker: number for number, ticker in enumerate(self.tickers_by_code)}
+        opened = pq.ParquetFile(file)
+        if opened.metadata.num_rows != shard["rows"]:  # before it is unpacked
+            raise self.miscounted(shard["rows"], opened.metadata.num_rows)
+        for group in range(opened.num_row_groups):
+            yield self._columns_of(opened.read_row_group(group), code)
 
     def _columns_of(self, table: Any, code: dict[str, int]) -> dict[str, NDArray[Any]]:
         """Return the part of each array that some rows of a shard hold."""
@@ -239,50 +175,3 @@ class DataShardManager:
             "date": table.column("date").to_numpy().astype("datetime64[D]").astype(np.int32),
             **{name: table.column(name).to_numpy() for name in self._extra},
         }
-
-    def _verified(self, shard: dict[str, Any], scratch: Path) -> IO[bytes]:
-        """Return the shard, open, after its sha256 was checked against the manifest: the bytes that are read are those
-        that were checked."""
-        name = shard["path"]
-        try:
-            if self.storage.is_local:
-                path = inside(self.storage.local_path(), name, "the path of a shard")
-            else:
-                path = scratch / "shard.parquet"
-                self.storage.fetch(name, path)
-            file = open(path, "rb")  # noqa: SIM115 - the caller closes it
-        except FileNotFoundError as error:
-            raise DatasetError(f"{self.storage.uri}: {name} is missing; rebuild the dataset") from error
-        except PlaceError as error:
-            raise DatasetError(f"{self.storage.uri}: {error}") from error
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != shard["sha256"]:
-            file.close()
-            raise DatasetError(
-                f"{self.storage.uri}: {name} has sha256 {digest[:12]}…, the manifest says "
-                f"{shard['sha256'][:12]}…: it is damaged or was changed; delete the folder and rebuild the dataset"
-            )
-        return file
-
-
-def _write_header(file: HashedFile, kind: type, shape: tuple[int, ...]) -> None:
-    """Write the header of an npy file whose content follows."""
-    description = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(cast(IO[bytes], file), description)
-
-
-def _advise(array: Any, advice: int, first: int, last: int) -> None:
-    """Tell the kernel what is going to happen to rows [first, last) of a memory map."""
-    width = array.strides[0]
-    begin = array.offset + first * width
-    start = begin - begin % mmap.PAGESIZE
-    array.base.madvise(advice, start, array.offset + last * width - start)
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    """A tensor over the read-only map, without a copy. torch warns that writing to it is undefined; we only read."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)

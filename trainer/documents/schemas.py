@@ -191,11 +191,22 @@ PRESENCE = record(
     launch=count, generation=count, stay=count, last_seen_at=optional(moment), host=text,
 )  # fmt: skip
 """``nodes/l0001-n000-s001.json``"""
+
+
+def _holds_state(value: Any) -> str:
+    """Return what is wrong with the files of a checkpoint: there is neither a state nor a first part of one."""
+    if isinstance(value, dict) and any(name == "state.pt" or name.startswith("part-0000-of-") for name in value):
+        return ""
+    return "an object without 'state.pt'"
+
+
 AT = record({"at": moment})
 """The marks of jobs and of a cluster's use."""
 _file = record({"bytes": count, "sha256": text})
+PART = _file
+"""``checkpoints/<folder>/part-….json``"""
 MANIFEST = record(
-    {"fingerprint": text, "files": every(record({"state.pt": _file}), mapping(_file))},
+    {"fingerprint": text, "files": every(_holds_state, mapping(_file))},
     step=count,
     generation=count,
     writer=text,

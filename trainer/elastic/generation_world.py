@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.encrypted_mesh import EncryptedMesh
-from trainer.comm.encryption import describe_open_traffic, is_mesh_encrypted, refuse_open_traffic, uses_nccl
+from trainer.comm.encryption import (
+    describe_open_traffic,
+    is_mesh_encrypted,
+    refuse_open_traffic,
+    refuse_sharded_mesh,
+    uses_nccl,
+)
 from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
@@ -53,13 +59,14 @@ def form_world(
     group = None
     source, hosts = generation.members[rank].certificates, len({seat.host for seat in generation.members})
     open_traffic = describe_open_traffic(source, hosts, by_nccl, config.encryption == "off")
+    topology = generation.topology
+    is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
     try:
         refuse_open_traffic(config, open_traffic)
+        refuse_sharded_mesh(config, is_mesh and size > 1)
     except ConfigError:
         listener.close()
         raise
-    topology = generation.topology
-    is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
     if size == 1 or (rank and not is_mesh):
         listener.close()
     if size > 1:

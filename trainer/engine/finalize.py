@@ -17,8 +17,8 @@ from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
+from trainer.engine.sharded_recovery import hold_best, hold_rows_again
 from trainer.engine.step import digest_parameters
-from trainer.evaluation.evaluate import final_report
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 
@@ -32,10 +32,13 @@ def finalize(session: Session) -> dict[str, Any]:
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
     module, last = session.state.module, None
-    if session.state.best is not None:  # it is None where no validation loss was ever finite
+    world, plan = session.world, session.workload.plan
+    rows: dict[str, Any] | None = None
+    if plan is not None:
+        rows = hold_best(session.state, world, plan)
+    elif session.state.best is not None:  # it is None where no validation loss was ever finite
         last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         module.load_state_dict(session.state.best)
-    world = session.world
     try:
         digests = [
             str(value) for value in world.all_gather_object(digest_parameters(list(module.state_dict().items())))
@@ -43,10 +46,8 @@ def finalize(session: Session) -> dict[str, Any]:
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
-        report = final_report(
-            module, session.workload.criterion, session.shards, world, session.device, session.rundir,
-            session.evaluation_batch, begin=partial(_begin_stage, session),
-        )  # fmt: skip
+        begin = partial(_begin_stage, session)
+        report = session.problem.judge.report(session.judge_request(), session.rundir, begin)
         _begin_stage(session, "model")
         is_alone = _release_others(session)
         if world.rank == 0:
@@ -58,6 +59,8 @@ def finalize(session: Session) -> dict[str, Any]:
     except GroupError:
         if last is not None:
             module.load_state_dict(last)
+        if rows is not None:
+            hold_rows_again(session.state, rows)
         raise
     session.reports.end_phase("finalise")
     best = None
@@ -119,7 +122,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
         "device": session.device.type,
         "open_traffic": session.world.open_traffic,
         "samples_seen": progress.samples_seen,
-        "train_samples": session.shards.count("train"),
+        "train_samples": session.problem.data.count("train"),
         "consumed": [asdict(item) for item in progress.consumed],
         "train_seconds": session.reports.seconds["training"],
         "phase_seconds": session.reports.seconds,
@@ -136,9 +139,7 @@ def _write_model(session: Session, weights_sha256: str) -> None:
     data = buffer.getvalue()
     session.rundir.storage.write(WEIGHTS, data)
     description = {
-        "model": asdict(session.job.model),
-        "loss": asdict(session.job.loss),
-        "spec": asdict(session.shards.spec),
+        **session.problem.description,
         "weights_sha256": weights_sha256,
         "file_sha256": hashlib.sha256(data).hexdigest(),
     }

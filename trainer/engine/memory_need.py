@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import DistributedTrainingConfig
-from trainer.data.shards import DataShardManager
-from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.data.training_data import TrainingData
+from trainer.engine.out_of_memory import find_blocks, is_out_of_memory
 from trainer.engine.step import TrainingStep
 from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
 from trainer.runtime.malloc import give_back_freed_memory
@@ -48,6 +49,13 @@ class MemoryNeed:
     failed: int | None = None
     """The smallest number of samples for which memory ran out while this was measured."""
 
+    state_bytes: int = 0
+    """Of what is held: parameters, their gradients and moments, where each rank holds all of them."""
+    gathered_bytes: int = 0
+    """What a rank would gather at once of a model that ranks share."""
+    ranks: int = 1
+    """The ranks that train."""
+
     @property
     def sample_bytes(self) -> float | None:
         """Return the bytes that one more sample takes; None where fewer than two sizes could be measured."""
@@ -71,6 +79,23 @@ class MemoryNeed:
         """Return the memory that a device needs in all for passes of this many samples, `SAFETY` included."""
         taken = self.pass_bytes(samples)
         return None if taken is None else round((self.total_bytes - self.room_bytes + taken) * (1 + SAFETY))
+
+    def shared_bytes(self, ranks: int) -> int | None:
+        """Return the memory that each of these ranks needs for passes of the wanted size, if they share the model."""
+        whole = self.device_bytes(self.wanted)
+        if whole is None or not self.state_bytes:
+            return None
+        return round(whole - self.state_bytes * (1 - 1 / ranks) + self.gathered_bytes)
+
+    @property
+    def sharing_ranks(self) -> int | None:
+        """Return the fewest ranks, at least those that train, on which the wanted size fits if they share the model;
+        None where that does not help."""
+        for ranks in (max(2, self.ranks), *(count for count in (4, 8, 16, 32, 64) if count > self.ranks)):
+            needed = self.shared_bytes(ranks)
+            if needed is not None and needed <= self.total_bytes:
+                return ranks
+        return None
 
     @property
     def fits(self) -> int:
@@ -109,7 +134,7 @@ def may_move_to_cpu(error: BaseException, config: DistributedTrainingConfig, is_
     return is_free and is_gpu_out_of_memory(error)
 
 
-def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) -> MemoryNeed:
+def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> MemoryNeed:
     """Return what passes of 1, 2, 4 … samples take, up to ``wanted`` of them or until memory runs out. The gradients of
     the model are useless afterwards; its weights and running statistics stay."""
     device = step.device
@@ -119,9 +144,9 @@ def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) ->
     failed = None
     for samples in sorted({1 << power for power in range(wanted.bit_length()) if 1 << power <= wanted} | {wanted}):
         try:
-            rows = shards.end_rows("train", np.arange(min(samples, shards.count("train"))))
-            windows, target = (part.to(device) for part in shards.gather(rows))
-            taken = _peak_of(lambda given=(windows, target): step.run_alone(*given), device)  # type: ignore[misc]
+            positions = np.arange(min(samples, data.count("train")))
+            given = data.read("train", positions, device), len(positions)
+            taken = _peak_of(partial(step.run_alone, *given), device)
         except Exception as error:
             if is_out_of_memory(error):
                 failed = samples
@@ -140,7 +165,16 @@ def measure_memory(step: TrainingStep, shards: DataShardManager, wanted: int) ->
         wanted=wanted,
         measured=tuple(measured),
         failed=failed,
+        state_bytes=4 * sum(parameter.nbytes for parameter in step.parameters),  # with gradients and two moments
+        gathered_bytes=_gathered_bytes(step),
+        ranks=step.world.world_size,
     )
+
+
+def _gathered_bytes(step: TrainingStep) -> int:
+    """Return the bytes of two of the model's largest blocks, each gathered and as it is used, with its gradient."""
+    parts = find_blocks(step.module) or [step.module]
+    return 2 * 3 * max((sum(parameter.nbytes for parameter in part.parameters()) for part in parts), default=0)
 
 
 def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
@@ -158,6 +192,18 @@ def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
     return f"measured: {told}. What would fit: {'; '.join(ways)}"
 
 
+def explain_sharded(config: DistributedTrainingConfig, ranks: int) -> str:
+    """Return what would fit where a sharded model has run out of memory: a pass of it cannot be measured by one rank
+    alone. Pure."""
+    ways = [f"more ranks than {ranks} in one copy of the model" + (" (nodes with more)" * (config.strategy == "hsdp"))]
+    if config.strategy == "hsdp":
+        ways.append('training.strategy = "fsdp", with which all ranks share one copy')
+    if config.gather_precision == "fp32":
+        ways.append('training.gather_precision = "bf16"')
+    ways.append("a lower training.batch_size_per_gpu")
+    return f"What would take less: {'; '.join(ways)}"
+
+
 def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> list[str]:
     ways = []
     if need.fits >= need.wanted:
@@ -167,6 +213,9 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
             "training.micro_batch_floor" if need.fits < config.micro_batch_floor else "training.batch_size_per_gpu"
         )
         ways.append(f"{setting} = {need.fits}, as at most {need.fits} of {need.wanted} samples fit at once")
+    if not config.is_sharded and need.fits < need.wanted and (ranks := need.sharing_ranks) is not None:
+        each = _size(need.shared_bytes(ranks) or 0)
+        ways.append(f'training.strategy = "fsdp": on {ranks} ranks that share the model it takes {each} each')
     if config.precision == "fp32":
         ways.append('training.precision = "bf16", which keeps about half of the activations\' bytes')
     all_bytes = need.device_bytes(need.wanted)

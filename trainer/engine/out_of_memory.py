@@ -41,6 +41,13 @@ def reduce_limit(fit: MicroBatchLimit, floor: int) -> MicroBatchLimit | None:
     return None if fit.activation_checkpointing else MicroBatchLimit(fit.max_samples, True)
 
 
+def limit_evaluation(limit: MicroBatchLimit, planned: int, most: int) -> int:
+    """Return the samples that are evaluated at once: ``most``, but no more than training takes once memory has run out.
+    ``planned``: the samples of a micro-batch. Pure."""
+    is_short = limit.activation_checkpointing or limit.max_samples < planned
+    return min(most, limit.max_samples) if is_short else most
+
+
 def split_samples(count: int, size: int) -> list[slice]:
     """Return slices of at most ``size`` consecutive samples that cover ``count`` samples."""
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
@@ -54,7 +61,7 @@ def checkpoint_activations(model: nn.Module) -> int:
     is no block, since it keeps little more than its input, which a block keeps too. A long `nn.Sequential` is cut into
     runs of about the square root of its length: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    blocks = _blocks(model)
+    blocks = find_blocks(model)
     for block in blocks:
         if not getattr(block, _MARK, False):
             setattr(block, _MARK, True)
@@ -62,13 +69,14 @@ def checkpoint_activations(model: nn.Module) -> int:
     return len(blocks)
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated parts of a model, as `checkpoint_activations` describes them."""
     found = [child for child in _members(module) if not _is_elementary(child)]
     if len(found) > 1:
         return found
     if _is_long(module):
         return [module]
-    return _blocks(found[0]) if found else []
+    return find_blocks(found[0]) if found else []
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

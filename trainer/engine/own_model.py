@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainer.comm.world import World
 from trainer.config import ConfigError, JobConfig
 from trainer.engine.lr_schedule import peak_learning_rate
+from trainer.engine.problem import open_shards
 from trainer.engine.step import AUTOCAST, NonFiniteError
-from trainer.engine.workload import open_shards
 from trainer.model.compile import compiled
 from trainer.model.losses import build_loss
 from trainer.parallel.synchronizer import GradientSynchronizer
@@ -33,6 +33,11 @@ class OwnModel:
     def __init__(self, module: nn.Module, job: JobConfig, world: World, faults: Faults) -> None:
         """Share the weights of rank 0 and wrap the module; a collective."""
         self.job, self.config, self.world, self.device = job, job.training, world, world.device
+        if self.config.is_sharded:
+            raise ConfigError(
+                f"training.strategy = {self.config.strategy!r} is for a job's own training: set it to 'ddp' for a loop "
+                "of your own, or train with trainer.Trainer(…).fit"
+            )
         self.module = module.to(self.device)
         self.model = compiled(self.module, self.config.compile, self.device)
         """The callable model: the module, or its compiled form."""

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -18,10 +18,11 @@ from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.memory_need import explain_need, may_move_to_cpu, measure_memory
+from trainer.engine.memory_need import explain_need, explain_sharded, may_move_to_cpu, measure_memory
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
+from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
@@ -36,6 +37,7 @@ the one that stays last writes how the job ended."""
 LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
 """The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
@@ -85,7 +87,10 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     if new.chunk is not None:
         session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
     session.reports.enter_world(session.world)
-    if new.has_state:
+    if session.step.sharded is not None:
+        is_needed = new.has_state or session.config.resume or new.reason != START
+        rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)
+    elif new.has_state:
         rebuild(session, source=None if new.all_equal else new.source, from_checkpoint=False)
     else:
         rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
@@ -132,6 +137,56 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
             reports.emit("resume", path=folder, step=session.progress.step)
     where = world.generation, world.rank, world.world_size, session.progress.step
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
+
+
+def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> None:
+    """Work in the present world, with this rank's rows of the furthest state; ``is_fresh``: this rank has none. Where
+    rows are lost, all go back to the latest checkpoint, if that is allowed."""
+    world, folders = session.world, list[str]()
+
+    def load() -> dict[str, Any] | None:
+        found = _find_checkpoint(session) if from_checkpoint and world.rank == 0 else None
+        [folder, *_] = world.all_gather_object(found[0] if found else None)
+        if folder is None:
+            return None
+        folders.append(folder)
+        state = found[1] if found else _retry_load(session, lambda: session.checkpoints.load(folder))
+        progress = state["progress"]
+        if progress["best_step"] not in (0, progress["step"]) and "best" not in state:
+            best = _load_best(session, progress["best_step"])
+            if all(world.all_gather_object(best is not None)):
+                assert best is not None
+                state["best"] = best["model"]
+            else:
+                progress["best_loss"], progress["best_step"] = math.inf, 0
+        return state
+
+    plan = plan_world(world, session.config.strategy, session.config.tls is not None)
+    before = session.progress.step
+    is_loaded = bring_rows(session.state, world, plan, is_fresh, load)
+    session.workload.enter_world(world, None, plan)
+    session.window = StepWindow()
+    if is_loaded:
+        session.saved_step = session.progress.step
+        session.reports.emit("resume", path=folders[0], step=session.progress.step)
+        if not is_fresh:
+            _log.warning("rows of the model were lost: back from step %d to %d", before, session.progress.step)
+    where = world.generation, world.rank, world.world_size, session.progress.step
+    _log.info("generation %d: rank %d of %d trains from step %d on", *where)
+    if session.progress.step == 0:
+        session.save()  # so that there is one to go back to, however early rows are lost
+
+
+def _load_best(session: Session, step: int) -> dict[str, Any] | None:
+    """Return the best checkpoint, None where it is not of this step or cannot be used."""
+    try:
+        folder, best = session.checkpoints.load_best()
+        if best["progress"]["step"] != step:
+            raise CheckpointError(f"{folder} is not of step {step}")
+        return best
+    except CheckpointError as error:
+        session.reports.emit("error", message=f"the best weights are lost: {error}", fatal=False)
+        return None
 
 
 def report_failure(session: Session, error: GroupError) -> None:
@@ -188,7 +243,11 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
             session.save_at_end(agreed=False)
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
         raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
-    need = measure_memory(session.step, session.shards, now.max_samples)
+    if session.step.sharded is not None:  # one rank cannot make a pass by itself
+        raise OutOfMemoryError(
+            f"{what} ({str(error).splitlines()[0]}); {explain_sharded(config, session.step.sharded.size)}", {}
+        ) from error
+    need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = (
         "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
@@ -210,13 +269,10 @@ def _load_checkpoint(session: Session) -> str | None:
     session.state.restore(state)
     progress = session.progress
     if progress.best_step and session.state.best is None:
-        try:
-            best_folder, best = session.checkpoints.load_best()
-            if best["progress"]["step"] != progress.best_step:
-                raise CheckpointError(f"{best_folder} is not of step {progress.best_step}")
+        best = _load_best(session, progress.best_step)
+        if best is not None:
             session.state.best = best["model"]
-        except CheckpointError as error:
-            session.reports.emit("error", message=f"the best weights are lost: {error}", fatal=False)
+        else:
             progress.best_loss, progress.best_step = math.inf, 0
     return folder
 
@@ -225,11 +281,13 @@ def _find_checkpoint(session: Session) -> tuple[str, dict[str, Any]] | None:
     """Return the latest checkpoint. `LOAD_RETRIES` gives failing storage time to recover: until it does, it is unknown
     whether there is one, and to start over would waste what was paid for. Raise `NoGenerationError` where it does
     not."""
+    return _retry_load(session, session.checkpoints.load_latest)
+
+
+def _retry_load(session: Session, load: Callable[[], _T]) -> _T:
     failures = (OSError, CheckpointError)
     try:
-        return LOAD_RETRIES.call(
-            "no checkpoint can be read", session.checkpoints.load_latest, lambda error: isinstance(error, failures)
-        )
+        return LOAD_RETRIES.call("no checkpoint can be read", load, lambda error: isinstance(error, failures))
     except failures as error:
         raise NoGenerationError(f"the checkpoints in {session.rundir.uri} cannot be read: {error}") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.comm.world import World
@@ -17,6 +18,8 @@ from trainer.observability.reporter import OPENING_SECONDS, Reporter, sinks_of
 from trainer.observability.watchdog import Watchdog
 from trainer.rundir import RunDir
 
+Watch = Callable[[str, Mapping[str, Any]], object]
+"""Called with the kind and the fields of an event."""
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 
 
@@ -24,8 +27,9 @@ class RankReports:
     """The reports of this process under its rank. Before its first world it has no rank: phases are kept and reported
     later, and other events are dropped."""
 
-    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
-        self.job, self.rundir = job, rundir
+    def __init__(self, job: JobConfig, rundir: RunDir, watch: Watch | None = None) -> None:
+        """``watch`` is called with each event of this process, as it is reported."""
+        self.job, self.rundir, self._watch = job, rundir, watch
         self.seconds = dict.fromkeys(PHASES, 0.0)
         """Seconds spent in each phase so far."""
         self._mark = time.monotonic()
@@ -41,6 +45,8 @@ class RankReports:
         """Report an event; returns at once."""
         if self.reporter is not None:
             self.reporter.emit(kind, **fields)
+            if self._watch is not None:
+                self._watch(kind, fields)
 
     def end_phase(self, name: str) -> None:
         """Add the time since the last mark to a phase, and report its total."""

@@ -19,6 +19,8 @@ from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
+from trainer.engine.problem import ProblemMaker
+from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
 from trainer.engine.signals import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
 from trainer.engine.trainer import DistributedTrainer
@@ -27,12 +29,24 @@ from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.secrets.redaction import redact
 from trainer.storage.base import StorageError
 
+INTERRUPTED = "KeyboardInterrupt: the training was interrupted"
+"""The error of a training that a person has interrupted."""
+
 
 def run_job(job: JobConfig) -> int:
-    """Train the job in this process, write how it ended to ``result.json``, and return the exit code. Where its GPU has
-    too little memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint
-    or with the state of its peers."""
-    trainer = DistributedTrainer(job)
+    """Train the job that its configuration describes as `train_job` does, and return the exit code."""
+    return train_job(job)[0]
+
+
+def train_job(
+    job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Train the job in this process, write how it ended to ``result.json``, and return the exit code and this rank's
+    result. ``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
+    event that this process reports. Where its GPU has too little
+    memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint or with
+    the state of its peers."""
+    trainer = DistributedTrainer(job, maker, watch)
     try:
         code, result = _run(trainer)
     except GPUTooSmall as moved:
@@ -41,7 +55,7 @@ def run_job(job: JobConfig) -> int:
         trainer.reports.emit("out_of_memory", step=trainer.steps_done, **fields)
         trainer.close(tracking_seconds=5.0)
         os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
-        return run_job(replace(job, training=replace(job.training, backend="gloo")))
+        return train_job(replace(job, training=replace(job.training, backend="gloo")), maker, watch)
     if "error" in result:
         result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
     launch = trainer.launch
@@ -59,7 +73,7 @@ def run_job(job: JobConfig) -> int:
     if code == DONE:
         trainer.participant.budget.close()  # first: however long the rest takes, this job is done
     trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
-    return code
+    return code, result
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
@@ -89,10 +103,21 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
         raise
     except OutOfMemoryError as error:
         return FAILED, {"status": "failed", "error": str(error), **({"memory": error.facts} if error.facts else {})}
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        return FAILED, {"status": "failed", "error": INTERRUPTED}
+    except Exception as error:
         traceback.print_exc()
-        device_is_gone = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
-        return LOST if device_is_gone else FAILED, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        code = LOST if _may_go_better(error) else FAILED
+        return code, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
+def _may_go_better(error: Exception) -> bool:
+    """Return whether the error is one of this machine, which need not come again: its device is gone, or a process that
+    loads data was killed, as for its memory, which counts as a loss for any process that is."""
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error):
+        return True
+    said = (str(error), str(error.__cause__ or ""))
+    return said[0].startswith("DataLoader worker (pid") and any("killed by signal: Killed" in text for text in said)
 
 
 def leave_process(code: int) -> int:

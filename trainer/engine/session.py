@@ -7,24 +7,22 @@ the model are `trainer.engine.workload`; the order of events is `trainer.engine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.group import GroupError
 from trainer.comm.world import World
-from trainer.config import JobConfig
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.out_of_memory import limit_evaluation
 from trainer.engine.participant import Participant
+from trainer.engine.sharded_recovery import as_whole
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
-from trainer.evaluation.evaluate import EVAL_BATCH
+from trainer.evaluation.judge import JudgeRequest
 from trainer.observability.reporter import StepWindow
-from trainer.spec import DataSpec
 
 
 class Session:
@@ -36,10 +34,10 @@ class Session:
         self.facts, self.faults, self.device = participant.facts, participant.faults, participant.device
         self.elastic, self.launch = participant.elastic, participant.launch
         self.reports, self.budget = participant.reports, participant.budget
-        self.shards, self.step, self.state = workload.shards, workload.step, workload.state
+        self.problem, self.step, self.state = workload.problem, workload.step, workload.state
         self.total_steps = workload.total_steps
         self.checkpoints = CheckpointManager(
-            self.rundir, self.config.keep_checkpoints, fingerprint_of(self.job, self.shards.spec), self._note_checkpoint
+            self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint
         )
         self.saved_step = 0
         self.best_saved_step = 0
@@ -66,9 +64,20 @@ class Session:
     @property
     def evaluation_batch(self) -> int:
         """The samples that are evaluated at once: once memory has run out, no more than training takes."""
-        now, planned = self.step.limit, self.config.batch_size_per_gpu
-        is_short = now.activation_checkpointing or now.max_samples < planned
-        return min(EVAL_BATCH, now.max_samples) if is_short else EVAL_BATCH
+        return limit_evaluation(self.step.limit, self.config.batch_size_per_gpu, self.problem.evaluation_batch)
+
+    def judge_request(self, before_batch: Callable[[], object] = lambda: None) -> JudgeRequest:
+        """Return what a judge needs to know of this training."""
+        return JudgeRequest(
+            model=self.state.module, world=self.world, device=self.device, batch_size=self.evaluation_batch,
+            before_batch=before_batch,
+        )  # fmt: skip
+
+    def as_whole(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is a whole on every rank, for evaluations. A collective of a sharded
+        model; of another, nothing changes."""
+        plan = self.workload.plan
+        return nullcontext() if plan is None else as_whole(self.state, self.world, plan)
 
     @property
     def is_budget_due(self) -> bool:
@@ -84,7 +93,9 @@ class Session:
         self.step.timer.mark("other")
         step, generation = self.progress.step, self.world.generation
         taken = True
-        if self.world.rank == 0:
+        if self.workload.plan is not None:
+            taken = self._save_part(is_best, wait)
+        elif self.world.rank == 0:
             self.faults.reach("save", step)
             best_is_saved = self.progress.best_step in (step, self.best_saved_step)
             state = self.state.capture(best_is_saved)
@@ -97,10 +108,32 @@ class Session:
         self.step.timer.mark("checkpoint")
         self.reports.end_phase("checkpoint")
 
+    def _save_part(self, is_best: bool, wait: bool) -> bool:
+        """Save this rank's part of a sharded model's checkpoint, on all ranks of the first replica or on none. Return
+        whether that was done. A collective."""
+        plan = self.workload.plan
+        assert plan is not None
+        is_writer = self.world.rank in plan.replicas[0]
+        if is_writer and (wait or is_best or self.is_over):  # these are not left out
+            self.checkpoints.wait(COMMIT_SECONDS)
+        best_is_saved = self.world.rank == 0 and self.progress.best_step in (self.progress.step, self.best_saved_step)
+        is_full, best_is_saved = self.world.any(is_writer and not self.checkpoints.has_room, best_is_saved)
+        if is_full:
+            return False
+        if is_writer:
+            self.faults.reach("save", self.progress.step)
+            self.checkpoints.save(
+                self.state.capture(best_is_saved), self.progress.step, self.world.generation, is_best, self.is_over
+            )
+            if wait:
+                self.checkpoints.wait(COMMIT_SECONDS)
+        return True
+
     def save_at_end(self, agreed: bool) -> None:
         """Save the checkpoint to resume from once the budget is raised, or memory suffices. ``agreed``: all ranks take
         part."""
-        if self.saved_step < self.progress.step:
+        is_possible = agreed or self.workload.plan is None or self.world.world_size == 1
+        if self.saved_step < self.progress.step and is_possible:  # parts of a checkpoint are of one step
             self.save(wait=True)
         self.checkpoints.wait(COMMIT_SECONDS)
         if agreed:  # no rank leaves earlier: a cluster may end all nodes when the first one exits
@@ -114,14 +147,10 @@ class Session:
 
     def _note_checkpoint(self, kind: str, **fields: Any) -> None:
         """Record a checkpoint event; called by the thread that writes checkpoints."""
+        if kind == "checkpoint" and self.workload.plan is not None and self.world.rank != 0:
+            return  # a part: rank 0 makes the checkpoint count
         if fields.get("is_best"):
             self.best_saved_step = fields["step"]
         if kind == "checkpoint":
             self.budget.measured(fields["seconds"])
         self.reports.emit(kind, **fields)
-
-
-def fingerprint_of(job: JobConfig, spec: DataSpec) -> str:
-    """Return the hash of dataset, model and loss: a checkpoint with another one is refused."""
-    what = [spec.dataset_id, asdict(job.model), asdict(job.loss)]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

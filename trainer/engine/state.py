@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
+from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
 from trainer.engine.step import TrainingStep
 
 
@@ -43,6 +44,11 @@ class Progress:
         last.digest = add(last.digest, digest)
 
 
+def read_progress(saved: dict[str, Any]) -> Progress:
+    """Return the progress that was saved as plain values."""
+    return Progress(**{**saved, "consumed": [EpochCoverage(**item) for item in saved["consumed"]]})
+
+
 @dataclass(slots=True)
 class TrainingState:
     """Everything that changes during training."""
@@ -55,7 +61,9 @@ class TrainingState:
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
-        are the live ones, not copies."""
+        are the live ones, not copies. Of a sharded model it is this rank's part (`trainer.checkpoint.parts`)."""
+        if self.step.sharded is not None:
+            return capture_part(self, best_is_saved)
         state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
         if self.best is not None and not best_is_saved:
             state["best"] = self.best
@@ -65,17 +73,34 @@ class TrainingState:
         """Take over a state that `capture` returned. Raise `trainer.checkpoint.manager.CheckpointError`, before
         anything is changed, if it does not fit."""
         check_fits(state["model"], self.module.state_dict())
-        progress = dict(state["progress"])
-        progress["consumed"] = [EpochCoverage(**item) for item in progress["consumed"]]
+        progress = read_progress(state["progress"])
         self.module.load_state_dict(state["model"])
         self.step.load_state_dict(state["step"])
-        self.progress = Progress(**progress)
+        self.progress = progress
         self.best = state.get("best")
         if self.best is None and self.progress.best_step == self.progress.step > 0:
             self.keep_best()
 
+    def restore_rows(self, state: dict[str, Any], place: int, size: int) -> None:
+        """Take over the rows of this place of a whole state, as `restore`."""
+        sharded = self.step.sharded
+        assert sharded is not None
+        known = dict.fromkeys([*sharded.shapes, *sharded.aliases])
+        like = {name: value for name, value in self.module.state_dict().items() if name not in known}
+        shapes = {name: sharded.shapes[sharded.aliases.get(name, name)] for name in known}
+        like |= {name: torch.empty(shape, dtype=sharded.dtype, device="meta") for name, shape in shapes.items()}
+        check_fits(state["model"], like)
+        progress = read_progress(state["progress"])
+        take_whole_state(self, state, place, size)
+        self.progress = progress
+        if self.best is None and self.progress.best_step == self.progress.step > 0:
+            self.keep_best()
+
     def keep_best(self) -> None:
-        """Keep the present weights as the best so far."""
+        """Keep the present weights as the best so far; of a sharded model, this rank's rows."""
+        if self.step.sharded is not None:
+            self.best = keep_best_rows(self)
+            return
         self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def share(self, world: World, source: int) -> None:

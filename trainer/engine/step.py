@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.loader import Batch
+from trainer.data.batches import Batch, take_rows
 from trainer.data.sampler import micro_batch_seed
-from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
+from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, find_blocks, split_samples
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
+from trainer.model.task import Task, per_sample
 from trainer.parallel.flat_adamw import FlatAdamW
+from trainer.parallel.replicas import ReplicaPlan
+from trainer.parallel.shard_synchronizer import ShardSynchronizer
+from trainer.parallel.sharded_adamw import ShardedAdamW
+from trainer.parallel.sharding import ShardedModel
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
@@ -64,14 +69,20 @@ class TrainingStep:
     """An optimizer step on one model. `adopt` gives it a world, and a new one after each regroup."""
 
     def __init__(
-        self, module: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, device: torch.device,
+        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device,
         faults: Faults, flat: bool = True,
     ) -> None:  # fmt: skip
         """``flat`` allows the weights to move together (`FlatAdamW`)."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
-        self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
+        self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
+        self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
+        """The model as rows; None where each rank holds all of it."""
+        self.optimizer: FlatAdamW | ShardedAdamW
+        if self.sharded is None:
+            self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
+        else:
+            self.optimizer = ShardedAdamW(config.learning_rate, config.weight_decay)
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
@@ -80,20 +91,34 @@ class TrainingStep:
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
         """The world, which has only this process until `adopt`."""
+        self.sync: GradientSynchronizer | ShardSynchronizer
         self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
+        self.awaits_commit: int | None = None
+        """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
         self._kind = AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """The modules that may have running statistics."""
         self._commit: CollectiveResult | None = None
         self._is_checkpointed = False
+        if config.activation_checkpointing:
+            self.apply_limit(MicroBatchLimit(config.batch_size_per_gpu, True))
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.sync.unwrap()
+        assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
         self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module, self.optimizer.is_flat)
+
+    def adopt_replicas(self, world: World, plan: ReplicaPlan) -> None:
+        """Work in this world from now on, as `adopt`. The model holds its rows by this plan already."""
+        assert self.sharded is not None
+        self.sync.unwrap()
+        self.world, self.awaits_commit = world, None
+        self.sync = ShardSynchronizer(world, plan, self.sharded, self.faults, self.timer)
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
@@ -128,21 +153,23 @@ class TrainingStep:
             group["lr"] = learning_rate
         self.sync.clear(self.parameters)
         self.sync.step = step
-        self._commit = None
+        self._commit = self.awaits_commit = None
         before = [buffer.clone() for buffer in self._changing()]
         try:
             losses = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
             loss_sum, grad_norm = self._clip(losses)
             self.timer.mark("optimizer")
+            self.awaits_commit = step
             result = self._agree(batch, flags, loss_sum, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
             peers = self.world.group
             if peers is not None and is_communication_error(error):
                 peers.fail(shorten_error(error))  # first, since a broken GPU may refuse all that follows
-            for buffer, value in zip(self._changing(), before, strict=True):
-                buffer.copy_(value)  # running statistics must not count a step twice
+            if self.sharded is not None and self.awaits_commit is None:
+                self.sync.unwrap()
+            self._put_back(before)  # running statistics must not count a step twice
             self.timer.drop()
             if peers is not None and peers.error is not None:
                 raise peers.error from error  # autograd may have wrapped it
@@ -154,16 +181,29 @@ class TrainingStep:
                 "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
             )
         self.faults.reach("optimizer", step)
-        if self.scaler.is_enabled():
+        self.update()
+        self.timer.mark("optimizer")
+        return result
+
+    def update(self) -> None:
+        """Update the weights with the gradients of a step that is committed."""
+        if isinstance(self.optimizer, ShardedAdamW):
+            assert self.sharded is not None
+            assert isinstance(self.sync, ShardSynchronizer)
+            self.optimizer.update_rows(self.sharded.rows, self.sync.gradients)
+            self.awaits_commit = None
+        elif self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             self.optimizer.update(self.sync.single_flat_gradient())
-        self.timer.mark("optimizer")
-        return result
 
     def _changing(self) -> list[Tensor]:
         return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
+
+    def _put_back(self, before: list[Tensor]) -> None:
+        for buffer, value in zip(self._changing(), before, strict=True):
+            buffer.copy_(value)
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> list[Tensor]:
         """Return the sums of this rank's losses, one for each pass, and leave the gradient of the *global* mean in the
@@ -172,34 +212,49 @@ class TrainingStep:
         sums: list[Tensor] = []
         # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
         share = torch.full((), 1.0 / batch.samples, device=self.device)
-        work: list[tuple[int, Tensor, Tensor]] = []
-        for number, windows, target in batch.micro_batches:
-            if len(target) <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
-                work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
+        work: list[tuple[int, int, Any]] = []
+        for part in batch.micro_batches:
+            if part.count <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
+                work.append((micro_batch_seed(self.config.seed, step, part.number), part.count, part.data))
                 continue
-            for part, rows in enumerate(split_samples(len(target), self.limit.max_samples)):
-                work.append((micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows]))
+            for place, rows in enumerate(split_samples(part.count, self.limit.max_samples)):
+                seed = micro_batch_seed(self.config.seed, step, part.number, place)
+                work.append((seed, rows.stop - rows.start, take_rows(part.data, rows, part.count)))
+        real = len(work)
+        if isinstance(sync, ShardSynchronizer):  # all ranks make equally many passes, the last ones with a share of 0
+            most = sync.passes(batch.samples, self.config.micro_batches, self.limit.max_samples)
+            work += [work[-1]] * (most - real)
         self.timer.mark("other")
-        for place, (seed, windows, target) in enumerate(work):
+        for place, (seed, count, data) in enumerate(work):
             self._seed(seed)
             self.faults.reach("forward", step)
-            if self._kind is None:
-                outputs = self.model(windows)
-            else:
-                with torch.autocast(self.device.type, dtype=self._kind):
-                    outputs = self.model(windows)
-            loss = self.criterion(outputs.float(), target).sum()
-            sums.append(loss.detach())
+            if place == real:
+                share, buffers = torch.zeros_like(share), [buffer.clone() for buffer in self._changing()]
+            sync.begin_forward()
+            loss = self._losses(self.model, count, data).sum()
+            if place < real:
+                sums.append(loss.detach())
             self.timer.mark("forward")
             self.faults.reach("backward", step)
             is_last = place == len(work) - 1
             sync.require_sync(is_last)
-            if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
+            if is_last and self.device.type == "cpu" and self.sharded is None:  # a GPU's losses are not there yet
                 sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
             self.scaler.scale(loss).backward(share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
+        if len(work) > real:
+            self._put_back(buffers)
         return sums
+
+    def _losses(self, model: Any, count: int, data: Any) -> Tensor:
+        """Return the loss of each of ``count`` samples."""
+        if self._kind is None:
+            losses = self.task.loss(model, data)
+        else:
+            with torch.autocast(self.device.type, dtype=self._kind):
+                losses = self.task.loss(model, data).float()
+        return per_sample(losses, count, "the loss")
 
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
@@ -211,12 +266,15 @@ class TrainingStep:
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
+            assert isinstance(self.optimizer, FlatAdamW)
             self.scaler.unscale_(self.optimizer)
         gradients = self.sync.flat_gradients()
         if gradients is None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        if isinstance(self.sync, ShardSynchronizer):
+            norm = self.sync.whole_norm(norm).to(norm)
         found = [*losses, norm]
         # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
@@ -250,26 +308,32 @@ class TrainingStep:
         self.sync.drop_unused(without)
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
-    def run_alone(self, windows: Tensor, target: Tensor) -> None:
-        """Put samples through the model and back, without other ranks and without a step. Weights, their gradients and
-        running statistics stay as they are. The model is run as it is written, not compiled."""
+    def run_alone(self, data: Any, count: int) -> None:
+        """Put a batch of ``count`` samples through the model and back, without other ranks and without a step. Weights,
+        their gradients and running statistics stay as they are. The model is run as it is written, not compiled."""
         before = [buffer.clone() for buffer in self._changing()]
         try:
             self.module.train()
-            with torch.autocast(self.device.type, dtype=self._kind, enabled=self._kind is not None):
-                outputs = self.module(windows)
-            loss = self.criterion(outputs.float(), target).sum()
+            loss = self._losses(self.module, count, data).sum()
             torch.autograd.grad(self.scaler.scale(loss), self.parameters, allow_unused=True)
         finally:
-            for buffer, value in zip(self._changing(), before, strict=True):
-                buffer.copy_(value)
+            self._put_back(before)
+
+    def release(self) -> None:
+        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        self.sync.unwrap()
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the loss scaler."""
+        """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
+        assert isinstance(self.optimizer, FlatAdamW)
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
+        assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 

@@ -19,20 +19,29 @@ from torch import nn
 
 from trainer.comm.group import GroupError
 from trainer.config import ConfigError, JobConfig
-from trainer.data.loader import Batch
+from trainer.data.batches import Batch
 from trainer.elastic.generation import START
 from trainer.engine.finalize import finalize
+from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
-from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
-from trainer.engine.reports import RankReports
+from trainer.engine.problem import ProblemMaker
+from trainer.engine.recovery import (
+    LEAVING,
+    rebuild,
+    rebuild_sharded,
+    recover,
+    report_failure,
+    retry_until_formed,
+    use_less_memory,
+)
+from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
-from trainer.engine.workload import Workload, make_sampler, open_shards
-from trainer.evaluation.evaluate import evaluate
+from trainer.engine.workload import Workload, make_sampler
 from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
@@ -47,10 +56,13 @@ class DistributedTrainer:
     model: `initialize_distributed`, `setup_data_parallel`, then `train_epoch` or the caller's own loop, `close`.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None) -> None:
+        """``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
+        event that this process reports."""
         self.job, self.config = job, job.training
+        self.maker: ProblemMaker = maker or JobProblemMaker()
         self.rundir = RunDir(job.run_dir)
-        self.reports = RankReports(job, self.rundir)
+        self.reports = RankReports(job, self.rundir, watch)
         self._participant: Participant | None = None
         self._session: Session | None = None
         self._own_model: OwnModel | None = None
@@ -114,16 +126,21 @@ class DistributedTrainer:
         """Make the data, the model and the optimizer, join the first generation, and load the checkpoint, if there is
         one."""
         participant, reports = self.participant, self.reports
-        shards = open_shards(self.job, participant.device, ("train", "valid", "test"))
-        sampler = make_sampler(self.job, shards, 0, participant.world.world_size)
+        data = self.maker.open_data(self.job, participant.device)
+        sampler = make_sampler(self.config, data.count("train"), 0, participant.world.world_size)
         reports.end_phase("data")
-        workload = Workload(self.job, shards, sampler, participant.device, participant.faults)
+        torch.manual_seed(self.config.seed)
+        problem = self.maker.make(self.job, data, participant.device)
+        workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload)
         if session.elastic is None:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
-            rebuild(session, source=0, from_checkpoint=self.config.resume)
+            if session.step.sharded is None:
+                rebuild(session, source=0, from_checkpoint=self.config.resume)
+            else:
+                rebuild_sharded(session, is_fresh=True, from_checkpoint=self.config.resume)
         else:
             retry_until_formed(session, partial(recover, session, START))
         assert reports.reporter is not None
@@ -346,11 +363,9 @@ class DistributedTrainer:
         session.step.timer.mark("other")
         session.faults.reach("evaluate", progress.step)
         session.workload.settle_buffers()
-        result = evaluate(
-            session.state.module, session.workload.criterion, session.shards, "valid", session.world,
-            session.evaluation_batch, session.device, before_batch=self._stop_evaluating,
-        )  # fmt: skip
-        if session.world.rank == 0:
+        with session.as_whole():
+            result = session.problem.judge.validate(session.judge_request(self._stop_evaluating))
+        if result is not None and session.world.rank == 0:
             reports.emit(
                 "evaluation", step=progress.step, split="valid", loss=result.loss, metrics=result.metrics,
                 seconds=time.monotonic() - began,
@@ -359,6 +374,8 @@ class DistributedTrainer:
         reports.end_phase("evaluation")
         session.step.timer.mark(None)
         progress.evaluated_step = progress.step
+        if result is None:
+            return
         if result.loss < progress.best_loss:
             progress.best_loss, progress.best_step = result.loss, progress.step
             progress.evaluations_without_improvement = 0

@@ -1,4 +1,4 @@
-"""`Workload`: the objects of a training in this process: data, loss, model, optimizer, and this rank's samples.
+"""`Workload`: the objects of a training in this process: its problem, the optimizer, and this rank's samples.
 
 A training has one, and so has each trial of tuning. Checkpoints, reports and the budget are `trainer.engine.session`.
 """
@@ -8,41 +8,22 @@ from __future__ import annotations
 import torch
 
 from trainer.comm.world import World
-from trainer.config import JobConfig
-from trainer.data.loader import BatchLoader, keep_on_gpu
+from trainer.config import DistributedTrainingConfig
 from trainer.data.sampler import Sampler
-from trainer.data.shards import DatasetError, DataShardManager
+from trainer.data.training_data import Loader
+from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import TrainingState
 from trainer.engine.step import TrainingStep
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
 from trainer.observability.comm_profiler import CommunicationProfiler
+from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
 
 
-def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of a job. Raise `DatasetError` where one of ``splits`` is empty."""
-    shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
-    for split in splits:
-        if shards.count(split) == 0:
-            raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
-    return shards
-
-
-def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of a job as `open_dataset` does, on the device where that is configured."""
-    shards = open_dataset(job, splits)
-    if job.training.data_on_device:
-        keep_on_gpu(shards, device)
-    return shards
-
-
-def make_sampler(job: JobConfig, shards: DataShardManager, rank: int, world_size: int) -> Sampler:
-    """Return the sampler of a rank in a world of this size. Raise `trainer.config.ConfigError` where none is
-    possible."""
-    config = job.training
+def make_sampler(config: DistributedTrainingConfig, samples: int, rank: int, world_size: int) -> Sampler:
+    """Return the sampler of a rank in a world of this size, for ``samples`` training samples. Raise
+    `trainer.config.ConfigError` where none is possible."""
     return Sampler(
-        samples=shards.count("train"),
+        samples=samples,
         global_batch_size=config.global_batch_size,
         micro_batches=config.micro_batches,
         seed=config.seed,
@@ -57,40 +38,49 @@ class Workload:
     `enter_world` gives it another one."""
 
     def __init__(
-        self, job: JobConfig, shards: DataShardManager, sampler: Sampler, device: torch.device, faults: Faults
+        self, config: DistributedTrainingConfig, problem: Problem, sampler: Sampler, device: torch.device,
+        faults: Faults,
     ) -> None:  # fmt: skip
         """``sampler`` may be of any world, since all have equally many steps."""
-        self.job, self.config, self.device, self.faults = job, job.training, device, faults
-        self.shards, self.sampler = shards, sampler
+        self.config, self.problem, self.device, self.faults = config, problem, device, faults
+        self.data, self.sampler = problem.data, sampler
         steps = self.config.epochs * sampler.steps_per_epoch
         self.total_steps = steps if self.config.max_steps is None else min(steps, self.config.max_steps)
-        torch.manual_seed(self.config.seed)
-        self.criterion = build_loss(job.loss, shards.spec).to(self.device)
-        module = build_model(job.model, shards.spec, int(self.criterion.outputs)).to(self.device)  # type: ignore[arg-type]
-        self.step = TrainingStep(module, self.criterion, self.config, self.device, faults)
-        self.state = TrainingState(module, self.step)
+        self.step = TrainingStep(problem.module, problem.task, self.config, self.device, faults)
+        self.state = TrainingState(problem.module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
-        self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
+        self.plan: ReplicaPlan | None = None
+        """How the ranks of the present world hold a sharded model; None where each holds all of it."""
+        self._loader: Loader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
-    def loader(self) -> BatchLoader:
+    def loader(self) -> Loader:
         """Return the loader of this rank's batches in the present world. Raise RuntimeError before the first one."""
         if self._loader is None:
             raise RuntimeError("no world was entered yet")
         return self._loader
 
-    def enter_world(self, world: World, source: int | None) -> None:
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A
-        collective."""
+    def enter_world(self, world: World, source: int | None, plan: ReplicaPlan | None = None) -> None:
+        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A collective.
+        Raise `trainer.config.ConfigError` if its ranks do not train the same. ``plan``: of a sharded model, whose rows
+        lie by it already."""
+        problem = self.problem
+        # A newcomer knows of no probe.
+        mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
+        found = world.all_gather_object(mine)
+        refuse_differences([identity for _, identity in found])
         if source is not None:
             self.state.share(world, source)
-        self.sampler = make_sampler(self.job, self.shards, world.rank, world.world_size)
-        self.close()
+        self.sampler = make_sampler(self.config, self.data.count("train"), world.rank, world.world_size)
+        self._end_loader()
         timer, prefetch = self.step.timer, self.config.prefetch_batches
-        self._loader = BatchLoader(self.shards, self.sampler, world, self.faults, timer, prefetch)
-        self.step.adopt(world)
-        probe_at = max(world.all_gather_object(self.communication.probe_at))  # a newcomer knows of no probe
-        self.communication = CommunicationProfiler(world, timer, probe_at)
+        self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
+        if plan is None:
+            self.step.adopt(world)
+        else:
+            self.step.adopt_replicas(world, plan)
+        self.plan = plan
+        self.communication = CommunicationProfiler(world, timer, max(probe_at for probe_at, _ in found))
 
     def settle_buffers(self) -> None:
         """Take over the running statistics of rank 0, which differ between ranks during training. A collective."""
@@ -98,6 +88,11 @@ class Workload:
             self.step.world.broadcast(buffer)
 
     def close(self) -> None:
-        """End the thread that loads batches."""
+        """End what loads batches, and let go of the model."""
+        self._end_loader()
+        self.data.close()
+        self.step.release()
+
+    def _end_loader(self) -> None:
         if self._loader is not None:
             self._loader.close()

@@ -39,6 +39,7 @@ def main(order_file: str) -> None:
     if order["kind"] == "mlflow":  # which brings a `trainer` of its own
         pass
     else:
+        import trainer.model.parts_by_kind
         import trainer.model.saved_model  # noqa: F401 - all that is trusted, before anything else
     if sandbox.forbid_calls():
         held.append("calls")
@@ -61,24 +62,17 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
 
 def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Build the loss and the model that a job names, as a rank does, and return the losses of a training step."""
-    import torch
     from pydantic import TypeAdapter
 
     from trainer.config import FactoryConfig
-    from trainer.model.losses import build_loss
-    from trainer.model.stock import build_model
-    from trainer.spec import DataSpec
+    from trainer.model.parts_by_kind import PARTS, training_step
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
-    spec = TypeAdapter(DataSpec).validate_python(document["spec"])
+    description: Any = PARTS[document["kind"]].spec
+    spec = TypeAdapter(description).validate_python(document["spec"])
     model, loss = (FactoryConfig(**document[name]) for name in ("model", "loss"))
-    modules = tuple(order["modules"])
-    criterion: Any = build_loss(loss, spec, modules)
-    module = build_model(model, spec, int(criterion.outputs), modules)
-    target = torch.full((len(windows),), spec.target_mean)
-    losses = criterion(module(torch.from_numpy(windows.copy())).float(), target)
-    losses.sum().backward()
-    return {"loss": losses.detach().double().numpy()}
+    losses = training_step(document["kind"], model, loss, spec, windows, tuple(order["modules"]))
+    return {"loss": losses.double().numpy()}
 
 
 def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:

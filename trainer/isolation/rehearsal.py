@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.isolation.child import UNSURE
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.runtime.scratch import scratch_folder
-from trainer.spec import DataSpec
+from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
 
-WINDOWS = 8
+SAMPLES = 8
 """Samples of the step."""
 SECONDS = 60.0
 """Seconds after which a rehearsal is given up without a verdict."""
@@ -36,7 +37,7 @@ class UnsureRehearsalError(RuntimeError):
 def rehearse(
     model: Mapping[str, Any],
     loss: Mapping[str, Any],
-    spec: DataSpec,
+    spec: DataSpec | RowSpec | TokenSpec,
     modules: tuple[str, ...] = (),
     path: Sequence[Path] = (),
 ) -> None:
@@ -46,15 +47,13 @@ def rehearse(
     folders in which they are found. Raise `RehearsalError` where the training could not work on any node, and
     `UnsureRehearsalError` where that cannot be said from here.
     """
-    scale = np.asarray(spec.feature_std, dtype=np.float32)
-    noise = np.random.default_rng(0).standard_normal((WINDOWS, spec.window, len(spec.features)), dtype=np.float32)
-    windows = np.asarray(spec.feature_mean, dtype=np.float32) + scale * noise
+    kind, inputs = random_inputs(spec)
     with scratch_folder("rehearsal") as folder:
-        document = {"model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
+        document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
         (folder / "rehearsal.json").write_text(json.dumps(document))
         isolated = Isolated(folder=folder, kind="rehearsal", modules=modules, path=tuple(path), seconds=SECONDS)
         try:
-            isolated.predict(windows)
+            isolated.predict(inputs)
         except IsolationError as error:
             said = str(error).removeprefix("the model could not be asked: ")
             if said.startswith(UNSURE) or any(words in said for words in _GIVEN_UP):
@@ -63,3 +62,20 @@ def rehearse(
             raise RehearsalError(
                 rest if rest and not name else f"one training step of this model failed: {said}"
             ) from None
+
+
+def random_inputs(spec: DataSpec | RowSpec | TokenSpec) -> tuple[str, NDArray[np.float32]]:
+    """Return the kind of data, and the inputs of `SAMPLES` random samples of the dataset's scale; ids as numbers that
+    are whole. Pure."""
+    random = np.random.default_rng(0)
+    if isinstance(spec, TokenSpec):
+        return TOKENS, random.integers(0, spec.vocabulary, (SAMPLES, spec.context)).astype(np.float32)
+    mean, scale = (np.asarray(figures, dtype=np.float32) for figures in (spec.feature_mean, spec.feature_std))
+    if isinstance(spec, DataSpec):
+        noise = random.standard_normal((SAMPLES, spec.window, len(spec.features)), dtype=np.float32)
+        return WINDOWS, mean + scale * noise
+    rows = mean + scale * random.standard_normal((SAMPLES, len(spec.features)), dtype=np.float32)
+    for place, values in enumerate(spec.categories):
+        if values:
+            rows[:, place] = random.integers(0, len(values) + 1, SAMPLES)
+    return ROWS, rows

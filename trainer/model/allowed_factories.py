@@ -14,10 +14,25 @@ import sys
 from collections.abc import Mapping
 
 from trainer.config import ConfigError, JobConfig
+from trainer.spec import BINARY, OWN, REGRESSION, ROWS, TOKENS, WINDOWS
 
 VARIABLE = "DTRAIN_FACTORY_MODULES"
-STOCK = {"model": ("lstm", "tcn", "transformer"), "loss": ("gaussian", "mse", "student_t")}
-"""Names of the stock parts of each kind, which are always allowed."""
+STOCK_OF_KIND: dict[str, dict[str, tuple[str, ...]]] = {
+    WINDOWS: {"model": ("tcn", "lstm", "transformer"), "loss": ("student_t", "gaussian", "mse")},
+    ROWS: {"model": ("mlp", "linear"), "loss": ("squared_error", "logistic", "cross_entropy")},
+    TOKENS: {"model": ("gpt",), "loss": ("cross_entropy",)},
+    OWN: {"model": (), "loss": ("cross_entropy", "squared_error")},
+}
+"""Names of the stock parts for each kind of dataset, the usual one first."""
+STOCK = {
+    part: tuple(sorted({name for of_kind in STOCK_OF_KIND.values() for name in of_kind[part]}))
+    for part in ("model", "loss")
+}
+"""Names of the stock parts, of all kinds of datasets, which are always allowed."""
+KIND_WORDS = {
+    WINDOWS: "a dataset of windows", ROWS: "a dataset of rows", TOKENS: "a dataset of tokens",
+    OWN: "a dataset of your own",
+}  # fmt: skip
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -54,14 +69,13 @@ def remedy(module: str) -> str:
 
 def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
     """Raise `ConfigError` for a factory that is neither stock nor of an allowed module. Nothing is imported."""
-    if factory in STOCK[kind]:
+    stock = STOCK.get(kind, ())
+    if factory in stock:
         return
     module, separator, attribute = factory.partition(":")
     if not separator:
-        raise ConfigError(
-            f"{kind}.factory = {factory!r} is neither a stock {kind} ({', '.join(STOCK[kind])}) "
-            "nor written as package.module:factory"
-        )
+        known = f"neither a stock {kind} ({', '.join(stock)}) nor" if stock else "not"
+        raise ConfigError(f"{kind}.factory = {factory!r} is {known} written as package.module:factory")
     if not _MODULE.fullmatch(module) or not attribute.isidentifier():
         raise ConfigError(f"{kind}.factory = {factory!r} is not written as package.module:factory")
     if not is_module_allowed(module, modules):
@@ -73,8 +87,31 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
 
 
 def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = None) -> None:
-    """Raise `ConfigError` for a job whose model or loss is not allowed here. ``modules``: None for those of the
-    settings."""
+    """Raise `ConfigError` for a job whose model, loss or dataset is not allowed here. ``modules``: None for those of
+    the settings."""
+    if job.is_of_script:  # its objects are made by the script, whose author starts it
+        return
     allowed = modules_of_settings() if modules is None else modules
     refuse_foreign("model", job.model.factory, allowed)
     refuse_foreign("loss", job.loss.factory, allowed)
+    if job.dataset.factory is not None:
+        refuse_foreign("dataset", job.dataset.factory, allowed)
+
+
+def refuse_other_kinds(job: JobConfig, kind: str) -> None:
+    """Raise `ConfigError` for a stock model or loss of this job that is for another kind of dataset than this one."""
+    for part, name in (("model", job.model.factory), ("loss", job.loss.factory)):
+        known = STOCK_OF_KIND[kind][part]
+        if name not in known and ":" not in name:
+            such = f"{', '.join(known)}, or " if known else ""
+            raise ConfigError(
+                f"{part}.factory = {name!r} is not for {KIND_WORDS[kind]}: use {such}your own as package.module:factory"
+            )
+
+
+def usual_parts(kind: str, task: str | None) -> tuple[str, str]:
+    """Return the stock model and loss that are used where none is named. ``task``: that of a table. Pure."""
+    model, loss = (STOCK_OF_KIND[kind][part][0] for part in ("model", "loss"))
+    if kind == ROWS:
+        loss = {REGRESSION: "squared_error", BINARY: "logistic"}.get(str(task), "cross_entropy")
+    return model, loss

@@ -30,7 +30,7 @@ def build_from_factory(
     imported; None: those of the settings. Raise `ConfigError` if the factory is not allowed, cannot be found, does not
     accept the arguments, or raises.
     """
-    factory = _find(kind, config.factory, stock, modules_of_settings() if modules is None else modules)
+    factory = find_factory(kind, config.factory, stock, modules_of_settings() if modules is None else modules)
     _check_arguments(kind, config, factory, positional)
     try:
         return factory(*positional, **config.args)
@@ -42,17 +42,17 @@ def build_from_factory(
         ) from error
 
 
-def _find(
+def find_factory(
     kind: str, name: str, stock: Mapping[str, Callable[..., Any]], modules: tuple[str, ...]
 ) -> Callable[..., Any]:
+    """Return a function or class by its name: one of ``stock``, or a user's own of one of ``modules``. Raise
+    `ConfigError`, which names the section ``kind``, where it is not allowed or cannot be found."""
     if name in stock:
         return stock[name]
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
-        raise ConfigError(
-            f"{kind}.factory = {name!r} is neither a stock {kind} ({', '.join(sorted(stock))}) "
-            "nor written as package.module:factory"
-        )
+        known = f"neither a stock {kind} ({', '.join(sorted(stock))}) nor" if stock else "not"
+        raise ConfigError(f"{kind}.factory = {name!r} is {known} written as package.module:factory")
     refuse_foreign(kind, name, modules)
     try:
         module = importlib.import_module(module_name)

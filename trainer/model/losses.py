@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.model import factories
+from trainer.model.try_parts import build_criterion, try_criterion
 from trainer.spec import DataSpec
 
 
@@ -223,30 +223,17 @@ def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] |
     """Return the loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
     ``(spec, **args)`` and tried on two samples. ``modules``: as for `build_model`. Raise `ConfigError` if it cannot be
     used."""
-    loss = factories.build_from_factory("loss", config, STOCK, spec, modules=modules)
+    loss = build_criterion(config, STOCK, spec, modules)
+    outputs, target = torch.zeros(2, int(loss.outputs)), torch.full((2,), spec.target_mean)  # type: ignore[arg-type]
+    try_criterion(config, loss, outputs, target)
     where = f"loss.factory = {config.factory!r}"
-    if not isinstance(loss, nn.Module):
-        raise ConfigError(f"{where} returned a {type(loss).__name__}; it must return a torch.nn.Module")
-    count = getattr(loss, "outputs", None)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(
-            f"{where} returned a loss whose attribute outputs is {count!r}; it must be an int of 1 or more"
-        )
-    outputs, target = torch.zeros(2, count), torch.full((2,), spec.target_mean)
     try:
         with torch.no_grad():
-            losses = loss(outputs, target)
             predictive = _predictive(loss, outputs)
     except Exception as error:
         raise ConfigError(
-            f"{where} failed on outputs of shape (2, {count}) and a target of shape (2,): "
-            f"{type(error).__name__}: {error}"
+            f"{where} failed on outputs of shape {tuple(outputs.shape)}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(losses, Tensor) or losses.shape != (2,):
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ConfigError(
-            f"{where} gave {got} for two samples; it must give one loss per sample, shape (2,), unreduced"
-        )
     if predictive is not None and not isinstance(predictive, Predictive):
         raise ConfigError(
             f"{where}: predictive() returned a {type(predictive).__name__}; it must return trainer.losses.Predictive"

@@ -22,9 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from trainer.config import FactoryConfig, describe_errors
-from trainer.model.losses import build_loss, gives_predictive
-from trainer.model.stock import build_model
-from trainer.spec import DataSpec
+from trainer.model.losses import gives_predictive
+from trainer.model.parts_by_kind import PARTS
+from trainer.model.saved_rows import SavedRows
+from trainer.spec import ROWS, WINDOWS, DataSpec
 
 FOLDER = "model"
 DESCRIPTION = "model.json"
@@ -92,7 +93,7 @@ class SavedModel:
         return {name: column.double().numpy() for name, column in columns.items()}
 
 
-def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel:
+def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel | SavedRows:
     """Load a job's model. ``read(name)`` returns the content of ``model.json`` and ``weights.pt``. ``modules``: the
     modules that its factories may be in; None: those of the settings (`trainer.model.allowed_factories`).
 
@@ -114,16 +115,22 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
             f"{WEIGHTS} has sha256 {digest[:12]}…, {DESCRIPTION} says {str(expected)[:12]}…: it is damaged or was "
             "changed; do not use it, train again"
         )
+    kind = description.get("kind", WINDOWS)
+    if kind not in _SAVED:
+        raise SavedModelError(
+            f"{DESCRIPTION} is of a dataset of kind {str(kind)[:40]!r}, whose models are neither registered nor served "
+            f"(only those of {' and '.join(_SAVED)} are): load {WEIGHTS} into a module of your own"
+        )
     try:
         config = TypeAdapter(FactoryConfig).validate_python(description["model"])
         loss = TypeAdapter(FactoryConfig).validate_python(description["loss"])
-        spec = TypeAdapter(DataSpec).validate_python(description["spec"])
+        spec: Any = TypeAdapter(PARTS[kind].spec).validate_python(description["spec"])
     except KeyError as error:
         raise SavedModelError(f"{DESCRIPTION} lacks {error}; it was written by another version, train again") from error
     except ValidationError as error:
         raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
-    criterion: Any = build_loss(loss, spec, modules)
-    model = build_model(config, spec, criterion.outputs, modules)
+    criterion: Any = PARTS[kind].build_loss(loss, spec, modules)
+    model = PARTS[kind].build_model(config, spec, criterion.outputs, modules)
     _refuse_unpacking(data)
     try:
         weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -137,7 +144,10 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
             f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {error}; "
             "its code has changed since it was trained"
         ) from error
-    return SavedModel(model, criterion, spec, description)
+    return _SAVED[kind](model, criterion, spec, description)
+
+
+_SAVED: dict[str, Callable[..., SavedModel | SavedRows]] = {WINDOWS: SavedModel, ROWS: SavedRows}
 
 
 def _refuse_unpacking(data: bytes) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, FactoryConfig
-from trainer.model import factories
+from trainer.config import FactoryConfig
+from trainer.model.try_parts import build_network, try_network
 from trainer.spec import DataSpec
 
 
@@ -169,28 +169,7 @@ def build_model(
 
     Weights come from torch's global random state: seed it before.
     """
-    inner = factories.build_from_factory("model", config, STOCK, spec, outputs, modules=modules)
-    where = f"model.factory = {config.factory!r}"
-    if not isinstance(inner, nn.Module):
-        raise ConfigError(f"{where} returned a {type(inner).__name__}; it must return a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in inner.parameters()):
-        raise ConfigError(f"{where} returned a model without parameters to train")
-    model = Standardize(inner, spec)
-    shape = (2, spec.window, len(spec.features))
-    model.eval()
-    try:
-        with torch.no_grad():
-            result = model(torch.zeros(shape))
-    except Exception as error:
-        raise ConfigError(
-            f"{where} failed on a batch of shape {shape} (batch, window, features): {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        model.train()
-    got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-    if got != (2, outputs):
-        raise ConfigError(
-            f"{where} gave {got} for a batch of shape {shape}; expected {(2, outputs)}, because the loss asks for "
-            f"{outputs} outputs per sample"
-        )
+    model = Standardize(build_network(config, STOCK, spec, outputs, modules), spec)
+    batch = torch.zeros(2, spec.window, len(spec.features))
+    try_network(config, model, batch, "batch, window, features", (2, outputs))
     return model

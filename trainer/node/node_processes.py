@@ -5,11 +5,9 @@ Starting, looking at and ending it belong here; what follows when it has ended d
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +18,7 @@ from trainer.exit_codes import is_loss
 from trainer.node.environment import LaunchError, Seat, merge_environment, node_mark, rank_environment
 from trainer.node.line_log import LineLog
 from trainer.node.processes import group_alive, group_of, marked, signal_all, signal_group
-
-_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+from trainer.runtime.parent_death import die_with
 
 
 class Process(Protocol):
@@ -173,12 +170,3 @@ def spawn_process(command: Sequence[str], environment: Mapping[str, str], pipe: 
         process_group=group or 0,
         preexec_fn=partial(die_with, os.getpid()),
     )
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, however that happens; where it can."""
-    if _libc is None:
-        return
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was asked

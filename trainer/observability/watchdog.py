@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import trainer
 from trainer.comm.group import Collective, InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
 from trainer.documents.events import NO_COLLECTIVE
@@ -35,7 +34,7 @@ PATIENT = "barrier"
 """The collective in which ranks wait while one works alone, for as long as that takes."""
 STACKS_BYTES, FRAMES, RECENT = 20_000, 64, 10
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_TRAINER = f"{Path(trainer.__file__).parent}{os.sep}"
+_TRAINER = f"{Path(__file__).parents[1]}{os.sep}"
 _log = logging.getLogger(__name__)
 
 

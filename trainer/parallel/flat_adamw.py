@@ -70,6 +70,14 @@ class FlatAdamW(torch.optim.AdamW):
         """Whether the weights lie together; a model may have given one of them other memory."""
         return bool(self._places) and [parameter.data_ptr() for parameter in self._parameters] == self._places
 
+    def release(self) -> None:
+        """Give each parameter memory of its own again, where they lie together: the model is its caller's from now
+        on."""
+        if self.is_flat:
+            for parameter in self._parameters:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+            self._places = []
+
     def update(self, gradient: Tensor | None) -> None:
         """Update the parameters. ``gradient`` holds those of all parameters as they lie in a bucket; with None, where
         some have no gradient or they do not lie together, the gradients are read from the parameters."""

@@ -95,6 +95,9 @@ class GradientSynchronizer:
         for parameter in parameters:
             parameter.grad = None
 
+    def begin_forward(self) -> None:
+        """Nothing is communicated in a forward pass."""
+
     def require_sync(self, is_last: bool) -> None:
         """Prepare a backward pass: all but a step's last accumulate without communication."""
         if self.buckets is not None:

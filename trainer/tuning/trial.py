@@ -17,8 +17,9 @@ from trainer.comm.world import World
 from trainer.config import JobConfig
 from trainer.data.loader import Batch
 from trainer.engine.lr_schedule import learning_rate
+from trainer.engine.problem import make_window_problem, open_shards
 from trainer.engine.step import StepFlags
-from trainer.engine.workload import Workload, make_sampler, open_shards
+from trainer.engine.workload import Workload, make_sampler
 from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search_space import TrialSettings
 
@@ -32,12 +33,14 @@ class TuningTrial:
 
     def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
-        job = replace(job, training=replace(job.training, **dict(candidate.settings)))
+        job = replace(job, training=replace(job.training, strategy="ddp", **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
         # Each trial has its own shards, because their place is a setting too; nodes map the same memory.
         shards = open_shards(job, self.device)
-        sampler = make_sampler(job, shards, world.rank, world.world_size)
-        self.workload = Workload(job, shards, sampler, self.device, faults)
+        sampler = make_sampler(self.config, shards.count("train"), world.rank, world.world_size)
+        torch.manual_seed(self.config.seed)
+        problem = make_window_problem(job, shards, self.device)
+        self.workload = Workload(self.config, problem, sampler, self.device, faults)
         self.state = self.workload.state
         self.total_steps = self.workload.total_steps
         """The steps that the schedule of the learning rate is for."""
@@ -69,17 +72,16 @@ class TuningTrial:
         """Return the mean loss on a part of the validation split. A collective."""
         workload, world = self.workload, self.workload.step.world
         workload.settle_buffers()
-        module, shards = self.state.module, workload.shards
-        count = shards.count("valid")
+        module, problem = self.state.module, workload.problem
+        count = problem.data.count("valid")
         positions = np.unique(np.linspace(0, count - 1, min(count, JUDGED_SAMPLES)).astype(np.int64))
         mine = positions[world.rank :: world.world_size]
         total = torch.zeros(1, dtype=torch.float64)
         module.eval()
         with torch.no_grad():
             for first in range(0, len(mine), JUDGED_AT_ONCE):
-                rows = shards.end_rows("valid", mine[first : first + JUDGED_AT_ONCE])
-                windows, target = (part.to(self.device) for part in shards.gather(rows))
-                total += workload.criterion(module(windows).float(), target).double().sum().cpu()
+                batch = problem.data.read("valid", mine[first : first + JUDGED_AT_ONCE], self.device)
+                total += problem.task.loss(module, batch).double().sum().cpu()
         module.train()
         return float(world.all_reduce(total)) / len(positions)
 

@@ -37,8 +37,8 @@ from trainer.data.loader import batches_ahead, fits_on_device
 from trainer.data.shards import DatasetError
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
+from trainer.engine.problem import open_dataset
 from trainer.engine.step import NonFiniteError
-from trainer.engine.workload import open_dataset
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model

@@ -41,6 +41,7 @@ from trainer.config import ConfigError, parse_job
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir
 
+USUAL_PARTS = {"model": {"factory": "tcn"}, "loss": {"factory": "student_t"}}
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
 import os, sys, time
@@ -119,7 +120,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "launch": ["--detach", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
             *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
-            *("--procs-per-node", "--set", "--settings"),
+            *("--procs-per-node", "--script", "--set", "--settings", "arguments"),
         ],
         "tune": [
             *("--config", "--dataset", "--epochs", "--global-batch", "--loss", "--model", "--name", "--nodes", "--out"),
@@ -353,7 +354,7 @@ def test_train_refuses_what_cannot_be_trained(shell: Shell):
     write_dataset(shell.folder / "walks")
     assert "training.epoch = 3" in shell.refused("train", "--dataset", "walks", "--set", "training.epoch=3")
     assert "no folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
-    assert "give either --config or --dataset" in shell.refused("train")
+    assert "give one of --dataset, --config and --script" in shell.refused("train")
     assert "there is no such file" in shell.refused("train", "--config", "nowhere.json")
     said = shell.refused("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999")
     assert "use fewer ranks" in said
@@ -441,7 +442,7 @@ class TestPlanJob:
         (folder / "manifest.json").write_text(json.dumps({"samples": {"train": 1000}}))
         for given in ("abc", str(folder)):
             text = dataset_config(settings, given)
-            assert json.loads(text) == {"dataset": {"uri": str(folder)}}
+            assert json.loads(text) == {"dataset": {"uri": str(folder)}, **USUAL_PARTS}
         job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # 1000 samples in batches of 768
         assert total_steps(job) == 4
         limited = replace(job, training=replace(job.training, max_steps=1))
@@ -463,7 +464,7 @@ def test_the_latest_dataset_is_the_one_built_last(tmp_path: Path):
     (datasets / "broken" / "manifest.json").write_text('{"created_at": "2026-04')
     (datasets / "pipe").mkdir()
     os.mkfifo(datasets / "pipe" / "manifest.json")
-    assert json.loads(dataset_config(settings, "latest")) == {"dataset": {"uri": str(datasets / "aaa")}}
+    assert json.loads(dataset_config(settings, "latest")) == {"dataset": {"uri": str(datasets / "aaa")}, **USUAL_PARTS}
     done = CliRunner().invoke(main, ["train", "--dataset", "pipe"], env={"DTRAIN_HOME": str(tmp_path)})
     assert (done.exit_code, "pipe/manifest.json is no regular file" in done.output) == (2, True)
 

@@ -16,7 +16,14 @@ from tests.dtrain_dagster.small_job import write_dataset
 TRAIN = ("train", "--dataset", "walks", "--nodes", "1")
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("nope",), "No such command 'nope'"),
-    (("train",), "give either --config or --dataset"),
+    (("train",), "give one of --dataset, --config and --script"),
+    (("train", "--script", "nowhere.py"), "--script nowhere.py: there is no such file"),
+    (("train", "--script", "raises.py"), "raises.py, line 2)"),
+    (("train", "--script", "silent.py"), "without calling Trainer(…).fit(…)"),
+    (("train", "--script", "leaves.py"), "exit code 3 before it trained, and said nothing"),
+    (("train", "--script", "unusable.py"), "--script unusable.py: no loss is usual for outputs of (2, 3)"),
+    (("train", "--script", "silent.py", "--model", "tcn"), "--model does not go with --script"),
+    (("train", "--dataset", "walks", "more.py"), "arguments belong to a --script: more.py"),
     (("train", "--dataset", "nowhere"), "--dataset nowhere"),
     (("train", "--config", "nowhere.json"), "--config nowhere.json: there is no such file"),
     (("train", "--config", "folder"), "--config folder is a folder"),
@@ -60,6 +67,15 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("dashboard", "--job", "nojob"), "no training 'nojob'"),
     (("work", "nonesuch-command"), "cannot be started"),
 ]
+SCRIPTS = {
+    "raises": "def read():\n    raise ValueError('no such column')\nread()\n",
+    "silent": "print('nothing to do')\n",
+    "leaves": "raise SystemExit(3)\n",
+    "unusable": "import torch\n"
+    "from trainer import Trainer\n"
+    "data = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, 4))\n"
+    "Trainer(torch.nn.Linear(2, 3)).fit(data)\n",
+}
 SETTINGS = [
     ("DTRAIN_NODES", "three", "DTRAIN_NODES='three'"),
     ("DTRAIN_NODES", "0", "greater than or equal to 1"),
@@ -78,6 +94,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a dataset and files that are no job.json."""
     write_dataset(tmp_path / "walks")
     (tmp_path / "folder").mkdir()
+    for name, text in SCRIPTS.items():
+        (tmp_path / f"{name}.py").write_text(text)
     for name, text in (("empty", ""), ("broken", '{"a": 1,\n "b": }'), ("list", "[1]")):
         (tmp_path / f"{name}.json").write_text(text)
     (tmp_path / "nan.json").write_text(json.dumps({"training": {"learning_rate": float("nan")}}))

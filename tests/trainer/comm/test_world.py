@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import torch
 from torch.distributed import TCPStore
 from worlds import free_port
 
+from trainer.comm import static_rendezvous
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.static_rendezvous import PeersMissingError, join_world
@@ -168,8 +170,11 @@ def test_a_port_in_use_is_said_at_once(address: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("said", [b"nonsense", b"70000 127.0.0.1", b"80 ..", b"\xff\x00 1"])
-def test_nonsense_in_the_store_of_torchruns_agents_is_said(tmp_path: Path, said: bytes) -> None:
+def test_nonsense_in_the_store_of_torchruns_agents_is_said(
+    tmp_path: Path, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anybody can write there; with a secret, rank 1 looks there for rank 0's own store."""
+    monkeypatch.setattr(static_rendezvous, "_JOINED", itertools.count())  # the first world of this process
     write_launch_secret(tmp_path / "secrets" / "launch")
     agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents.set("run/0/store", said)

@@ -47,7 +47,8 @@ def test_batches_are_those_that_the_sampler_deals(way: str, dataset: Path, cache
             found = next(batches)
             samples, dealt = made.sampler.step(2, step)
             assert found.samples == samples
-            for (number, windows, target), part in zip(found.micro_batches, dealt, strict=True):
+            for read, part in zip(found.micro_batches, dealt, strict=True):
+                number, (windows, target) = read.number, read.data
                 expected = plain.gather(plain.end_rows("train", part.positions))
                 assert number == part.number
                 assert torch.equal(windows, expected[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from trainer.checkpoint.manager import LATEST
 from trainer.config import DistributedTrainingConfig
 from trainer.engine.memory_need import MemoryNeed, explain_need, is_gpu_out_of_memory, may_move_to_cpu
-from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.session import Session
+from trainer.engine.out_of_memory import MicroBatchLimit, limit_evaluation
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.exit_codes import DONE, FAILED
 
@@ -58,6 +56,19 @@ def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
     assert "DTRAIN_PROCESSES_PER_NODE" in host
 
 
+def test_it_is_said_on_how_many_ranks_a_shared_model_would_fit() -> None:
+    fields: dict[str, Any] = {"measured": ((1, 300 * MIB), (2, 500 * MIB)), "failed": 4, "gathered_bytes": 10 * MIB}
+    found = need(**fields, state_bytes=12000 * MIB, ranks=4)
+    assert found.device_bytes(8) == round(17084 * MIB * 1.05)
+    assert found.shared_bytes(4) == round(17084 * MIB * 1.05) - 9000 * MIB + 10 * MIB
+    assert found.sharing_ranks == 4
+    told = explain_need(found, DistributedTrainingConfig())
+    assert 'training.strategy = "fsdp": on 4 ranks that share the model it takes 8.74 GiB each' in told
+    assert need(**fields, state_bytes=1800 * MIB, ranks=2).sharing_ranks == 8, "2 and 4 do not save enough"
+    assert need(**fields, state_bytes=100 * MIB).sharing_ranks is None
+    assert "fsdp" not in explain_need(found, DistributedTrainingConfig(strategy="fsdp"))
+
+
 def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
     real = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
     auto = DistributedTrainingConfig()
@@ -80,8 +91,7 @@ def test_the_cpu_is_taken_only_where_the_plan_leaves_the_device_open() -> None:
 def test_an_evaluation_takes_no_more_at_once_than_training_once_memory_ran_out(
     limit: MicroBatchLimit, expected: int
 ) -> None:
-    here = SimpleNamespace(step=SimpleNamespace(limit=limit), config=DistributedTrainingConfig(batch_size_per_gpu=32))
-    assert Session.evaluation_batch.fget(here) == expected  # type: ignore[attr-defined]
+    assert limit_evaluation(limit, 32, EVAL_BATCH) == expected
 
 
 @pytest.mark.slow

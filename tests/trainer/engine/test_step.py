@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digest_samples as digest_of
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep, digest_parameters
+from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults, InjectedError
 from trainer.runtime.step_timer import StepTimer
 
@@ -40,7 +42,7 @@ def model(dropout: float = 0.0) -> nn.Module:
 def batch(*sizes: int, samples: int | None = None) -> Batch:
     made = torch.Generator().manual_seed(1)
     parts = tuple(
-        (number, torch.randn(size, 3, 2, generator=made), torch.randn(size, generator=made))
+        Samples(number, size, (torch.randn(size, 3, 2, generator=made), torch.randn(size, generator=made)))
         for number, size in enumerate(sizes)
     )
     return Batch(samples or sum(sizes), parts, digest=17)
@@ -48,7 +50,7 @@ def batch(*sizes: int, samples: int | None = None) -> Batch:
 
 def step_of(net: nn.Module, settings: DistributedTrainingConfig | None = None, faults: str = "[]") -> TrainingStep:
     """A step in a world of one."""
-    step = TrainingStep(net, Squared(), settings or config(), CPU, Faults({"DTRAIN_FAULTS": faults}, 0))
+    step = TrainingStep(net, SupervisedTask(Squared()), settings or config(), CPU, Faults({"DTRAIN_FAULTS": faults}, 0))
     step.adopt(ALONE)
     return step
 
@@ -62,7 +64,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_p
     step = step_of(net)
     parts = batch(3, 1, 4)
     reference = model()
-    windows, target = (torch.cat([part[place] for part in parts.micro_batches]) for place in (1, 2))
+    windows, target = (torch.cat([part.data[place] for part in parts.micro_batches]) for place in (0, 1))
     mean = Squared()(reference(windows), target).mean()
     mean.backward()
     expected = torch.cat(
@@ -109,7 +111,7 @@ def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: f
     step = step_of(net)
     before = digest_parameters(list(net.named_parameters()))
     bad = batch(4)
-    bad.micro_batches[0][1][0, 0, 0] = poison
+    bad.micro_batches[0].data[0][0, 0, 0] = poison
     with pytest.raises(NonFiniteError, match=r"not finite at step 13 .*lower training.learning_rate"):
         step(bad, 12, 0.1, NOTHING)
     assert digest_parameters(list(net.named_parameters())) == before
@@ -188,13 +190,20 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
     for step, found in enumerate(whole):
         samples, dealt = sampler.step(2, step)
         assert found.digest == digest_of(np.concatenate([part.positions for part in dealt]))
-        assert (found.samples, [part[0] for part in found.micro_batches]) == (samples, [part.number for part in dealt])
-        for (_, windows, target), part in zip(found.micro_batches, dealt, strict=True):
+        assert (found.samples, [part.number for part in found.micro_batches]) == (
+            samples,
+            [part.number for part in dealt],
+        )
+        for read, part in zip(found.micro_batches, dealt, strict=True):
+            windows, target = read.data
             expected = shards.gather(shards.end_rows("train", part.positions))
             assert torch.equal(windows, expected[0])
             assert torch.equal(target, expected[1])
     later = list(loader.batches(2, 5))
-    assert all(torch.equal(a.micro_batches[0][2], b.micro_batches[0][2]) for a, b in zip(whole[5:], later, strict=True))
+    assert all(
+        torch.equal(a.micro_batches[0].data[1], b.micro_batches[0].data[1])
+        for a, b in zip(whole[5:], later, strict=True)
+    )
     loader.close()
 
 

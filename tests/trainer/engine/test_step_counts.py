@@ -20,13 +20,16 @@ from worlds import Job
 
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.batches import Batch
+from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
+from trainer.data.window_data import WindowData
 from trainer.engine.step import StepFlags, TrainingStep
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
+from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -104,8 +107,8 @@ def bound(trainer: DistributedTrainer, batch: Batch) -> None:
     """A step as it is written with torch alone, which goes from one parameter to the next."""
     step = trainer.session.step
     step.optimizer.zero_grad(set_to_none=True)
-    for _, windows, target in batch.micro_batches:
-        (step.criterion(step.module(windows), target).sum() * (1 / batch.samples)).backward()
+    for part in batch.micro_batches:
+        (step.task.loss(step.module, part.data).sum() * (1 / batch.samples)).backward()
     torch.nn.utils.clip_grad_norm_(step.parameters, 0.5)
     step.optimizer.step()
 
@@ -140,7 +143,9 @@ def test_a_step_makes_fewer_operations_than_its_bound_and_gathers_no_byte_twice(
         bound(trainer, trainer.batch)
     made = trainer.counted[-3]
     assert made.count.total() <= needed.count.total() - FEWER_OPERATIONS
-    spec = trainer.session.shards.spec
+    data = trainer.session.problem.data
+    assert isinstance(data, WindowData)
+    spec = data.shards.spec
     assert made.bytes["aten.index_select"] == SIZE * (spec.window * len(spec.features) + 1) * 4
     assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
 
@@ -157,7 +162,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         sampler = Sampler(
             samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
-        step = TrainingStep(models[world.rank], criterion, config, CPU, faults)
+        step = TrainingStep(models[world.rank], SupervisedTask(criterion), config, CPU, faults)
         step.adopt(world)
         assert world.group is not None
         before = len(world.group.collectives)

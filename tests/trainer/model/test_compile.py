@@ -9,10 +9,11 @@ from torch import nn
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.loader import Batch
+from trainer.data.batches import Batch, Samples
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import StepFlags, TrainingStep
 from trainer.model.compile import compiled, obstacle
+from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 
 CPU = torch.device("cpu")
@@ -72,14 +73,14 @@ def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
         torch.manual_seed(0)
         net = Blocks()
         config = DistributedTrainingConfig(compile=mode, weight_decay=0.0)  # type: ignore[arg-type]
-        step = TrainingStep(net, Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(net, SupervisedTask(Squared()), config, CPU, Faults({}, 0))
         step.adopt(World(RankFacts(), CPU, "gloo"))
         found = []
         made = torch.Generator().manual_seed(1)
         step.apply_limit(MicroBatchLimit(8, mode != "off"))
         for number in range(6):
             windows, target = torch.randn(8, 3, 2, generator=made), torch.ones(8)
-            found.append(step(Batch(8, ((0, windows, target),), 0), number, 0.05, StepFlags()).loss_sum)
+            found.append(step(Batch(8, (Samples(0, 8, (windows, target)),), 0), number, 0.05, StepFlags()).loss_sum)
         assert (step.model is net) == (mode == "off")
         return found, list(net.state_dict())
 

@@ -22,9 +22,10 @@ from worlds import FORKS
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
-from trainer.data.loader import Batch
+from trainer.data.batches import Batch, Samples
 from trainer.engine.own_model import OwnModel
 from trainer.engine.step import StepFlags, TrainingStep
+from trainer.model.task import SupervisedTask
 from trainer.parallel.buckets import Buckets, divide
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
@@ -53,11 +54,11 @@ class Squared(nn.Module):
         return (outputs[:, 0] - target) ** 2
 
 
-def part(number: int, sign: float) -> tuple[int, Tensor, Tensor]:
+def part(number: int, sign: float) -> Samples:
     made = torch.Generator().manual_seed(number)
     windows, target = torch.randn(4, 3, 2, generator=made), torch.randn(4, generator=made)
     windows[0, 0, 0] = sign
-    return number, windows, target
+    return Samples(number, 4, (windows, target))
 
 
 @pytest.mark.parametrize("bytes_", [1 << 20, 100])
@@ -68,7 +69,7 @@ def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], 
     config = DistributedTrainingConfig(weight_decay=0.5, clip_norm=None)
 
     def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = TrainingStep(net, Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(net, SupervisedTask(Squared()), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
             step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
@@ -122,7 +123,7 @@ def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.
     parts = [part(number, 1) for number in range(4)]
 
     def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = TrainingStep(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step = TrainingStep(net, SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
             step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
@@ -142,7 +143,9 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
     nets = [Reentrant(tied=True) for _ in range(2)]
 
     def work(world: World) -> None:
-        step = TrainingStep(nets[world.rank], Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step = TrainingStep(
+            nets[world.rank], SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0)
+        )
         step.adopt(world)
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, StepFlags())
@@ -158,7 +161,7 @@ def test_ranks_stay_equal_where_what_they_use_changes_and_small_values_are_dropp
     before = copy.deepcopy(nets[0].state_dict())
 
     def work(world: World) -> dict[str, Tensor]:
-        step = TrainingStep(nets[world.rank], Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(nets[world.rank], SupervisedTask(Squared()), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(12):
             sign = 1 if (world.rank + number) % 2 else -1
@@ -190,11 +193,11 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
                 if number == 1 and not again:
                     broken = net.always.weight.register_hook(lose)
                     with pytest.raises(Lost):
-                        model(part(99, 1)[1]).sum().backward()
+                        model(part(99, 1).data[0]).sum().backward()
                     broken.remove()
             for micro in range(2):
                 for rank in ranks:
-                    _, windows, target = part(100 * number + 10 * micro + rank, 1 if rank or number % 2 else -1)
+                    windows, target = part(100 * number + 10 * micro + rank, 1 if rank or number % 2 else -1).data
                     Squared()(model(windows), target).sum().backward()
             optimizer.step()
             found.append({name: None if one.grad is None else one.grad.clone() for name, one in net.named_parameters()})
@@ -216,7 +219,7 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
 def test_parameters_that_are_unfrozen_later_or_lie_elsewhere_are_refused() -> None:
     net = Choosy().requires_grad_(False)
     net.always.requires_grad_(True)
-    step = TrainingStep(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+    step = TrainingStep(net, SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0))
     step.check_parameters()
     net.positive.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"positive.weight was frozen .*detach"):
@@ -236,7 +239,7 @@ def test_cuda_graphs_find_gradients_in_memory_that_stays() -> None:
         assert net.always.weight.grad is not None
         place = net.always.weight.grad.data_ptr()
         sync.require_sync(True)
-        net(part(0, 1)[1]).sum().backward()
+        net(part(0, 1).data[0]).sum().backward()
         sync.finish(net)
         assert net.always.weight.grad.data_ptr() == place
         assert net.always.weight.grad.count_nonzero()

@@ -23,9 +23,10 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import find_coverage_errors
-from trainer.data.loader import Batch
 from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
+from trainer.model.task import SupervisedTask
 from trainer.observability.comm_profiler import FIELDS, TimingWindow
 from trainer.parallel import compression
 from trainer.parallel.auto_compression import AGREEING, AutoCompression
@@ -62,7 +63,7 @@ def batch(rank: int, ranks: int, step: int, poison: float | None = None) -> Batc
     windows, target = torch.randn(8, 3, 2, generator=made), torch.randn(8, generator=made)
     if poison is not None and rank == 1:
         windows[0, 0, 0] = poison
-    return Batch(8 * ranks, ((rank, windows, target),), digest=rank)
+    return Batch(8 * ranks, (Samples(rank, 8, (windows, target)),), digest=rank)
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def train(worlds: list[World], steps: int = 3, **settings: Any) -> tuple[list[Te
     networks = [network() for _ in worlds]  # one after the other, for there is one random state only
 
     def work(world: World) -> Any:
-        step = TrainingStep(networks[world.rank], Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(networks[world.rank], SupervisedTask(Squared()), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(steps):
             step(batch(world.rank, len(worlds), number), number, 0.0, StepFlags())
@@ -145,7 +146,7 @@ def test_numbers_that_are_not_finite_end_the_step_on_all_ranks(
     config = DistributedTrainingConfig(communication=communication, clip_norm=None)
 
     def work(world: World) -> str:
-        step = TrainingStep(network(), Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(network(), SupervisedTask(Squared()), config, CPU, Faults({}, 0))
         step.adopt(world)
         with pytest.raises(NonFiniteError) as failed:
             step(batch(world.rank, 2, 0, poison), 0, 1e-3, StepFlags())
@@ -252,7 +253,9 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         all_to_all(transport, output, input_)
 
     def work(one: World) -> str:
-        step = TrainingStep(network(), Squared(), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0))
+        step = TrainingStep(
+            network(), SupervisedTask(Squared()), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0)
+        )
         step.adopt(one)
         with pytest.raises(GroupError) as failed:
             step(batch(one.rank, 3, 0), 0, 1e-3, StepFlags())

@@ -1,0 +1,106 @@
+"""`dtrain data`: datasets of rows and of tokens, built from files of one's own.
+
+Datasets of windows of prices are built by the asset `sharded_dataset`. Added to `dtrain` by `dtrain_dagster.cli.main`.
+Each command imports what it needs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import read_settings, refuses, say
+
+if TYPE_CHECKING:
+    from dtrain_dagster.data.build_once import FinishedDataset
+
+
+@click.group()
+def data() -> None:
+    """Build datasets of rows and of tokens from files of your own.
+
+    A dataset is named after its content and its settings, so that the same is built once. It lies in the home
+    (DTRAIN_HOME/storage/datasets), and `dtrain train --dataset ID` trains on it.
+    """
+
+
+@data.command()
+@click.argument("source", metavar="FILE|FOLDER")
+@click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
+@click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]), help="[default: by the target]")
+@click.option("--drop", multiple=True, metavar="COLUMN", help="A column that is left out. May be repeated.")
+@click.option(
+    "--split-by", metavar="COLUMN", help="A column that says train, valid or test, or whose rows stay together."
+)
+@click.option("--valid-fraction", type=float, default=0.1, show_default=True)
+@click.option("--test-fraction", type=float, default=0.1, show_default=True)
+@click.option(
+    "--missing",
+    type=click.Choice(["refuse", "mean"]),
+    default="refuse",
+    show_default=True,
+    help="Numbers that are missing: refused, or counted as the mean, with an input that says so.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division of rows.")
+@refuses
+def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> None:
+    """Build a dataset of rows from a Parquet file, or from all those in a folder.
+
+    Columns of numbers and of text are features. Text is a category; a category that is missing, or was not in the
+    training split, is none of its values.
+
+    \b
+    Examples:
+      dtrain data rows houses.parquet --target price
+      dtrain data rows visits.parquet --target bought --split-by customer --drop visit_id --missing mean
+    """
+    from dtrain_dagster.data.rows import RowParams, build_rows
+
+    made = build_rows(source, read_settings().storage_uri, RowParams(target=target, drop=drop, **options))
+    columns = [column for column in made.manifest["columns"] if column["role"] == "feature"]
+    names = made.manifest["classes"]
+    told = f"{made.manifest['task']} of {target}" + (f", {len(names)} classes" if names else "")
+    _say_what_was_built(made, f"{told} by {len(columns)} columns")
+    for name, why in made.manifest["excluded"].items():
+        say(f"note: {name} is left out: it {why}", err=True)
+
+
+@data.command()
+@click.argument("source", metavar="FOLDER|FILE")
+@click.option("--pattern", default="**/*.txt", show_default=True, help="Files that are documents; **/ is any folder.")
+@click.option("--context", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens in one sample.")
+@click.option("--encode", metavar="PACKAGE.MODULE:FUNCTION", help="A tokenizer of your own.  [default: bytes]")
+@click.option("--vocabulary", type=click.IntRange(min=2), metavar="N", help="The number of its ids.")
+@click.option("--valid-fraction", type=float, default=0.05, show_default=True)
+@click.option("--test-fraction", type=float, default=0.05, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division of documents.")
+@refuses
+def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None, **options: Any) -> None:
+    """Build a dataset of tokens from the documents in a folder, or from one file.
+
+    By default a token is a byte. A tokenizer of your own is a function that returns the ids of a document (bytes); its
+    module is allowed by DTRAIN_FACTORY_MODULES.
+
+    \b
+    Examples:
+      dtrain data tokens my_texts
+      dtrain data tokens my_texts --pattern '**/*.md' --encode my_tokens:encode --vocabulary 50257 --context 1024
+    """
+    from dtrain_dagster.data.tokens import BYTE_VOCABULARY, BYTES, TokenParams, build_tokens
+
+    if (encode is None) != (vocabulary is None):
+        raise click.UsageError("--encode and --vocabulary go together", click.get_current_context())
+    params = TokenParams(encoding=encode or BYTES, vocabulary=vocabulary or BYTE_VOCABULARY, **options)
+    made = build_tokens(source, read_settings().storage_uri, params, pattern)
+    found = made.manifest["source"]
+    total = sum(shard["rows"] for shard in made.manifest["shards"])
+    _say_what_was_built(made, f"{total:,} tokens of {found['documents']} documents, {params.context} a sample")
+
+
+def _say_what_was_built(made: FinishedDataset, what: str) -> None:
+    """Print the dataset's id, and what it holds."""
+    samples = made.manifest["samples"]
+    counts = ", ".join(f"{split} {count:,}" for split, count in samples.items())
+    say(f"{made.dataset_id}  {what}; samples: {counts}" + ("" if made.built else "; it was there already"))
+    say(f"dtrain train --dataset {made.dataset_id}", err=True)

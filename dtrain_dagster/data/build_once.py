@@ -1,0 +1,107 @@
+"""Datasets that are named after their content and their settings: each is built once, and appears whole or not at all.
+
+What is in a dataset is said by the builder of its kind (`rows`, `tokens`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.data.errors import DataError
+from trainer.data.manifest import DatasetError, read_dataset_manifest
+from trainer.documents.places import PlaceError, inside
+from trainer.storage.open import open_storage
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedDataset:
+    """A dataset that can be trained on."""
+
+    uri: str
+    manifest: Mapping[str, Any]
+    built: bool
+    """False where it already existed."""
+
+    @property
+    def dataset_id(self) -> str:
+        """Return its id."""
+        return str(self.manifest["dataset_id"])
+
+
+def id_of(identity: Mapping[str, Any]) -> str:
+    """Return the id of a dataset that is made of these inputs. Pure."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_files(files: Sequence[Path]) -> list[str]:
+    """Return the sha256 of each file. Raise `DataError` for one that cannot be read."""
+    found = []
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                found.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): name a file that is there") from None
+    return found
+
+
+def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[str, Any]]) -> FinishedDataset:
+    """Return ``<storage>/datasets/<id>``, which is built unless it exists. ``write`` gets an empty folder with a folder
+    ``data`` in it, writes the shards there and returns the manifest. Raise `DataError` where the existing dataset is
+    damaged, and what ``write`` raises; then nothing is left."""
+    from dtrain_dagster.support.building import building_in  # not above: loading the code location does without
+
+    folder = Path(storage_uri) / "datasets"
+    target = folder / dataset_id
+    built = not (target / "manifest.json").exists()
+    if built:
+        with building_in(folder) as building:
+            (building / "data").mkdir()
+            manifest = write(building)
+            (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            read_dataset_manifest(open_storage(str(building)))  # what nodes would refuse is refused here
+            try:
+                building.rename(target)
+            except OSError:
+                if not (target / "manifest.json").exists():  # else another process has built it meanwhile
+                    raise
+    else:
+        verify_shards(str(target))
+    return FinishedDataset(uri=str(target), manifest=read_dataset_manifest(open_storage(str(target))), built=built)
+
+
+def verify_shards(uri: str) -> None:
+    """Check that there is a manifest and that the sha256 of each shard is as it says. Raise `DataError` that names the
+    first fault."""
+    for path, shard in _shards(uri):
+        if not path.exists():
+            raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
+        if digest_files([path]) != [shard["sha256"]]:
+            raise DataError(f"{path} is not what its manifest says; delete {uri} and rebuild the dataset")
+
+
+def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any]:
+    """Return the entry of a finished shard in the manifest."""
+    path = folder / name
+    return {
+        "path": name, "split": split, "rows": rows, "bytes": path.stat().st_size, "sha256": digest_files([path])[0],
+    }  # fmt: skip
+
+
+def _shards(uri: str) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    try:
+        manifest = read_dataset_manifest(open_storage(uri))
+    except DatasetError as error:
+        raise DataError(f"{uri} has no manifest that can be read ({error}); rebuild the dataset") from error
+    for shard in manifest["shards"]:
+        try:
+            yield inside(uri, shard["path"], f"a shard in {uri}/manifest.json"), shard
+        except PlaceError as error:
+            raise DataError(str(error)) from None

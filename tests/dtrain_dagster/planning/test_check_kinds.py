@@ -1,0 +1,82 @@
+"""Jobs on each kind of dataset are checked before any node is asked for, and know their steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.cli.job_options import total_steps
+from dtrain_dagster.planning.check_job import check_job
+from dtrain_dagster.planning.job_data import data_of
+from tests.kinds import build_table, build_texts
+from trainer.config import ConfigError, JobConfig, parse_job
+
+OWN = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_datasets(count=300, lame=False):
+    if lame:
+        raise ValueError("the disk is empty")
+    return TensorDataset(torch.arange(count).float()[:, None], torch.arange(count))
+
+def make_model(spec, outputs, width=4):
+    return torch.nn.Sequential(torch.nn.Linear(spec.inputs, width), torch.nn.Linear(width, outputs))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_checked.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_checked")
+
+
+def job_of(uri: str, model: str, loss: str, args: Any = None) -> JobConfig:
+    document = {
+        "job_id": "checked", "run_dir": "/nowhere", "dataset": {"uri": uri},
+        "model": {"factory": model, "args": args or {}}, "loss": {"factory": loss},
+        "training": {"world_size": 1, "batch_size_per_gpu": 10, "gradient_accumulation_steps": 1, "epochs": 2},
+    }  # fmt: skip
+    return parse_job(json.dumps(document))
+
+
+def test_stock_parts_of_the_kind_pass_and_others_are_refused(tmp_path: Path) -> None:
+    rows, tokens = build_table(tmp_path), build_texts(tmp_path)
+    assert check_job(job_of(rows.uri, "mlp", "logistic"), ranks=1) == []
+    assert check_job(job_of(tokens.uri, "gpt", "cross_entropy"), ranks=1) == []
+    assert total_steps(job_of(rows.uri, "mlp", "logistic")) == 2 * -(-rows.manifest["samples"]["train"] // 10)
+    for uri, name in [(rows.uri, "tcn"), (tokens.uri, "linear")]:
+        with pytest.raises(ConfigError, match=rf"model.factory = '{name}' is not for a dataset of"):
+            check_job(job_of(uri, name, "cross_entropy"), ranks=1)
+
+
+@pytest.mark.slow
+def test_a_model_is_rehearsed_on_rows_and_tokens(tmp_path: Path) -> None:
+    rows, tokens = build_table(tmp_path), build_texts(tmp_path)
+    assert check_job(job_of(rows.uri, "own_checked:make_model", "logistic"), ranks=1) == []
+    assert check_job(job_of(tokens.uri, "gpt", "cross_entropy", {"width": 16, "layers": 1}), ranks=1) == []
+    with pytest.raises(ConfigError, match=r"width = 15 must be a multiple of heads = 4"):
+        check_job(job_of(tokens.uri, "gpt", "cross_entropy", {"width": 15}), ranks=1)
+    with pytest.raises(ConfigError, match=r"'squared_error' does not fit 'bought', whose task is binary"):
+        check_job(job_of(rows.uri, "own_checked:make_model", "squared_error"), ranks=1)
+
+
+@pytest.mark.slow
+def test_a_dataset_of_ones_own_is_made_once_in_a_process_of_its_own(tmp_path: Path) -> None:
+    job = job_of("factory:own_checked:make_datasets", "own_checked:make_model", "squared_error", args={})
+    found = data_of(job)
+    assert dict(found.samples) == {"train": 300, "valid": 0, "test": 0}
+    assert total_steps(job) == 60
+    (tmp_path / "own_checked.py").write_text("broken(")
+    assert data_of(job) == found, "it was made before"
+    (tmp_path / "own_checked.py").write_text(OWN)
+    job.dataset.args = {"lame": True}
+    with pytest.raises(ConfigError, match=r"raised ValueError: the disk is empty"):
+        data_of(job)
+    with pytest.raises(ConfigError, match=r"the module 'elsewhere' is not allowed"):
+        data_of(job_of("factory:elsewhere:make", "own_checked:make_model", "squared_error"))

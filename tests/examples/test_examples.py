@@ -1,0 +1,60 @@
+"""The examples run as they are written: the commands of their READMEs and docstrings, in a home of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands_of(text: str) -> str:
+    """The shell commands of a README."""
+    return "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+
+
+def run(script: str, home: Path) -> str:
+    """What the commands print, run from the repository's folder by a shell that ends at the first failure."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {
+        "PATH": path, "PYTHONPATH": str(ROOT), "DTRAIN_HOME": str(home), "DTRAIN_CACHE": str(home / "cache"),
+        "DTRAIN_PROCESSES_PER_NODE": "1",
+    }  # fmt: skip
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_digits(tmp_path: Path) -> None:
+    """With the script's own command; where it writes is the folder that it was started in."""
+    script = f"cd {tmp_path} && python {ROOT}/examples/digits.py"
+    found = re.search(r"([\d.]+)% of 250 digits", run(script, tmp_path))
+    assert found
+    assert float(found[1]) > 93
+
+
+@pytest.mark.slow
+def test_a_table(tmp_path: Path) -> None:
+    script = commands_of((ROOT / "examples/table/README.md").read_text()).replace(
+        "tumours.parquet", f"{tmp_path}/t.parquet"
+    )
+    said = run(script, tmp_path / "home")
+    found = re.search(r"test accuracy +([\d.]+) \(constant ([\d.]+), linear ([\d.]+)\)", said)
+    assert found, said
+    assert float(found[1]) > max(0.85, float(found[2]))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_language_model(tmp_path: Path) -> None:
+    said = run(commands_of((ROOT / "examples/language_model/README.md").read_text()), tmp_path / "home")
+    found = re.search(r"test perplexity +([\d.]+) \(bigram ([\d.]+), unigram ([\d.]+)\)", said)
+    assert found, said
+    assert float(found[1]) < float(found[2])
+    assert re.search(r"^sample +\S", said, re.MULTILINE)

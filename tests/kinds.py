@@ -1,0 +1,57 @@
+"""Small datasets of rows and of tokens, built by the product itself, for tests of both packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dtrain_dagster.data.build_once import FinishedDataset
+from dtrain_dagster.data.rows import RowParams, build_rows
+from dtrain_dagster.data.tokens import TokenParams, build_tokens
+
+WORDS = ("red", "green", "blue")
+
+
+def table(rows: int = 1200, seed: int = 0) -> pd.DataFrame:
+    """Numbers and a category, from which a number, one of two and one of three classes follow but for some noise."""
+    random = np.random.default_rng(seed)
+    x, y = random.normal(5, 3, rows), random.normal(-1, 0.5, rows)
+    colour = random.integers(0, 3, rows)
+    score = (x - 5) / 3 - 2 * (y + 1) + 1.5 * (colour == 1) + 0.3 * random.standard_normal(rows)
+    return pd.DataFrame({
+        "x": x, "y": y, "colour": [WORDS[code] for code in colour], "value": 100 + 20 * score,
+        "bought": np.where(score > 0.3, "yes", "no"), "level": np.digitize(score, [-0.5, 1.0]),
+    })  # fmt: skip
+
+
+def build_table(
+    folder: Path, target: str = "bought", frame: pd.DataFrame | None = None, **params: Any
+) -> FinishedDataset:
+    """A dataset of one target; the others are left out."""
+    frame = table() if frame is None else frame
+    frame.to_parquet(folder / "table.parquet", row_group_size=500)
+    others = {"value", "bought", "level"} - {target}
+    drop = tuple(sorted(others & set(frame.columns)))
+    return build_rows(str(folder / "table.parquet"), str(folder), RowParams(target=target, drop=drop, **params))
+
+
+def documents(folder: Path, count: int = 40, seed: int = 0) -> Path:
+    """Short texts in which one word often follows another."""
+    random, place = np.random.default_rng(seed), folder / "texts"
+    place.mkdir()
+    for number in range(count):
+        words, word = [], 0
+        for _ in range(random.integers(60, 120)):
+            word = (word + 1) % 3 if random.random() < 0.9 else int(random.integers(3))
+            words.append(WORDS[word])
+        (place / f"{number:03d}.txt").write_text(" ".join(words) + "\n")
+    return place
+
+
+def build_texts(folder: Path, context: int = 16, **params: Any) -> FinishedDataset:
+    """A dataset of bytes."""
+    params = {"valid_fraction": 0.15, "test_fraction": 0.15, **params}
+    return build_tokens(str(documents(folder)), str(folder), TokenParams(context=context, **params))

@@ -1,0 +1,213 @@
+"""Rows of a table as a node reads them: as they were stored, verified, and within memory."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from two_ranks import on_two_ranks
+
+from tests.kinds import build_table, table
+from trainer.data.manifest import DatasetError
+from trainer.data.row_data import RowData
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
+from trainer.model.rows import RowEncoder
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+from trainer.spec import row_spec_of
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(build_table(tmp_path_factory.mktemp("rows")).uri)
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "copy"))
+
+
+def edited(folder: Path, change: Any) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def rewrite(folder: Path, column: str, values: Any) -> None:
+    """Another shard, with a manifest that is right about its sha256."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shard = manifest["shards"][0]
+    rows = pq.read_table(folder / shard["path"])
+    place = rows.schema.get_field_index(column)
+    pq.write_table(rows.set_column(place, column, pa.array(values(rows[column].to_numpy()))), folder / shard["path"])
+    digest = hashlib.sha256((folder / shard["path"]).read_bytes()).hexdigest()
+    edited(folder, lambda manifest: manifest["shards"][0].update(sha256=digest))
+
+
+def test_rows_and_targets_are_those_of_the_parquet_files(built: Path, cache: Path) -> None:
+    data = RowData(str(built), cache)
+    for split in ("train", "valid", "test"):
+        found = [pq.read_table(built / s["path"]) for s in data.manifest["shards"] if s["split"] == split]
+        stored = pa.concat_tables(found)
+        positions = np.random.default_rng(0).permutation(data.count(split))
+        rows, target = data.gather(split, positions)
+        assert data.count(split) == len(stored)
+        for place, name in enumerate(data.spec.features):
+            assert np.array_equal(rows[:, place].numpy(), stored[name].to_numpy()[positions].astype(np.float32))
+        assert target.dtype == torch.int64
+        assert np.array_equal(target.numpy(), stored["bought"].to_numpy()[positions])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows, tokens"),
+        (lambda m: m["shards"][0].update(rows=3), r"samples are not the rows of the shards"),
+        (lambda m: m["shards"][0].update(path="../x.parquet"), r"no relative path"),
+        (lambda m: m["shards"].reverse(), r"in the order of their splits"),
+        (lambda m: m.update(classes=["no"]), r"task = 'binary' with 1 classes"),
+        (lambda m: m["columns"][0].update(role="target"), r"one target, and features"),
+        (lambda m: m["normalisation"]["features"]["x"].update(std=0), r"every std one above zero"),
+        (lambda m: m["columns"][2].update(values=[]), r"a category has values"),
+        (lambda m: m.pop("task"), r"task"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(copy: Path, cache: Path, change: Any, message: str) -> None:
+    edited(copy, change)
+    with pytest.raises(DatasetError, match=message):
+        RowData(str(copy), cache)
+
+
+def test_a_dataset_of_another_kind_is_refused(copy: Path, dataset: Path, cache: Path) -> None:
+    with pytest.raises(DatasetError, match=r"is a dataset of rows, and windows are needed here"):
+        DataShardManager(str(copy), cache)
+    with pytest.raises(DatasetError, match=r"is a dataset of windows, and rows are needed here"):
+        RowData(str(dataset), cache)
+
+
+def test_a_damaged_or_missing_shard_is_refused_and_leaves_nothing(copy: Path, tmp_path: Path) -> None:
+    shard = copy / "data" / "train-00000.parquet"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"train-00000.parquet has sha256 .* damaged or was changed"):
+        RowData(str(copy), tmp_path / "cache")
+    shard.unlink()
+    with pytest.raises(DatasetError, match=r"train-00000.parquet is missing"):
+        RowData(str(copy), tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("x", lambda old: np.where(np.arange(len(old)) == 7, np.nan, old)),
+        ("x", lambda old: np.full(len(old), np.inf)),
+        ("x", lambda old: ["text"] * len(old)),
+        ("colour", lambda old: old + 3),
+        ("colour", lambda old: old - 0.5),
+        ("bought", lambda old: old + 1),
+        ("bought", lambda old: old * 0.5),
+    ],
+)
+def test_values_that_the_manifest_does_not_have_are_refused(
+    copy: Path, tmp_path: Path, column: str, values: Any
+) -> None:
+    rewrite(copy, column, values)
+    with pytest.raises(DatasetError, match=rf"has values in '{column}' that its manifest does not have"):
+        RowData(str(copy), tmp_path / "cache")
+
+
+def test_rows_are_encoded_as_the_rule_says(tmp_path: Path) -> None:
+    frame = table()
+    frame.loc[::7, "x"] = None
+    data = RowData(build_table(tmp_path, frame=frame, missing="mean").uri, tmp_path / "cache")
+    spec = row_spec_of(data.manifest)
+    rows, _ = data.gather("train", np.arange(data.count("train")))
+    encoded = RowEncoder(spec)(rows)
+    assert encoded.shape == (len(rows), spec.inputs)
+    assert spec.inputs == 2 + 1 + 3
+    gone = rows[:, 0].isnan()
+    assert 100 < gone.sum() < 200
+    assert (encoded[gone][:, 0] == 0).all(), "a missing number counts as the mean"
+    assert torch.equal(encoded[:, 2], gone.float()), "and an input says so"
+    assert encoded[~gone][:, 0].mean().abs() < 1e-5
+    assert encoded[:, 1].std(correction=0) == pytest.approx(1, abs=1e-4)
+    assert torch.equal(encoded[:, 3:].argmax(1) + 1, rows[:, 2].long())
+    assert (encoded[:, 3:].sum(1) == 1).all()
+    unknown = rows[:1].clone()
+    unknown[0, 2] = 0
+    assert (RowEncoder(spec)(unknown)[:, 3:] == 0).all()
+
+
+def test_two_ranks_read_each_row_once(built: Path, cache: Path) -> None:
+    def read(world: Any) -> list[float]:
+        data = RowData(str(built), cache)
+        sampler = Sampler(
+            samples=data.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
+        )
+        loader = data.make_loader(sampler, world, Faults({}, 0), StepTimer(False, world.device), 2)
+        found = [part.data[0][:, 0] for batch in loader.batches(1, 0) for part in batch.micro_batches]
+        loader.close()
+        return torch.cat(found).tolist()
+
+    data = RowData(str(built), cache)
+    every = data.gather("train", np.arange(data.count("train")))[0][:, 0].tolist()
+    assert sorted(itertools.chain(*on_two_ranks(read))) == sorted(every)
+
+
+READ = """
+import re, sys
+import numpy as np
+from pathlib import Path
+from trainer.data.row_data import RowData
+data = RowData(sys.argv[1], sys.argv[2])
+
+def anonymous():
+    return int(re.search(r"Anonymous:\\s+(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) << 10
+
+random, before, total = np.random.default_rng(0), anonymous(), 0.0
+for _ in range(100):
+    rows, target = data.gather("train", random.integers(0, data.count("train"), 1024))
+    assert (rows[:, 0] == target).all()
+print(data.count("train"), anonymous() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_holds_nothing_that_grows_with_the_rows(tmp_path: Path) -> None:
+    """Of 120 MB of arrays, what a process holds by itself is less than a tenth."""
+    frame = table(1000)
+    made = Path(build_table(tmp_path, "value", frame=frame[["x", "y", "value"]]).uri)
+    manifest = json.loads((made / "manifest.json").read_text())
+    count, shards = 10_000_000, []
+    for shard in manifest["shards"]:
+        if shard["split"] == "train":
+            number = pa.array(np.arange(count, dtype=np.float32))
+            columns = {"x": number, "y": number, "value": number}
+            pq.write_table(pa.table(columns), made / shard["path"], row_group_size=1 << 18)
+            digest = hashlib.sha256((made / shard["path"]).read_bytes()).hexdigest()
+            shard |= {"rows": count, "sha256": digest}
+        shards.append(shard)
+    edited(made, lambda m: m.update(shards=shards, samples=m["samples"] | {"train": count}))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", READ, str(made), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows, held = map(int, done.stdout.split())
+    assert rows == count
+    assert held < 12_000_000

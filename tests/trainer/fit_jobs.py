@@ -1,0 +1,208 @@
+"""Trainings of a caller's own model and data, as a script starts them: data, models, and processes that call `fit`."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from worlds import FORKS, free_port
+
+from trainer import DistributedConfig, Trainer
+from trainer.config import TrackingConfig
+
+SAMPLES, CLASSES, BATCH = 150, 3, 10
+QUIET = TrackingConfig(tensorboard=False)
+SETTINGS: dict[str, Any] = {
+    "world_size": 3,
+    "gradient_accumulation_steps": 2,
+    "batch_size_per_gpu": BATCH,
+    "epochs": 3,
+    "log_frequency": 1,
+    "checkpoint_frequency": 2,
+    "threads_per_rank": 1,
+    "monitor_interval_seconds": 0.5,
+    "health_check_seconds": 0.3,
+}
+"""Nine steps of six micro-batches."""
+
+
+def points(samples: int = SAMPLES, seed: int = 0) -> TensorDataset:
+    """Points of the plane in three classes, which a small network can tell apart."""
+    chance = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 2, generator=chance)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long())
+
+
+class Shaken(Dataset[tuple[Tensor, Tensor]]):
+    """The same points, each read anew with noise of three generators."""
+
+    def __init__(self, samples: int = SAMPLES, seed: int = 0) -> None:
+        self.points = points(samples, seed)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.points[position]
+        shift = 0.1 * torch.randn(2) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return inputs + shift, target
+
+
+class Hanging(Shaken):
+    """In the worker of one rank, reading never ends after a while; the worker tells who it is."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        super().__init__()
+        self.rank, self.folder, self.read = rank, folder, 0
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        self.read += 1
+        if self.rank == 1 and self.read > 2 * BATCH and multiprocessing.parent_process() is not None:
+            Path(self.folder, "worker").write_text(str(os.getpid()))
+            time.sleep(600)
+        return super().__getitem__(position)
+
+
+class Broken(Shaken):
+    """One sample cannot be read."""
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        if position == 77:
+            raise KeyError("no picture 77")
+        return super().__getitem__(position)
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Samples that are no tensors: a text of its own length, and numbers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"text": "a" * (1 + position % 7), "number": float(position % 7)}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A nested batch, with a tuple and the texts themselves."""
+    lengths = torch.tensor([[float(len(sample["text"]))] for sample in samples])
+    numbers = torch.tensor([sample["number"] for sample in samples])
+    return {"pair": (lengths, numbers), "texts": [sample["text"] for sample in samples]}
+
+
+class LengthTask:
+    """Forecasts a number from the length of a text."""
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        lengths, numbers = batch["pair"]
+        assert [len(text) for text in batch["texts"]] == lengths.flatten().int().tolist()
+        return (model(lengths).squeeze(1) - numbers) ** 2
+
+    def metrics(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+        lengths, numbers = batch["pair"]
+        return {"absolute": (model(lengths).squeeze(1) - numbers).abs()}
+
+
+def network(seed: int = 0, norm: bool = False) -> nn.Sequential:
+    """A smooth network."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def fit(run_dir: Path, data: str = "shaken", workers: int = 0, **settings: Any) -> None:
+    """What a script does: train, and write what `fit` has returned beside its run directory."""
+    rank = int(os.environ.get("RANK", "0"))
+    torch.manual_seed(rank)  # ranks begin with different weights: those of rank 0 count
+    kinds: dict[str, Any] = {
+        "points": points,
+        "shaken": Shaken,
+        "hanging": lambda: Hanging(rank, str(run_dir.parent)),
+        "own": lambda: points(seed=rank),
+    }
+    config = DistributedConfig(**{**SETTINGS, **settings})
+    # As in a script: ranks that were forked by a server would have another one start their workers.
+    context = "fork" if workers else None
+    loader = DataLoader(
+        kinds[data](), batch_size=BATCH, num_workers=workers, shuffle=True, multiprocessing_context=context
+    )
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, CLASSES)) if rank else network()
+    result = Trainer(model, config, run_dir=run_dir, tracking=QUIET).fit(loader, points(40, 1))
+    Path(f"{run_dir}-rank{rank}.json").write_text(json.dumps({"steps": result.steps, "test": dict(result.test)}))
+
+
+def be_script(environment: Mapping[str, str], log: str, run_dir: str, options: Mapping[str, Any]) -> None:
+    """The life of a forked process that runs such a script."""
+    os.setpgid(0, 0)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    try:
+        fit(Path(run_dir), **options)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+class Scripts:
+    """The ranks of one launch of a script."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.processes = run_dir, list[BaseProcess]()
+
+    def start(self, world: int = 1, faults: tuple[Any, ...] = (), launch: bool = False, **options: Any) -> Scripts:
+        """Start the ranks; with ``launch`` as the nodes of a cluster, which may regroup."""
+        port = free_port()
+        for rank in range(world):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DTRAIN_FAULTS": json.dumps(faults),
+            }  # fmt: skip
+            if launch:
+                environment |= {"DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "1", "NODE_RANK": str(rank)}
+                environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            given = (environment, str(self.log_file(rank)), str(self.run_dir), options)
+            self.processes.append(FORKS.Process(target=be_script, args=given))
+            self.processes[-1].start()
+        return self
+
+    def wait(self, seconds: float = 200.0) -> list[int | None]:
+        """The exit codes, None for those that still run after all this time."""
+        until = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes.clear()
+
+    def log_file(self, rank: int) -> Path:
+        return self.run_dir.parent / f"{self.run_dir.name}-{rank}.log"
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.run_dir.parent.glob("*.log")))
+
+    def result(self) -> dict[str, Any]:
+        path = self.run_dir / "result.json"
+        return json.loads(path.read_text()) if path.exists() else {"log": self.log()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return torch.load(self.run_dir / "model" / "weights.pt", weights_only=True)

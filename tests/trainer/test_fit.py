@@ -1,0 +1,342 @@
+"""`trainer.Trainer` in one process: what it takes, what it refuses by name, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import uuid
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fit_jobs
+import numpy as np
+import psutil
+import pytest
+import torch
+from fit_jobs import CLASSES, SETTINGS, Broken, LengthTask, Shaken, Texts, collate, network, points
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
+from trainer.config import ConfigError
+from trainer.data.batches import BatchError, move_to, take_rows
+from trainer.data.dataset_data import DatasetData, _Order, _Read
+from trainer.observability.progress_line import ProgressLine, format_progress_line, format_seconds
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., FitResult]
+SMALL = {**SETTINGS, "world_size": 1, "gradient_accumulation_steps": 2, "epochs": 1}
+
+
+@pytest.fixture
+def strays() -> Callable[[], set[psutil.Process]]:
+    """Returns the processes that this one has started since the test began, and that still run."""
+    before = set(psutil.Process().children(recursive=True))  # of other tests, as a fork server
+    return lambda: set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Trains on the points in this process."""
+
+    def train(
+        model: nn.Module | None = None, data: Any = None, valid: Any = None, name: str = "run", **options: Any
+    ) -> FitResult:
+        known = {field.name for field in dataclasses.fields(DistributedConfig)}
+        config = DistributedConfig(**{**SMALL, **{key: options.pop(key) for key in [*options] if key in known}})
+        trainer = Trainer(
+            model or network(), config, **{"run_dir": tmp_path / name, "tracking": fit_jobs.QUIET, **options}
+        )
+        return trainer.fit(points() if data is None else data, valid)
+
+    return train
+
+
+def result_of(found: FitResult) -> dict[str, Any]:
+    return json.loads(Path(found.run_dir, "result.json").read_text())
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(points())
+
+
+class Unsized(Dataset[Tensor]):
+    def __getitem__(self, position: int) -> Tensor:
+        return torch.zeros(1)
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.ones(150), 150)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: Stream(), "Stream is iterable"),
+    (lambda: DataLoader(Stream(), batch_size=4), "reads Stream, an iterable dataset"),
+    (lambda: Unsized(), "needs __getitem__ and __len__"),
+    (lambda: TensorDataset(torch.zeros(0, 2), torch.zeros(0)), "has no samples"),
+    (lambda: DataLoader(points(), sampler=weighted()), "WeightedRandomSampler"),
+    (lambda: DataLoader(points(), sampler=RandomSampler(points(), replacement=True)), "replacement"),
+    (lambda: DataLoader(points(), sampler=RandomSampler(points(), num_samples=9)), "draws 9 samples"),
+    (lambda: DataLoader(points(), batch_size=None), "batch_sampler of its own"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), REFUSED)
+def test_data_that_cannot_be_dealt_are_refused_by_name(run: Run, data: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        run(data=data())
+
+
+def test_a_batch_sampler_of_ones_own_is_refused_by_name(run: Run) -> None:
+    class Buckets(BatchSampler):
+        pass
+
+    sampler = Buckets(SequentialSampler(points()), 4, False)
+    with pytest.raises(ConfigError, match=r"batch_sampler of its own \(Buckets\)"):
+        run(data=DataLoader(points(), batch_sampler=sampler))
+
+
+def mean_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, target)
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return self.scale * nn.functional.cross_entropy(outputs, target, reduction="none")
+
+
+USELESS: list[tuple[dict[str, Any], str]] = [
+    ({"loss": mean_loss}, "the loss gave shape () for a batch of 2 samples"),
+    ({"loss": nn.CrossEntropyLoss(weight=torch.ones(CLASSES))}, "CrossEntropyLoss with weights of classes"),
+    ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
+    ({"loss": Learned()}, "Learned has parameters of its own"),
+    ({"model": nn.Identity()}, "Identity has no parameter that needs a gradient"),
+    ({"model": nn.parallel.DataParallel(nn.Linear(2, 3))}, "give the module itself"),
+    ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "no loss is usual for outputs of (2, 3)"),
+    ({"data": TensorDataset(torch.zeros(20, 2))}, "no pairs (inputs, target)"),
+    ({"metrics": {"loss": mean_loss}}, "a metric is named 'loss'"),
+    ({"metrics": {"accuracy": mean_loss}}, "the metric 'accuracy' gave shape ()"),
+    ({"early_stopping_patience": 2}, "training.early_stopping_patience needs a validation split"),
+    ({"task": LengthTask(), "loss": mean_loss}, "either loss or task"),
+    ({"task": LengthTask(), "metrics": {"one": mean_loss}}, "as the method metrics"),
+    ({"valid": DataLoader(points(), collate_fn=collate)}, "another collate_fn than the training loader"),
+    ({"gradient_accumulation_steps": 200}, "150 training samples cannot feed 200 micro-batches"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), USELESS)
+def test_what_cannot_be_trained_is_refused_by_name(run: Run, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        run(**given)
+
+
+def test_rows_of_tensors_are_what_torch_collates() -> None:
+    data = points()
+    order = _Order(0, np.array([7, 3, 149, 3]))
+    quick, slow = _Read(data, None)[order], _Read(data, default_collate)[order]
+    assert [torch.equal(*pair) for pair in zip(quick, slow, strict=True)] == [True, True]
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Record:
+    values: Tensor
+    names: list[str]
+
+
+class Moving:
+    def __init__(self, place: str = "cpu") -> None:
+        self.place = place
+
+    def to(self, device: torch.device) -> Moving:
+        return Moving(device.type)
+
+
+def test_batches_of_any_structure_are_divided_and_moved() -> None:
+    column = torch.arange(6.0).reshape(3, 2)
+    batch = {
+        "pair": Pair(column, [column, column]),
+        "texts": ["a", "b", "c"],
+        "record": Record(column, ["x", "y", "z"]),
+        "user": UserDict(kept=column),
+        "array": np.arange(3),
+        "plain": 7,
+        "ragged": [torch.zeros(1), torch.zeros(5), torch.zeros(2)],
+    }
+    part = take_rows(batch, slice(1, 3), 3)
+    assert type(part["pair"]) is Pair
+    assert torch.equal(part["pair"].right[1], column[1:])
+    assert (part["texts"], part["record"].names, part["plain"]) == (["b", "c"], ["y", "z"], 7)
+    assert isinstance(part["user"], UserDict)
+    assert torch.equal(part["user"]["kept"], column[1:])
+    assert [len(item) for item in part["ragged"]] == [5, 2]
+    assert part["array"].tolist() == [1, 2]
+    moved = move_to({"own": Moving(), **batch}, torch.device("meta"))
+    assert moved["own"].place == "meta"
+    assert moved["record"].values.is_meta
+    for odd in (Moving(), torch.zeros(()), torch.zeros(4, 3)):
+        with pytest.raises(BatchError, match=r"training\.batch_size_per_gpu"):
+            take_rows({"odd": odd}, slice(1, 3), 3)
+
+
+def test_a_task_with_nested_batches_goes_on_in_smaller_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out, such a batch is divided: the task itself asserts that texts and numbers stay together."""
+    whole = run(nn.Linear(1, 1), DataLoader(Texts(), batch_size=40, collate_fn=collate), Texts(), "whole",
+                task=LengthTask(), epochs=2)  # fmt: skip
+    assert set(whole.test) == {"loss", "samples", "absolute"}
+    torch.manual_seed(0)
+    monkeypatch.setenv("DTRAIN_FAULTS", json.dumps([{"kind": "oom", "at": "forward", "step": 1, "node": 0}]))
+    run(nn.Linear(1, 1), DataLoader(Texts(), batch_size=40, collate_fn=collate), Texts(), "parts",
+        task=LengthTask(), epochs=2)  # fmt: skip
+    events = "".join(path.read_text() for path in Path(whole.run_dir).with_name("parts").glob("events/*"))
+    assert '"out_of_memory"' in events
+
+
+def test_the_model_is_the_callers_again_and_can_be_trained_once_more(run: Run) -> None:
+    model = network(norm=True)
+    first = run(model, valid=points(40, 1), epochs=3)
+    assert first.model is model
+    saved = torch.load(Path(first.run_dir, "model", "weights.pt"), weights_only=True)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert len({item.untyped_storage().data_ptr() for item in model.parameters()}) == len([*model.parameters()])
+    model(torch.ones(4, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    again = run(model, valid=points(40, 1), name="again", epochs=1)
+    assert again.best_valid_loss is not None
+    assert first.best_valid_loss is not None
+    assert again.best_valid_loss < first.best_valid_loss + 0.1, "it went on from the weights that it had"
+
+
+def test_folders_of_trainings_without_one_differ(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [run(run_dir=None, progress=True, max_steps=2).run_dir for _ in range(2)]
+    assert len(set(found)) == 2
+    shown = capsys.readouterr().err
+    assert "epoch 1  step 2/2  loss" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_resumed_training_needs_the_same_model_loss_and_data(run: Run) -> None:
+    done = run(epochs=1)
+    assert run(epochs=1).steps == done.steps, "it was over, and says so again"
+    further = run(epochs=2)
+    assert further.steps == 2 * done.steps
+    for other in ({"model": nn.Sequential(nn.Linear(2, 3))}, {"loss": nn.MultiMarginLoss()}, {"data": points(seed=5)}):
+        with pytest.raises(ConfigError, match="belongs to another training"):
+            run(**other, epochs=3)
+
+
+def test_a_metric_that_is_no_number_is_told_and_not_written(run: Run) -> None:
+    odd = {"odd": lambda outputs, target: torch.full(target.shape, torch.nan), "fine": lambda outputs, target: target}
+    found = run(valid=points(40, 1), metrics=odd)
+    assert found.test["odd"] is None
+    assert found.test["fine"] == pytest.approx(points(40, 1).tensors[1].double().mean().item())
+    notes = json.loads(Path(found.run_dir, "evaluation.json").read_text())["notes"]
+    assert any("no finite number on the valid split: odd" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_comes_with_its_place_and_leaves_no_worker(
+    run: Run, strays: Callable[[], set[psutil.Process]]
+) -> None:
+    with pytest.raises(TrainingFailedError, match="KeyError in DataLoader worker process 0") as failed:
+        run(data=DataLoader(Broken(), batch_size=10, num_workers=1))
+    assert "in __getitem__" in str(failed.value)
+    assert "no picture 77" in str(failed.value)
+    assert failed.value.code == 1
+    assert not strays()
+
+
+class Growing(Shaken):
+    def __len__(self) -> int:
+        self.asked = getattr(self, "asked", 0) + 1
+        return 150 if self.asked < 4 else 151
+
+
+def test_data_that_change_their_length_are_refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match="had 150 samples when training began and has 151 now"):
+        run(data=Growing(), epochs=5)
+
+
+@pytest.mark.slow
+def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(
+    run: Run, strays: Callable[[], set[psutil.Process]]
+) -> None:
+    calls: list[int] = []
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 12:
+            signal.raise_signal(signal.SIGINT)
+        return nn.functional.cross_entropy(outputs, target, reduction="none")
+
+    data = DataLoader(Shaken(), batch_size=10, num_workers=1)
+    with pytest.raises(KeyboardInterrupt, match="goes on from the last checkpoint"):
+        run(data=data, loss=loss)
+    assert not strays()
+    ended = run(data=data, loss=loss)
+    assert result_of(ended)["weights_sha256"] == result_of(run(data=data, loss=loss, name="whole"))["weights_sha256"]
+
+
+def test_settings_of_precision_and_evaluation_are_taken(run: Run) -> None:
+    found = run(valid=points(40, 1), precision="bf16", eval_frequency=2, max_steps=5, early_stopping_patience=9)
+    events = [json.loads(line) for path in Path(found.run_dir, "events").iterdir() for line in path.open()]
+    assert [event["step"] for event in events if event["kind"] == "evaluation"] == [2, 4, 5]
+    assert found.best_valid_loss is not None
+
+
+def test_a_run_directory_may_be_remote(run: Run) -> None:
+    found = run(run_dir=f"memory://{uuid.uuid4().hex}/run", valid=points(40, 1))
+    assert found.run_dir.startswith("memory://")
+    assert found.samples_seen == 150
+
+
+def test_data_are_named_by_content_and_reading_them_leaves_random_states() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    names = {DatasetData(data).dataset_id for data in (points(), points(seed=1), Shaken(), Shaken(), points(149))}
+    assert len(names) == 4
+    assert DatasetData(TensorDataset(torch.zeros(3, dtype=torch.bfloat16))).dataset_id
+    DatasetData(Shaken()).read("train", np.arange(3), torch.device("cpu"))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == np.random.get_state()[1].tolist()
+
+
+def test_the_script_of_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "own-model-and-data.md").read_text()
+    [script] = re.findall(r"```python\n(import torch\n.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(script, names)  # what its reader would paste into a notebook
+    assert names["result"].test["accuracy"] > 0.8
+    assert Path(names["result"].run_dir, "result.json").is_file()
+
+
+def test_the_line_of_progress() -> None:
+    step = {"step": 30, "epoch": 1, "loss": 0.51234, "samples_per_second": 12345.6, "step_seconds": 0.5}
+    shown = format_progress_line({**step, "eta_seconds": 35.0}, 0.25)
+    assert shown == "epoch 2  step 30/100  loss 0.5123  valid 0.25  12,346 samples/s  0:35 left"
+    assert [format_seconds(seconds) for seconds in (0, 61, 3661, float("inf"))] == ["0:00", "1:01", "1:01:01", "?"]
+    ProgressLine().close()

@@ -1,0 +1,141 @@
+"""The files of a checkpoint: written in pieces, with their sha256; of a sharded model one by each rank of a replica.
+
+    checkpoints/<folder>/part-0001-of-0004.pt    the part of place 1 (`trainer.checkpoint.parts`)
+    checkpoints/<folder>/part-0001-of-0004.json  its size and sha256, once it is complete
+
+The rank of place 0 waits for the others' parts in storage, on the thread that writes, and writes the manifest last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from trainer.checkpoint.parts import part_name
+from trainer.documents import schemas
+from trainer.documents.reader import MARK_BYTES, read_document
+from trainer.storage.base import Storage
+
+PART_SECONDS = 300.0
+"""How long the rank of place 0 waits for the parts of the others."""
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A place among those whose parts are a checkpoint."""
+
+    place: int
+    size: int
+
+
+def part_of(state: Mapping[str, Any]) -> Part | None:
+    """Return which part of a sharded state this is, None if it is a whole state."""
+    return Part(state["place"], state["size"]) if "rows" in state else None
+
+
+def write_whole(storage: Storage, folder: str, state: Any) -> dict[str, Any]:
+    """Write a whole state, and return its entry of the manifest."""
+    return {"state.pt": _write(storage, f"{folder}/state.pt", state)}
+
+
+def write_part(storage: Storage, folder: str, part: Part, state: Any) -> dict[str, Any]:
+    """Write a part and what describes it, unless it is there already; return its entry of the manifest."""
+    name = part_name(part.place, part.size)
+    known = _read_description(storage, folder, name)
+    if known is None:
+        known = _write(storage, f"{folder}/{name}", state)
+        with suppress(FileExistsError):  # this rank's own, of an attempt whose answer was lost
+            storage.create(_description(folder, name), json.dumps(known).encode())
+    return {name: known}
+
+
+def wait_for_parts(storage: Storage, folder: str, part: Part, give_up: Callable[[], None]) -> dict[str, Any]:
+    """Return the entries of all other places once their parts are complete. ``give_up`` is called now and then, and
+    raises where they will not come. Raise TimeoutError after `PART_SECONDS`."""
+    began, found = time.monotonic(), dict[str, Any]()
+    missing = [part_name(place, part.size) for place in range(part.size) if place != part.place]
+    pause = 0.05 if storage.is_local else 1.0
+    while missing:
+        for name in list(missing):
+            described = _read_description(storage, folder, name)
+            if described is not None:
+                found[name] = described
+                missing.remove(name)
+        if missing:
+            give_up()
+            if time.monotonic() - began > PART_SECONDS:
+                raise TimeoutError(f"{folder}/{missing[0]} was not written within {PART_SECONDS:g} s")
+            time.sleep(pause)
+    return found
+
+
+def digest_file(file: IO[bytes]) -> tuple[int, str]:
+    """Return the size and the sha256 of what is left of a file."""
+    size, sha256 = 0, hashlib.sha256()
+    while piece := file.read(_CHUNK):
+        size += len(piece)
+        sha256.update(piece)
+    return size, sha256.hexdigest()
+
+
+def _write(storage: Storage, name: str, state: Any) -> dict[str, Any]:
+    with storage.stream(name) as file:
+        writer: Any = _HashingWriter(file)
+        try:
+            torch.save(state, writer)
+        except Exception as error:
+            raise writer.error or error from None  # torch tells what failed in words of its own
+    described = {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
+    version = getattr(file, "version_id", None)  # where storage keeps versions, and says which this is
+    return described | ({"version_id": version} if version else {})
+
+
+def _description(folder: str, name: str) -> str:
+    return f"{folder}/{name.removesuffix('.pt')}.json"
+
+
+def _read_description(storage: Storage, folder: str, name: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = read_document(storage, _description(folder, name), schemas.PART, MARK_BYTES)
+    return found
+
+
+class _HashingWriter:
+    """A file for `torch.save` that computes sha256 of what passes, piece by piece, without holding the GIL."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.size = 0
+        self.sha256 = hashlib.sha256()
+        self.error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _CHUNK):
+                piece = view[start : start + _CHUNK]
+                self.sha256.update(piece)
+                self.file.write(piece)
+        except Exception as error:
+            self.error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _digest(file: IO[bytes]) -> tuple[int, str]:
+    size, sha256 = 0, hashlib.sha256()
+    while piece := file.read(_CHUNK):
+        size += len(piece)
+        sha256.update(piece)
+    return size, sha256.hexdigest()

@@ -1,0 +1,150 @@
+"""`JobProblemMaker`: the problem of a job, by the kind of its dataset.
+
+A new kind needs its data, task, model and judge, and a branch here. Problems that a caller gives as objects are
+`trainer.fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from torch import nn
+
+from trainer.config import ConfigError, JobConfig
+from trainer.data.dataset_data import DatasetData
+from trainer.data.kinds import SPLITS, kind_of
+from trainer.data.manifest import DatasetError, load_manifest
+from trainer.data.own_dataset import open_own_dataset
+from trainer.data.row_data import RowData
+from trainer.data.token_data import TokenData
+from trainer.data.training_data import TrainingData
+from trainer.data.window_data import WindowData
+from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
+from trainer.evaluation.judge import TaskJudge
+from trainer.evaluation.row_judge import RowJudge, row_task
+from trainer.evaluation.token_judge import TokenJudge
+from trainer.model.allowed_factories import refuse_other_kinds
+from trainer.model.factories import build_from_factory
+from trainer.model.rows import build_row_loss, build_row_model
+from trainer.model.task import SupervisedTask, Task, unreduced
+from trainer.model.tokens import NextToken, build_token_loss, build_token_model
+from trainer.spec import OWN, ROWS, TOKENS, WINDOWS
+from trainer.storage.open import open_storage
+
+ROWS_AT_ONCE = 4096
+"""Rows that are evaluated at once, while memory suffices."""
+OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "cross_entropy": lambda: nn.CrossEntropyLoss(reduction="none"),
+    "squared_error": lambda: nn.MSELoss(reduction="none"),
+}
+"""The stock losses for datasets of the user's own."""
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of an evaluation's batch of tokens, about: pieces of a large vocabulary go through the model few at a time."""
+
+
+class JobProblemMaker:
+    """Makes the problem that a job's configuration describes."""
+
+    def open_data(self, job: JobConfig, device: torch.device) -> TrainingData:
+        """Return the data of the job. Raise `DatasetError` where it cannot be used."""
+        refuse_without_script(job)
+        if job.dataset.factory is not None:
+            refuse_other_kinds(job, OWN)
+            return open_own_dataset(job)
+        kind = _kind_of_job(job)
+        refuse_other_kinds(job, kind)
+        if kind == WINDOWS:
+            return WindowProblemMaker().open_data(job, device)
+        reader: type[RowData] | type[TokenData] = RowData if kind == ROWS else TokenData
+        data = reader(job.dataset.uri, expected_id=job.dataset.dataset_id)
+        for split in SPLITS:
+            if not data.count(split):
+                raise DatasetError(
+                    f"{job.dataset.uri}: the {split} split has no samples; build it with other fractions"
+                )
+        return data
+
+    def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
+        """Return the problem on this data. Raise `trainer.config.ConfigError` for a model or loss that cannot be
+        used."""
+        if isinstance(data, WindowData):
+            return make_window_problem(job, data.shards, device)
+        if isinstance(data, RowData):
+            return make_row_problem(job, data, device)
+        if isinstance(data, TokenData):
+            return make_token_problem(job, data, device)
+        assert isinstance(data, DatasetData)
+        return make_own_problem(job, data, device)
+
+
+def make_row_problem(job: JobConfig, data: RowData, device: torch.device) -> Problem:
+    """Return the problem of a job on the rows of a table. Raise `trainer.config.ConfigError` for a model or loss that
+    cannot be used."""
+    criterion = build_row_loss(job.loss, data.spec).to(device)
+    module = build_row_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
+    model, loss = asdict(job.model), asdict(job.loss)
+    task = row_task(criterion)
+    return Problem(
+        data=data,
+        task=task,
+        module=module,
+        judge=RowJudge(task, criterion, data),
+        identity=(data.dataset_id, model, loss),
+        description={"kind": ROWS, "model": model, "loss": loss, "spec": asdict(data.spec)},
+        evaluation_batch=ROWS_AT_ONCE,
+    )
+
+
+def make_token_problem(job: JobConfig, data: TokenData, device: torch.device) -> Problem:
+    """Return the problem of a job on a stream of tokens. Raise `trainer.config.ConfigError` for a model or loss that
+    cannot be used."""
+    criterion = build_token_loss(job.loss, data.spec).to(device)
+    module = build_token_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
+    model, loss = asdict(job.model), asdict(job.loss)
+    task = SupervisedTask(criterion)
+    return Problem(
+        data=data,
+        task=task,
+        module=module,
+        judge=TokenJudge(task, data, job.training.seed, isinstance(criterion, NextToken)),
+        identity=(data.dataset_id, model, loss),
+        description={"kind": TOKENS, "model": model, "loss": loss, "spec": asdict(data.spec)},
+        evaluation_batch=max(1, LOGITS_AT_ONCE // (data.spec.context * data.spec.vocabulary)),
+    )
+
+
+def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) -> Problem:
+    """Return the problem of a job on datasets of the user's own. Model and loss are called with their arguments alone;
+    a loss may be a task (`trainer.task`). Raise `trainer.config.ConfigError` for a model or loss that cannot be
+    used."""
+    where = f"model.factory = {job.model.factory!r}"
+    module = build_from_factory("model", job.model, {})
+    if not isinstance(module, nn.Module) or not any(part.requires_grad for part in module.parameters()):
+        raise ConfigError(f"{where} returned a {type(module).__name__}; it must return a module with parameters")
+    made = build_from_factory("loss", job.loss, OWN_LOSSES)
+    task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(unreduced(made))
+    if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
+        task.criterion.to(device)
+    module = module.to(device)
+    model, loss = asdict(job.model), asdict(job.loss)
+    return Problem(
+        data=data,
+        task=task,
+        module=module,
+        judge=TaskJudge(task, data),
+        identity=(data.dataset_id, model, loss),
+        description={"kind": OWN, "model": model, "loss": loss},
+        evaluation_batch=job.training.batch_size_per_gpu,
+    )
+
+
+def _kind_of_job(job: JobConfig) -> str:
+    """Return the kind of the job's dataset. Raise `DatasetError` where it has none that is known."""
+    try:
+        return kind_of(load_manifest(open_storage(job.dataset.uri)))
+    except DatasetError:
+        raise
+    except ValueError as error:
+        raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None

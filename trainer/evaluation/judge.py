@@ -1,0 +1,153 @@
+"""Judges: how a model is validated while it trains, and how it is reported on at the end, by the kind of its data.
+
+The interface and the judge of any task belong here; the judge of windows of prices uses `trainer.evaluation.evaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.data.training_data import TrainingData, read_each
+from trainer.documents.events import FinishStage
+from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
+from trainer.evaluation.shared_work import SharedWork
+from trainer.model.task import Task, per_sample
+from trainer.rundir import EVALUATION, RunDir
+
+if TYPE_CHECKING:
+    from trainer.comm.world import World
+    from trainer.data.shards import DataShardManager
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeRequest:
+    """What a judgement needs of the training that asks for it."""
+
+    model: nn.Module
+    world: World
+    device: torch.device
+    batch_size: int
+    before_batch: Callable[[], object] = lambda: None
+    """Called before each batch; it may raise, to end the judgement."""
+
+
+class Judge(Protocol):
+    """The interface of a judge. All ranks call its methods together."""
+
+    def validate(self, request: JudgeRequest) -> Evaluation | None:
+        """Return the judgement of the model on the validation split; None where there is none."""
+        ...
+
+    def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
+        """Return the final report, in whose ``model`` the figures on the test split are. Rank 0 writes it as
+        ``evaluation.json``. ``begin`` is called with each stage, as it begins. Raise ValueError where the loss is not
+        finite, before anything is written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJudge:
+    """Judges forecasts of windows: proper scores, against baselines of volatility."""
+
+    criterion: nn.Module
+    shards: DataShardManager
+
+    def validate(self, request: JudgeRequest) -> Evaluation:
+        """Return the judgement on the validation split."""
+        return evaluate(
+            request.model, self.criterion, self.shards, "valid", request.world, request.batch_size, request.device,
+            before_batch=request.before_batch,
+        )  # fmt: skip
+
+    def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
+        """Return the report on the test split, with its baselines."""
+        return final_report(
+            request.model, self.criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
+            begin=begin,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TaskJudge:
+    """Judges any task by the means of its loss and its metrics over a split, each sample once."""
+
+    task: Task
+    data: TrainingData
+
+    def validate(self, request: JudgeRequest) -> Evaluation | None:
+        """Return the judgement on the validation split; None where it is empty."""
+        return evaluate_task(self.task, self.data, "valid", request) if self.data.count("valid") else None
+
+    def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
+        """Return the means on the test split, or where there is none on the validation split, which then has served to
+        choose the weights, too. Without both, the report has no figures."""
+        begin("test split")
+        split = next((name for name in ("test", "valid") if self.data.count(name)), None)
+        report: dict[str, Any] = {"model": {}, "baselines": {}, "notes": ["there is no test or validation split"]}
+        if split is not None:
+            found = evaluate_task(self.task, self.data, split, request)
+            if not math.isfinite(found.loss):
+                raise ValueError(
+                    f"the loss on the {split} split is {found.loss}: lower training.learning_rate or training.clip_norm"
+                )
+            chosen = ["the weights were chosen on this very split: there is no test split"]
+            odd = sorted(name for name, value in found.metrics.items() if not math.isfinite(value))
+            notes = [f"no finite number on the {split} split: {', '.join(odd)}"] if odd else []
+            report = {
+                "model": {
+                    "loss": found.loss,
+                    "samples": found.samples,
+                    **{name: None if name in odd else value for name, value in found.metrics.items()},
+                },
+                "baselines": {},
+                "split": split,
+                "notes": [*(chosen if split == "valid" else []), *notes],
+            }
+        begin("report")
+        if request.world.rank == 0:
+            run_dir.write_json(EVALUATION, report)
+        return report
+
+
+def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
+    """Return the means of loss and metrics over a split; a collective. Ranks take whole batches, the same at any world
+    size, and sums are taken in float64: the result does not depend on how many ranks there are."""
+    count = data.count(split)
+    first, last = SharedWork(request.world).part(count, request.batch_size)
+    was_training = request.model.training
+    request.model.eval()
+    sums: dict[str, float] = {"loss": 0.0}
+    with torch.no_grad():
+        parts = [
+            np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
+        ]
+        for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
+            request.before_batch()
+            for name, value in _figures(task, request.model, batch, len(positions)).items():
+                sums[name] = sums.get(name, 0.0) + value
+    request.model.train(was_training)
+    # A rank without samples knows no names: all use those of the first that has some.
+    names = max(request.world.all_gather_object(sorted(sums)), key=len)
+    total = request.world.all_reduce(torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64))
+    means = {name: value / count for name, value in zip(names, total.tolist(), strict=True)}
+    return Evaluation(samples=count, loss=means.pop("loss"), metrics=means)
+
+
+def _figures(task: Task, model: nn.Module, batch: Any, count: int) -> dict[str, float]:
+    """Return the sums of losses and metrics over a batch, in float64."""
+    found: dict[str, Tensor] = {"loss": task.loss(model, batch)}
+    metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(task, "metrics", None)
+    if metrics is not None:
+        found |= metrics(model, batch)
+    return {
+        name: per_sample(value.float(), count, "the loss" if name == "loss" else f"the metric {name!r}")
+        .double().sum().item()
+        for name, value in found.items()
+    }  # fmt: skip

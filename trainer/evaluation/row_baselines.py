@@ -1,0 +1,113 @@
+"""What rows are judged against: the constant, and a linear model fitted to training rows (logistic for classes).
+
+Rows are encoded as for a model (`trainer.model.rows.RowEncoder`), in float64. Ranks share the rows; the sums over them
+are the same on all, so all come to the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainer.data.row_data import RowData
+from trainer.data.sampler import spread_positions
+from trainer.evaluation.shared_work import SharedWork
+from trainer.model.rows import RowEncoder
+from trainer.spec import REGRESSION, RowSpec
+
+MOST_FITTED = 1 << 15
+"""The most training rows that the linear model is fitted to, at even distances."""
+MOST_VALUES = 1 << 24
+"""The most numbers of these rows that are held at once: fewer rows of a wide table."""
+CHUNK = 1 << 16
+"""Rows whose targets are counted at once."""
+STEPS = 100
+"""The most iterations of the fit (L-BFGS)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearModel:
+    """A linear model of encoded rows."""
+
+    encoder: nn.Module
+    weights: Tensor
+    """(inputs + 1, outputs) float64; the last row is the constant."""
+    spec: RowSpec
+
+    def forecast(self, rows: Tensor) -> NDArray[np.float64]:
+        """Return probabilities (B, C) for stored rows (B, columns), or numbers (B,) in the target's unit."""
+        outputs = _extended(self.encoder, rows) @ self.weights
+        if self.spec.task == REGRESSION:
+            return (outputs[:, 0] * self.spec.target_std + self.spec.target_mean).numpy()
+        return functional.softmax(outputs, dim=1).numpy()
+
+
+def constant_forecast(data: RowData, work: SharedWork) -> NDArray[np.float64]:
+    """Return the frequencies of the classes in the training split (C,), or the mean of its targets (1,). A
+    collective."""
+    if data.spec.task == REGRESSION:
+        return np.array([data.spec.target_mean])
+    first, last = work.part(data.count("train"), CHUNK)
+    counts = np.zeros(len(data.spec.classes))
+    for start in range(first, last, CHUNK):
+        _, target = data.gather("train", np.arange(start, min(start + CHUNK, last)))
+        counts += np.bincount(target.numpy(), minlength=len(counts))
+    counts = work.sum(counts)
+    return counts / counts.sum()
+
+
+def fit_linear(
+    data: RowData, work: SharedWork, before_step: Callable[[], object], shuffle_seed: int | None = None
+) -> LinearModel:
+    """Return the linear model with the least squared error, or cross entropy, plus a penalty of half the sum of squared
+    weights over all rows, which keeps the weights of separable classes finite. ``shuffle_seed``: give the rows each
+    other's targets. A collective; ``before_step`` may raise, to end it."""
+    spec = data.spec
+    count = data.count("train")
+    positions = spread_positions(count, max(1, min(count, MOST_FITTED, MOST_VALUES // (spec.inputs + 1))))
+    labelled = positions if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(positions)
+    encoder = RowEncoder(spec)
+    first, last = work.part(len(positions), 1)
+    rows, _ = data.gather("train", positions[first:last])
+    _, target = data.gather("train", labelled[first:last])
+    inputs = _extended(encoder, rows)
+    is_number = spec.task == REGRESSION
+    if is_number:
+        target = (target.double() - spec.target_mean) / spec.target_std
+    outputs = 1 if is_number else len(spec.classes)
+    weights = torch.zeros(inputs.shape[1], outputs, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=STEPS, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
+
+    def closure() -> float:
+        before_step()
+        optimizer.zero_grad()
+        found = inputs @ weights
+        loss = (
+            0.5 * ((found[:, 0] - target) ** 2).sum()
+            if is_number
+            else functional.cross_entropy(found, target, reduction="sum")
+        )
+        loss.backward()
+        assert weights.grad is not None
+        sums = work.sum(np.concatenate([[loss.item()], weights.grad.numpy().ravel()]))
+        gradient = torch.from_numpy(sums[1:]).view_as(weights)
+        with torch.no_grad():
+            penalised = torch.cat([weights[:-1], torch.zeros(1, outputs, dtype=torch.float64)])
+            weights.grad.copy_((gradient + penalised) / len(positions))
+            return (float(sums[0]) + 0.5 * penalised.square().sum().item()) / len(positions)
+
+    optimizer.step(closure)
+    return LinearModel(encoder, weights.detach(), spec)
+
+
+def _extended(encoder: nn.Module, rows: Tensor) -> Tensor:
+    """Return encoded rows and a column of ones, float64."""
+    with torch.no_grad():
+        encoded = encoder(rows).double()
+    return torch.cat([encoded, torch.ones(len(rows), 1, dtype=torch.float64)], dim=1)

@@ -1,0 +1,342 @@
+"""`Trainer`: a caller's own model and datasets, trained from a script or a notebook with all that a job's training has.
+
+The public entrance for scripts belongs here, with `DistributedConfig`, its settings. The loop is
+`trainer.engine.trainer`; reading a caller's datasets is `trainer.data.dataset_data`, and trying a caller's model and
+loss `trainer.engine.task_check`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.comm.descriptors import raise_descriptor_limit
+from trainer.comm.group import has_abandoned_groups
+from trainer.comm.launcher_env import RankFacts, rank_facts
+from trainer.config import (
+    SCRIPT,
+    ConfigError,
+    DatasetRef,
+    DistributedTrainingConfig,
+    FactoryConfig,
+    JobConfig,
+    TrackingConfig,
+    parse_job,
+)
+from trainer.data.dataset_data import DatasetData
+from trainer.data.training_data import TrainingData
+from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
+from trainer.elastic.node_presence import record_presence
+from trainer.engine.problem import Problem
+from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
+from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
+from trainer.evaluation.judge import TaskJudge
+from trainer.exit_codes import DONE, EVICTED, UNUSABLE
+from trainer.model.task import SupervisedTask, Task, unreduced
+from trainer.observability.progress_line import ProgressLine
+from trainer.rundir import RunDir
+
+RUN_DIR = "DTRAIN_RUN_DIR"
+"""Variable: the run directory of the one training of this script, where a cluster has ordered it."""
+SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
+"""Variable: the folder for the run directories of scripts that name none."""
+DESCRIBE = "DTRAIN_DESCRIBE_JOB"
+"""Variable: a file to which the job is written, with the numbers of its samples; the script then ends untrained. Where
+it cannot be trained, the file says why."""
+OVERRIDES = "DTRAIN_SET"
+"""Variable: a JSON list of ``dotted.key=value``, which come after the script's own settings when it is described."""
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
+_FITS = itertools.count(1)
+"""Numbers the trainings of this process."""
+_log = logging.getLogger(__name__)
+
+
+def _launcher_facts() -> RankFacts:
+    return rank_facts(os.environ, DistributedTrainingConfig())
+
+
+@checked_dataclass(kw_only=True, slots=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class DistributedConfig(DistributedTrainingConfig):
+    """The settings of a training from a script: those of `DistributedTrainingConfig`, of which three begin elsewhere.
+    Values are checked when it is made."""
+
+    world_size: int = Field(default_factory=lambda: _launcher_facts().world_size, ge=1)
+    """Ranks the batch is planned for; the ranks that the launcher tells."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches per rank and optimizer step at the planned world size. More of them than ranks let nodes come."""
+    batch_size_per_gpu: int = Field(default=32, ge=1)
+    """Samples in one micro-batch. A `DataLoader` brings its own, which wins."""
+
+
+class TrainingFailedError(RuntimeError):
+    """A training did not end well. The message is that of its result; ``code`` is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """How a training ended, the same on all ranks that took part until the end."""
+
+    model: nn.Module
+    """The caller's module with the best weights by validation, the last where there was no validation; on the CPU."""
+    run_dir: str
+    """Events, checkpoints, report and result."""
+    steps: int
+    samples_seen: int
+    best_valid_loss: float | None
+    test: Mapping[str, float | None]
+    """``loss`` and metrics on the test split; on the validation split where there is no test split. None for a metric
+    that is no finite number."""
+    train_seconds: float
+
+
+class Trainer:
+    """A trainer of a caller's own model.
+
+    It trains in one process, under torchrun, `dtrain launch` and `dtrain train --script`. Each sample is used once per
+    epoch; training resumes from the latest checkpoint of its run directory; under `dtrain train --script` it goes on
+    when nodes are lost. Settings, and where it runs, change nothing in the script.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedTrainingConfig | None = None,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        task: Task | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        tracking: TrackingConfig | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """``loss``: of pairs (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own
+        losses are taken as they are. ``task``: instead, for batches of any structure. Without both, targets that are
+        classes get the cross entropy, and numbers the squared error. ``metrics``: further figures per sample, of which
+        means are reported, as the loss. ``run_dir``: where everything is written, a path or any fsspec address; a
+        training goes on from the checkpoint that it finds there (None: a new folder below ``runs``). ``name``: of the
+        data's content, to which checkpoints belong (None: from the data). ``progress``: whether rank 0 shows a line of
+        progress (None: on a terminal). Raise `ConfigError` for what cannot be used."""
+        if loss is not None and task is not None:
+            raise ConfigError("give either loss or task: a task has its own loss")
+        if task is not None and metrics:
+            raise ConfigError("give metrics as the method metrics(model, batch) of the task")
+        check_model(model)
+        self.model, self.config = model, config or DistributedConfig()
+        self._loss, self._task, self._metrics = loss, task, dict(metrics or {})
+        self._given_run_dir, self._name, self._tracking = run_dir, name, tracking
+        self._shows_progress = sys.stderr.isatty() if progress is None else progress
+
+    def fit(
+        self,
+        train: Dataset[Any] | DataLoader[Any],
+        valid: Dataset[Any] | DataLoader[Any] | None = None,
+        test: Dataset[Any] | DataLoader[Any] | None = None,
+    ) -> FitResult:
+        """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
+
+        Datasets are map-style; of a loader its dataset, batch size, collate function and workers are used
+        (`trainer.data.user_loaders`). Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
+        training ends otherwise than well, and KeyboardInterrupt where a person ends it. A process that was told to end
+        (SIGTERM) leaves with its exit code (SystemExit), and so does one that a cluster has started, however it
+        ends."""
+        try:
+            job, problem = self._prepare({"train": train, "valid": valid, "test": test})
+        except ConfigError as error:
+            if describe := os.environ.get(DESCRIBE):
+                Path(describe).write_text(json.dumps({"error": str(error)}))
+            elif RUN_DIR in os.environ:
+                print(error, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+                sys.exit(UNUSABLE)
+            raise
+        rundir, line = RunDir(job.run_dir), ProgressLine()
+        raise_descriptor_limit()
+        with record_presence(job, os.environ) as leaving:
+            try:
+                leaving.code, result = train_job(job, problem, line.take if self._shows_progress else None)
+            finally:
+                line.close()
+        return self._result(rundir, leaving.code, result)
+
+    def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
+        """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
+        is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
+        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
+        data = join_requests(requests, self._name)
+        config = self._config_for(requests["train"], data)
+        task = self._choose_task(data)
+        check_task(task)
+        try_task(self.model, task, data)
+        problem = _GivenProblem(self.model, data, task)
+        number = next(_FITS)
+        if describe := os.environ.get(DESCRIBE):
+            job = self._job(config, problem, number)
+            samples = {split: data.count(split) for split in ("train", "valid", "test")}
+            Path(describe).write_text(json.dumps({"job": asdict(job), "samples": samples}))
+            sys.exit(0)
+        if RUN_DIR in os.environ:
+            return _ordered_job(data, number), problem
+        if number > 1 and _launcher_facts().world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise ConfigError("several ranks can call fit a second time only under torchrun, whose store they share")
+        job = self._job(config, problem, number)
+        rundir = RunDir(job.run_dir)
+        rundir.make()
+        if _launcher_facts().rank == 0:
+            rundir.write_job(job)
+        return job, problem
+
+    def _config_for(self, request: LoaderRequest, data: DatasetData) -> DistributedTrainingConfig:
+        """Return the settings with what the training loader asks for. Raise `ConfigError` for those that need a split
+        that is not there."""
+        notes, config = list(request.notes), self.config
+        if not data.count("valid"):
+            if config.early_stopping_patience is not None:
+                raise ConfigError("training.early_stopping_patience needs a validation split: call fit(train, valid)")
+            if config.eval_frequency is not None:
+                notes.append("training.eval_frequency has no effect: there is no validation split")
+        if _launcher_facts().rank == 0:
+            for note in notes:
+                _log.warning("%s", note)
+        return config if request.batch_size is None else replace(config, batch_size_per_gpu=request.batch_size)
+
+    def _job(self, config: DistributedTrainingConfig, problem: _GivenProblem, number: int) -> JobConfig:
+        """Return the job as its run directory describes it: with the overrides of whoever has started the script."""
+        run_dir = str(self._given_run_dir or _new_run_dir(self.model, number)).rstrip("/")
+        plain = DistributedTrainingConfig(**asdict(config))
+        job_id = _NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT
+        data_id = problem.data.dataset_id
+        job = JobConfig(
+            job_id=job_id, run_dir=run_dir, training=plain,
+            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
+            model=FactoryConfig(factory=SCRIPT, args=problem.model_name),
+            loss=FactoryConfig(factory=SCRIPT, args=problem.task_name),
+            tracking=self._tracking or TrackingConfig(),
+        )  # fmt: skip
+        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
+        return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job
+
+    def _choose_task(self, data: DatasetData) -> Task:
+        if self._task is not None:
+            return self._task
+        loss = unreduced(self._loss) if self._loss is not None else choose_usual_loss(self.model, data)
+        return SupervisedTask(loss, self._metrics)
+
+    def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
+        if code != DONE or "steps" not in result:
+            # A cluster reads the exit code, and knows what follows; so does whoever has sent SIGTERM.
+            if "DTRAIN_LAUNCH" in os.environ or code == EVICTED:
+                sys.exit(leave_process(code))
+            why = str(result.get("error") or f"the training ended with exit code {code}")
+            if why == INTERRUPTED:
+                raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) goes on from the last checkpoint")
+            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+        if "DTRAIN_LAUNCH" in os.environ:
+            atexit.register(_leave_at_once)
+        return FitResult(
+            model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
+            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenProblem:
+    """Makes the problem that a caller has given as objects."""
+
+    model: nn.Module
+    data: DatasetData
+    task: Task
+
+    @property
+    def model_name(self) -> dict[str, str]:
+        """The class of the model."""
+        return {"class": type(self.model).__qualname__}
+
+    @property
+    def task_name(self) -> dict[str, str]:
+        """The class of the task; of a loss, its class or its name."""
+        part = self.task.criterion if isinstance(self.task, SupervisedTask) else self.task
+        return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
+
+    def open_data(self, job: JobConfig, device: torch.device) -> TrainingData:
+        return self.data
+
+    def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
+        module = self.model.to(device)
+        for part in (self.task, *([self.task.criterion] if isinstance(self.task, SupervisedTask) else [])):
+            if isinstance(part, nn.Module):
+                part.to(device)
+        shapes = [[name, list(tensor.shape)] for name, tensor in module.state_dict().items()]
+        model = {"factory": SCRIPT, "args": self.model_name}
+        loss = {"factory": SCRIPT, "args": self.task_name}
+        return Problem(
+            data=data,
+            task=self.task,
+            module=module,
+            judge=TaskJudge(self.task, data),
+            identity=(data.dataset_id, model, shapes, loss),
+            description={"model": model, "loss": loss},
+            evaluation_batch=job.training.batch_size_per_gpu,
+        )
+
+
+def _ordered_job(data: DatasetData, number: int) -> JobConfig:
+    """Return the job that a cluster was ordered to run. Raise `ConfigError` where this node has other data, or the
+    script has trained before."""
+    if number > 1:
+        raise ConfigError(
+            "this script calls fit a second time, and a job of a cluster is one training: start one script for each"
+        )
+    job = RunDir(os.environ[RUN_DIR]).read_job()
+    if job.dataset.dataset_id != data.dataset_id:
+        raise ConfigError(
+            f"this node's training data is {data.dataset_id}, and the job was ordered for {job.dataset.dataset_id}: "
+            "all nodes must read the same samples in the same order. Data that differ from process to process (a "
+            "clock, an unseeded generator) need one seed"
+        )
+    return job
+
+
+def _leave_at_once() -> None:
+    """End this process where nodes were lost: a thread of an abandoned group may be inside native code, which does not
+    survive the interpreter's end. A code that the script gives to `sys.exit` after its training is lost with that."""
+    if has_abandoned_groups():
+        leave_process(1 if getattr(sys, "last_value", None) is not None else DONE)
+
+
+def _new_run_dir(model: nn.Module, number: int) -> str:
+    """Return a folder that no other training of this machine has; the same on all ranks of a launch, and again when
+    torchrun starts them again. Raise `ConfigError` for ranks that cannot choose the same. ``number``: of the training
+    in this process."""
+    if folder := os.environ.get(SCRIPT_FOLDER):
+        return f"{folder}/fit-{number}"
+    facts, name = _launcher_facts(), type(model).__name__.lower()
+    if facts.world_size == 1:
+        wanted = str(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        further = (f"{wanted}-{count}" for count in itertools.count(2))
+        return next(folder for folder in itertools.chain([wanted], further) if not Path(folder).exists())
+    if facts.local_world_size < facts.world_size or "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ConfigError("several ranks need Trainer(…, run_dir=…): one folder that all of them see")
+    launcher = psutil.Process(os.getppid())
+    began = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
+    return str(Path("runs") / f"{name}-{began}-{launcher.pid}-{number}")

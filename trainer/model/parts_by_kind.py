@@ -1,0 +1,66 @@
+"""How a model and a loss are built for each kind of dataset that has a description (`trainer.spec`).
+
+For those who build them without the data: a rehearsal, and a saved model. A rank builds them with its data, see
+`trainer.engine.job_problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer.config import FactoryConfig
+from trainer.model.losses import build_loss
+from trainer.model.rows import build_row_loss, build_row_model
+from trainer.model.stock import build_model
+from trainer.model.tokens import build_token_loss, build_token_model
+from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KindParts:
+    """The parts of one kind."""
+
+    spec: Any
+    """The class of its description."""
+    build_loss: Callable[[FactoryConfig, Any, tuple[str, ...] | None], nn.Module]
+    build_model: Callable[[FactoryConfig, Any, int, tuple[str, ...] | None], nn.Module]
+    target: Callable[[Any, Tensor], Tensor]
+    """A target for a batch of inputs."""
+    kind_of_input: torch.dtype
+
+
+def _mean_target(spec: DataSpec | RowSpec, inputs: Tensor) -> Tensor:
+    return torch.full((len(inputs),), spec.target_mean)
+
+
+PARTS: Mapping[str, KindParts] = {
+    WINDOWS: KindParts(
+        DataSpec, build_loss, build_model, _mean_target, torch.float32
+    ),
+    ROWS: KindParts(
+        RowSpec, build_row_loss, build_row_model,
+        lambda spec, x: torch.zeros(len(x), dtype=torch.int64) if spec.classes else _mean_target(spec, x),
+        torch.float32,
+    ),
+    TOKENS: KindParts(TokenSpec, build_token_loss, build_token_model, lambda spec, x: x, torch.int64),
+}  # fmt: skip
+
+
+def training_step(
+    kind: str, model: FactoryConfig, loss: FactoryConfig, spec: Any, inputs: NDArray[Any], modules: tuple[str, ...]
+) -> Tensor:
+    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,)."""
+    parts = PARTS[kind]
+    criterion: Any = parts.build_loss(loss, spec, modules)
+    module = parts.build_model(model, spec, int(criterion.outputs), modules)
+    given = torch.from_numpy(np.array(inputs)).to(parts.kind_of_input)
+    losses = criterion(module(given).float(), parts.target(spec, given))
+    losses.sum().backward()
+    return losses.detach()

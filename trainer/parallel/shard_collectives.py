@@ -1,0 +1,175 @@
+"""The collectives of a sharded model, over the communication thread of a world's group: parameters are gathered within
+a replica, gradients are summed and divided within it, then summed between replicas.
+
+They take the places of FSDP2's own, which need torch's default group: like all our collectives, they can be interrupted
+when a node is lost. Which parameters, and when, is up to `torch.distributed.fsdp`; see `trainer.parallel.sharding`.
+
+None of them raises during a pass, because an error within FSDP2's hooks leaves its state halfway. The first failure is
+kept, the pass ends with useless numbers, and `finish` raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from trainer.comm.group import GroupError
+from trainer.comm.torch_transport import TorchTransport, Transport
+from trainer.comm.world import World
+from trainer.parallel.replicas import ReplicaPlan
+from trainer.runtime.step_timer import Segment, StepTimer
+
+
+class ShardCollectives:
+    """The collectives of one rank in one world."""
+
+    def __init__(self, world: World, plan: ReplicaPlan, timer: StepTimer) -> None:
+        self._group, self._timer = world.group, timer
+        self.members, self.column = plan.replica_of(world.rank), plan.column_of(world.rank)
+        self.place, self.replicas = plan.place_of(world.rank), len(plan.replicas)
+        self._pending: list[Future[Any]] = []
+        self._error: BaseException | None = None
+        self.segment: Segment = "forward"
+        """The part of the step that computes now."""
+
+    def all_gather(self, output: Tensor, mine: Tensor) -> Future[Any]:
+        """Gather the rows of all ranks of the replica into ``output``, of which ``mine`` is a part."""
+        work = partial(_gather, output, mine, self.members, self.place, self.replicas)
+        return self._submit(f"gather of parameters ({output.nbytes:,} bytes)", work, output.nbytes // 2)
+
+    def reduce_scatter(self, output: Tensor, gradients: Tensor) -> None:
+        """Sum gradients over all ranks of all replicas, and put this rank's rows of the sum into ``output``: later,
+        but before `finish` returns."""
+        work = partial(_scatter, output, gradients, self.members, self.place, self.column)
+        what = f"sum of sharded gradients ({gradients.nbytes:,} bytes)"
+        self._pending.append(self._submit(what, work, gradients.nbytes // 2))
+
+    def sum_column(self, gradients: Tensor) -> None:
+        """Sum gradients over replicas of one rank each, in place, before `finish` returns."""
+        if len(self.members) == 1 and len(self.column) > 1:
+            what = f"sum of gradients ({gradients.nbytes:,} bytes)"
+            work = partial(_sum_column, gradients, self.column)
+            self._pending.append(self._submit(what, work, gradients.nbytes))
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait for a collective; keep its error. The time counts as exposed communication."""
+        is_late = not future.done()
+        if is_late:
+            self._timer.mark(self.segment)
+        error = future.exception()
+        if error is not None and self._error is None:
+            self._error = error
+        if is_late:
+            self._timer.mark("exposed")
+
+    def finish(self) -> None:
+        """Wait for all sums. Raise the first `trainer.comm.group.GroupError` of the collectives since the last call."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            self.wait_for(future)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def discard(self) -> None:
+        """Wait for all sums, and forget how they ended: the pass that asked for them is lost."""
+        try:
+            self.finish()
+        except GroupError:
+            return
+
+    def _submit(self, what: str, action: Callable[[Transport], Any], bytes_: int) -> Future[Any]:
+        if self._group is None:
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+        return self._group.submit(what, action, bytes_)
+
+
+class PendingGather(dist.Work):
+    """A gather as FSDP2 waits for it."""
+
+    def __init__(self, collectives: ShardCollectives, future: Future[Any]) -> None:
+        super().__init__()
+        self._collectives, self._future = collectives, future
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the gather; see `ShardCollectives.wait_for`."""
+        self._collectives.wait_for(self._future)
+        return True
+
+
+class ParameterGather(AllGather):
+    """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
+
+    def __init__(self, collectives: ShardCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the gathered parameters."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work:
+        """Submit the gather."""
+        return PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
+
+
+class GradientScatter(ReduceScatter):
+    """FSDP2's reduce-scatter, as `ShardCollectives.reduce_scatter`: the backward pass goes on meanwhile. FSDP2 takes
+    views of the result and computes nothing with it, as there is no factor and no other type to turn it into."""
+
+    def __init__(self, collectives: ShardCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Submit the sum."""
+        assert op == dist.ReduceOp.SUM
+        self._collectives.reduce_scatter(output_tensor, input_tensor)
+        return None
+
+
+def _gather(
+    output: Tensor, mine: Tensor, members: Sequence[int], place: int, replicas: int, transport: Any
+) -> None:  # fmt: skip
+    if isinstance(transport, TorchTransport):
+        transport.subgroup(members)._allgather_base(output, mine).wait()
+        return
+    # Members of a transport that only sums: the others' rows are zeros here.
+    kept = mine.clone()
+    output.zero_()
+    output.view(len(members), -1)[place].copy_(kept.view(-1))
+    transport.all_reduce(output)
+    if replicas > 1:  # each of them has added the same rows
+        output.div_(replicas)
+
+
+def _scatter(
+    output: Tensor, gradients: Tensor, members: Sequence[int], place: int, column: Sequence[int], transport: Any
+) -> None:
+    if not isinstance(transport, TorchTransport):
+        transport.all_reduce(gradients)
+        output.copy_(gradients.view(len(members), -1)[place])
+        return
+    transport.subgroup(members)._reduce_scatter_base(output, gradients).wait()
+    if len(column) > 1:
+        transport.subgroup(column).allreduce([output]).wait()
+
+
+def _sum_column(gradients: Tensor, column: Sequence[int], transport: Any) -> None:
+    if isinstance(transport, TorchTransport):
+        transport.subgroup(column).allreduce([gradients]).wait()
+    else:
+        transport.all_reduce(gradients)

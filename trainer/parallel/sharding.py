@@ -1,0 +1,240 @@
+"""`ShardedModel`: a module whose parameters lie in rows on the ranks of a replica, by torch's FSDP2, or as a whole.
+
+When the world changes, so may the rows: then the module is taken out of FSDP2 and put into it again, in place, so that
+whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives are
+`trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded_state`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.parallel.replicas import row_range
+from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
+
+
+class _Ranks:
+    """What FSDP2 asks of a process group, whose collectives it does not use."""
+
+    def __init__(self, place: int, size: int) -> None:
+        self._place, self._size = place, size
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return self._size
+
+
+class _ReplicaMesh(DeviceMesh):
+    """The ranks of one replica, by their places, without torch's default group."""
+
+    def __init__(self, device_type: str, place: int, size: int) -> None:
+        super().__init__(device_type, torch.arange(size), _init_backend=False, _rank=place)
+        self._ranks = _Ranks(place, size)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        return self._ranks
+
+
+class ShardedModel:
+    """A module that is a whole at first. `shard` leaves this rank its rows, `make_whole` undoes it."""
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[nn.Module], config: DistributedTrainingConfig, device: torch.device
+    ) -> None:
+        """``blocks``: the parts of the module whose parameters are gathered together, in the order in which they are
+        used. Raise `ConfigError` for a model or a device that cannot be trained so."""
+        if config.cpu_offload and device.type != "cuda":
+            raise ConfigError(
+                "training.cpu_offload needs a GPU, from which it moves parameters, gradients and moments to the host: "
+                "leave it out on the CPU"
+            )
+        self.module, self.config, self.device = module, config, device
+        self.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        """The whole shape of every parameter, by name; of a shared one, by its first name."""
+        first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.aliases = {
+            name: first_names[id(parameter)]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if first_names[id(parameter)] != name
+        }
+        """The further names of shared parameters, with their first one."""
+        self.trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if scalars := [name for name, shape in self.shapes.items() if not shape]:
+            raise ConfigError(
+                f"training.strategy = {config.strategy!r} divides parameters by rows, and {', '.join(scalars)} has "
+                "none: make it a tensor of one element, or set training.strategy = 'ddp'"
+            )
+        kinds = {parameter.dtype for parameter in module.parameters()}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"training.strategy = {config.strategy!r} needs parameters of one type, and the model has "
+                f"{', '.join(sorted(map(str, kinds)))}: turn them into one, or set training.strategy = 'ddp'"
+            )
+        self.dtype = kinds.pop() if kinds else torch.float32
+        """The type of all parameters."""
+        self.blocks = _separate(module, blocks)
+        self.place, self.size = 0, 1
+        self.is_whole = True
+        self._divided: dict[str, Any] = {}
+        """The parameters as FSDP2 keeps them; between a forward and a backward pass the module may have others."""
+        self._home = torch.device("cpu") if config.cpu_offload else device
+        """Where rows lie between passes."""
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """Return this rank's rows of every parameter, as they lie in memory."""
+        if self.is_whole:
+            return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return {name: parameter._local_tensor for name, parameter in self._divided.items()}
+
+    def take_rows(self, name: str, whole: Tensor, place: int, size: int) -> Tensor:
+        """Return a copy of the rows of a whole parameter that the rank at this place holds, where rows lie."""
+        first, last = row_range(self.shapes[name][0], place, size)
+        return whole[first:last].to(self._home, copy=True)
+
+    def shard(self, place: int, size: int, rows: Mapping[str, Tensor]) -> None:
+        """Hold these rows from now on, as the rank at this place of a replica."""
+        if not self.is_whole:
+            self._take_apart()
+        mesh = _ReplicaMesh(self.device.type, place, size)
+        kind = torch.bfloat16 if self.config.gather_precision == "bf16" else None
+        offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        for part in [*self.blocks, self.module]:
+            self._make_room(part)
+            output = torch.float32 if kind and part is self.module else None
+            policy = MixedPrecisionPolicy(
+                param_dtype=kind, reduce_dtype=torch.float32 if kind else None, output_dtype=output
+            )
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        for wrapped in _wrapped(self.module):
+            wrapped.set_force_sum_reduction_for_comms(True)
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_reduce_scatter_unused_params(True)
+        for block, following in zip(self.blocks, self.blocks[1:], strict=False):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        self._divided = dict(self.module.named_parameters())
+        self.place, self.size, self.is_whole = place, size, False
+        with torch.no_grad():
+            for name, mine in self.rows.items():
+                mine.copy_(rows[name])
+
+    def make_whole(self, values: Mapping[str, Tensor]) -> None:
+        """Be an ordinary module from now on, whose parameters are these."""
+        if not self.is_whole:
+            self._take_apart()
+        with torch.no_grad():
+            for name, parameter in list(self.module.named_parameters()):
+                # The same parameter where others hold it, such as the layers that share it.
+                parameter.data = values[name].to(self.device, copy=True)
+        self.place, self.size, self.is_whole = 0, 1, True
+
+    def connect(self, collectives: ShardCollectives) -> None:
+        """Use these collectives in all passes from now on."""
+        for part in _wrapped(self.module):
+            part.set_custom_all_gather(ParameterGather(collectives))
+            part.set_custom_reduce_scatter(GradientScatter(collectives))
+            part.set_all_reduce_hook(collectives.sum_column)
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return this rank's rows of all gradients, and leave the parameters without."""
+        found = {}
+        for name, parameter in self._divided.items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad._local_tensor
+                parameter.grad = None
+        return found
+
+    def reset(self) -> None:
+        """Be ready for another pass after one that has failed: parameters are rows, and there are no gradients."""
+        if not self.is_whole:
+            root: FSDPModule = self.module  # type: ignore[assignment]
+            if root._get_fsdp_state()._is_root:  # not known before the first pass
+                root.reset_iter_state()
+            for part in _wrapped(self.module):
+                part.reshard()
+            for fsdp_parameter in _fsdp_parameters(self.module):
+                fsdp_parameter.unsharded_accumulated_grad = None
+                whole = getattr(fsdp_parameter, "_unsharded_param", None)
+                if whole is not None:
+                    whole.grad = None
+        for parameter in [*self.module.parameters(), *self._divided.values()]:
+            parameter.grad = None
+
+    def _make_room(self, part: nn.Module) -> None:
+        """Give parameters that are without memory some that FSDP2 can divide; what is in it does not matter."""
+        for parameter in part.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
+
+    def _take_apart(self) -> None:
+        """Take the module out of FSDP2. Its parameters are ordinary ones without memory then."""
+        self.reset()
+        for part in _wrapped(self.module):
+            state = part._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter._post_load_hook_handle.remove()
+                    old = parameter.sharded_param
+                    empty = torch.empty(parameter._orig_size, dtype=old.dtype, device=self.device)
+                    empty.untyped_storage().resize_(0)
+                    parameter._setattr_on_modules(nn.Parameter(empty, requires_grad=old.requires_grad))
+                for handles in (
+                    group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle
+                ):  # fmt: skip
+                    for handle in handles.values():
+                        handle.remove()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            module: nn.Module = part  # type: ignore[assignment]
+            module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
+            module.__dict__[STATE_KEY].pop(inspect.unwrap(fully_shard), None)
+            module.__dict__[REGISTRY_KEY].pop("fully_shard", None)
+            _composable_state._module_state_mapping.pop(module, None)
+        self.is_whole, self._divided = True, {}
+
+
+def _wrapped(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _fsdp_parameters(module: nn.Module) -> list[Any]:
+    return [
+        parameter
+        for part in _wrapped(module)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+    ]
+
+
+def _separate(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with the rest of the module: the others are gathered with the root."""
+    if list(blocks) == [module]:  # a long row of layers
+        blocks = list(module.children())
+    uses: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = []
+    for block in blocks:
+        own: dict[int, int] = {}
+        for part in block.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    own[id(parameter)] = own.get(id(parameter), 0) + 1
+        if own and all(uses[key] == count for key, count in own.items()) and not isinstance(block, nn.ModuleList):
+            found.append(block)
+    return found
