@@ -169,12 +169,17 @@ def _fill(
             in_steps.append((began, until, name))
         else:
             term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, CostCause.UNEXPLAINED): 1.0}))
-    before = -NEVER
+    before, balance = -NEVER, 0.0
     for together in _batches(found):
         window, counted = merge_spans(together), sum(kept[id(item)] for item in together)
         end = microseconds(window.time)
+        pieces = _clip(in_steps, before, end)
+        # A window is reported a little after its last step, now sooner, now later: what one has too much of, another
+        # lacks. Only what no window of the term has measured is without an explanation.
+        balance += sum(ended - began for began, ended, _ in pieces) - microseconds(window.total_seconds)
+        more, balance = max(0.0, balance), min(0.0, balance)
         hung = max((waited for time, waited in facts.hangs.get(term.number, ()) if before < time <= end), default=0)
-        _divide(term, window, _clip(in_steps, before, end), counted, hung)
+        _divide(term, window, pieces, counted, hung, more)
         before = max(before, end)
     _rest(term, after, found, _clip(in_steps, before, NEVER))
     term.spans.sort(key=lambda span: (span.began, span.ended))
@@ -212,17 +217,18 @@ def _phases(
     return [*found, (at, until, name)] if until > at else found
 
 
-def _divide(term: Term, window: TimingEvent, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
-    """The training time that a window measured, by what its ranks did. What is more than its steps took is not
-    explained; steps that were done again later are lost, and so is the time in which nothing moved."""
+def _divide(
+    term: Term, window: TimingEvent, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int, more: float
+) -> None:  # fmt: skip
+    """The training time that a window measured, by what its ranks did. ``more``: microseconds beyond its steps, which
+    are not explained. Steps that were done again later are lost, and so is the time in which nothing moved."""
     timed = bool(window.segments)
     for began, ended, name in pieces:
         if not timed and name == "checkpoint":
             term.spans.append(Span(began, ended, {CostCause.CHECKPOINT: 1.0}))
     pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
-    there = sum(ended - began for began, ended, _ in pieces)
     share = min(window.steps, max(0, kept)) / window.steps
-    more = max(0.0, there - microseconds(window.total_seconds)) if timed else 0.0
+    more = more if timed else 0.0
     idle = min(1.0, hung / max(1, microseconds(window.total_seconds)))
     mixes = {
         node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()

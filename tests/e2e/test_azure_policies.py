@@ -21,7 +21,7 @@ from trainer.storage.open import open_storage
 
 from .conftest import ON_AZURE, ROOT, make_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 TOLERANCE = 1e-3
@@ -43,7 +43,7 @@ def preempt_after_checkpoint(cloud: Emulator, policy: str) -> None:
             return
 
 
-@pytest.mark.parametrize("policy", ["fail", pytest.param("restart", marks=pytest.mark.long)])
+@pytest.mark.parametrize("policy", ["fail", "restart"])
 def test_the_graph_ends_well_though_a_node_is_preempted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

@@ -15,6 +15,10 @@ import dagster as dg
 import psutil
 import pytest
 
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import CostTracker
 from trainer.rundir import RunDir
 
 from .conftest import checks, metadata, run
@@ -103,6 +107,10 @@ def test_a_node_is_killed_and_the_checkpoint_is_trained_all_the_same(small: Call
     assert len(steps) == len(set(steps)), "no step that counts was done twice"
     assert not list(rundir.events("resume")), "nobody had to go back to a checkpoint"
     assert not node_processes(home, None)
+    usage = LocalClusterManager(home).node_usage(job_folder(home).name)
+    bill = ledger(CostTracker("local", usage, "dedicated").nodes, rundir.events())
+    unknown = bill.causes().get(CostCause.UNEXPLAINED)
+    assert unknown is None or unknown.microseconds < 0.001 * bill.microseconds, "all that is paid for has a cause"
 
 
 @pytest.mark.long

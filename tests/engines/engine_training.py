@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,12 +24,15 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpe
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from tests.engines.machines import Machines, missing, open_machines, variables
+from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines, variables
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
 NODES = 2
-STEPS = 2500
+STEPS = 300
+PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.04})
+"""A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
+to start a node in its place."""
 WAIT_SECONDS = 240.0
 TOLERANCE = 5e-3
 """Sums over another number of ranks are rounded differently, and many steps make that larger. That no sample was lost,
@@ -142,14 +146,25 @@ class Training:
             self.manager.cancel_job("one")
 
 
-def train_here(home: Path, steps: int, model: FactoryConfig | None = None) -> Outcome:
+@contextmanager
+def own_models() -> Iterator[None]:
+    """Let this process, and what it starts, find `PACED`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(OWN_MODELS)
+        patch.setenv("PYTHONPATH", str(OWN_MODELS), prepend=os.pathsep)
+        patch.setenv("DTRAIN_FACTORY_MODULES", "paced")
+        yield
+
+
+def train_here(home: Path, model: FactoryConfig = PACED) -> Outcome:
     """Train on the local cluster, with as many nodes."""
-    training = Training(LocalClusterManager(home), write_job(home, steps, model=model))
-    training.submit()
-    try:
-        return training.outcome()
-    finally:
-        training.close()
+    with own_models():
+        training = Training(LocalClusterManager(home), write_job(home, STEPS, model=model))
+        training.submit()
+        try:
+            return training.outcome()
+        finally:
+            training.close()
 
 
 class EngineTrials:
@@ -162,19 +177,23 @@ class EngineTrials:
     def machines(cls) -> Iterator[Any]:
         if why := missing(cls.kind):
             pytest.skip(why)
-        with open_machines(cls.kind, NODES) as opened:
+        with own_models(), open_machines(cls.kind, NODES) as opened:
             yield opened
+
+    @pytest.fixture(autouse=True)
+    def own_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tests begin without any of our variables."""
+        monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "paced")
 
     @pytest.fixture(scope="class")
     @classmethod
     def expected(cls, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         """The same training on the local cluster, with as many nodes."""
-        home = tmp_path_factory.mktemp("here")
-        return train_here(home, STEPS)
+        return train_here(tmp_path_factory.mktemp("here"))
 
     @pytest.fixture
     def training(self, machines: Machines, tmp_path: Path) -> Iterator[Training]:
-        rundir = write_job(tmp_path, STEPS)
+        rundir = write_job(tmp_path, STEPS, model=PACED)
         settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
         made = Training(EngineClusterManager(tmp_path, settings, machines.options(tmp_path)), rundir)
         yield made
@@ -226,7 +245,7 @@ class EngineTrials:
         start = machines.kill_control_plane()
         try:
             before = training.step()
-            training.run_until(lambda: training.step() > before + 100, "steps without it")
+            training.run_until(lambda: training.step() > before + 50, "steps without it")
         finally:
             start()
         assert_same(training, expected)

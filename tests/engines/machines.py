@@ -20,7 +20,7 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
-from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob
+from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
 from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
 from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
 from tests.engines.kubernetes_cluster import KubernetesCluster
@@ -240,7 +240,10 @@ class Raylets:
         return options | {"cpus": 64.0}, "lower DTRAIN_RAY_CPUS"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        return self.asked.list_jobs(launch)
+        try:
+            return self.asked.list_jobs(launch)
+        except EngineUnreachableError:  # the connection is one to a head that was restarted
+            return self.asked.list_jobs(launch)
 
     def all_jobs(self) -> set[str]:
         return {actor["name"] for actor in self.asked._ask("list_actors", prefix="")["actors"]}

@@ -4,7 +4,6 @@ which nobody reaches it: what a node takes for its own address matters."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,33 +18,29 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
     NODES,
+    STEPS,
     Outcome,
     Training,
     assert_nothing_is_left,
     assert_same,
     incarnations,
+    own_models,
     train_here,
     write_job,
 )
-from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines
+from tests.engines.machines import Machines, missing, open_machines
 from trainer.config import FactoryConfig
 from trainer.elastic.generation_record import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(340)]
-STEPS = 300
-PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
-"""A model of a user's own that takes its time, however fast the machine is: enough for an engine to miss a machine, and
-to start a node in its place."""
+SLOWER = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.1})
+"""Enough time for an engine to miss a machine that is cut off, and to have it back."""
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same training on the local cluster, on loopback."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(OWN_MODELS)
-        patch.setenv("PYTHONPATH", str(OWN_MODELS), prepend=os.pathsep)
-        patch.setenv("DTRAIN_FACTORY_MODULES", "paced")
-        yield train_here(tmp_path_factory.mktemp("here"), STEPS, PACED)
+    return train_here(tmp_path_factory.mktemp("here"), SLOWER)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +54,7 @@ def machines(request: pytest.FixtureRequest, expected: Outcome) -> Iterator[Mach
     if why := missing(request.param):
         pytest.skip(why)
     try:
-        with open_machines(request.param, NODES, on_hosts=True) as opened:
+        with own_models(), open_machines(request.param, NODES, on_hosts=True) as opened:
             yield opened
     except NoNamespacesError as error:
         pytest.skip(str(error))
@@ -75,7 +70,7 @@ def training(machines: Machines, tmp_path: Path) -> Iterator[Training]:
 def open_training(machines: Machines, folder: Path, steps: int = STEPS, **options: Any) -> Iterator[Training]:
     settings = LaunchSettings(engine=machines.kind, cluster_name="engine", replacement_delay_seconds=0.0)
     given = machines.options(folder) | options
-    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps, model=PACED))
+    made = Training(EngineClusterManager(folder, settings, given), write_job(folder, steps, model=SLOWER))
     yield made
     made.close()
     assert_nothing_is_left(made, machines)
@@ -172,7 +167,7 @@ def test_nodes_of_the_local_cluster_on_hosts_of_their_own(
 ) -> None:
     steps = 60 if setting else STEPS
     place = ["sh", "-c", f'{setting} exec "$@"', "with", *hosts.local_cluster]
-    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps, model=PACED), place=place)
+    training = Training(LocalClusterManager(tmp_path), write_job(tmp_path, steps, model=SLOWER), place=place)
     training.submit()
     try:
         assert training.end() == JobState.SUCCEEDED, training.said()

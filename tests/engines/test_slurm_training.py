@@ -11,6 +11,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.engine_training import (
+    PACED,
     STEPS,
     EngineTrials,
     Outcome,
@@ -39,12 +40,17 @@ class TestSlurm(EngineTrials):
         training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
         assert_same(training, expected)
 
+    @pytest.mark.timeout(600)
     def test_a_time_limit_is_met_by_a_successor(self, machines: Slurmds, tmp_path: Path) -> None:
+        """Successors come after half of the limit, here. SLURM tells a job 60 to 90 s before the limit, so that of two
+        minutes would come first."""
         settings = LaunchSettings(
             engine="slurm", cluster_name="engine", max_replacements=0, successor_lead_seconds=600.0
         )
-        options = machines.options(tmp_path) | {"time_limit_minutes": 2}
-        training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 12 * STEPS))
+        options = machines.options(tmp_path) | {"time_limit_minutes": 4}
+        training = Training(
+            EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 9 * STEPS, model=PACED)
+        )
         training.submit()
         training.run_until(lambda: len(incarnations(training)) > 3, "successors of both")
         assert training.end() == JobState.SUCCEEDED, training.said()

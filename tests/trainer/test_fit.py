@@ -43,6 +43,13 @@ SMALL = {**SETTINGS, "world_size": 1, "gradient_accumulation_steps": 2, "epochs"
 
 
 @pytest.fixture
+def strays() -> Callable[[], set[psutil.Process]]:
+    """Returns the processes that this one has started since the test began, and that still run."""
+    before = set(psutil.Process().children(recursive=True))  # of other tests, as a fork server
+    return lambda: set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Trains on the points in this process."""
 
@@ -253,14 +260,14 @@ def test_a_metric_that_is_no_number_is_told_and_not_written(run: Run) -> None:
 
 @pytest.mark.slow
 def test_an_error_in_a_worker_comes_with_its_place_and_leaves_no_worker(
-    run: Run, capfd: pytest.CaptureFixture[str]
+    run: Run, strays: Callable[[], set[psutil.Process]]
 ) -> None:
     with pytest.raises(TrainingFailedError, match="KeyError in DataLoader worker process 0") as failed:
         run(data=DataLoader(Broken(), batch_size=10, num_workers=1))
     assert "in __getitem__" in str(failed.value)
     assert "no picture 77" in str(failed.value)
     assert failed.value.code == 1
-    assert not psutil.Process().children(recursive=True)
+    assert not strays()
 
 
 class Growing(Shaken):
@@ -275,7 +282,9 @@ def test_data_that_change_their_length_are_refused(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(run: Run) -> None:
+def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(
+    run: Run, strays: Callable[[], set[psutil.Process]]
+) -> None:
     calls: list[int] = []
 
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -287,7 +296,7 @@ def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(run: Run) ->
     data = DataLoader(Shaken(), batch_size=10, num_workers=1)
     with pytest.raises(KeyboardInterrupt, match="goes on from the last checkpoint"):
         run(data=data, loss=loss)
-    assert not psutil.Process().children(recursive=True)
+    assert not strays()
     ended = run(data=data, loss=loss)
     assert result_of(ended)["weights_sha256"] == result_of(run(data=data, loss=loss, name="whole"))["weights_sha256"]
 

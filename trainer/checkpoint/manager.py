@@ -325,8 +325,10 @@ class CheckpointManager:
 
     def _prune(self, generation: int) -> None:
         """Delete what is not needed: all whole ones but the newest ``keep`` and the best, what is not whole, and what
-        older generations wrote after they were fenced out. Newer generations clean up after themselves."""
-        needed = {self._read_pointer(name)[0]["path"] for name in (LATEST, BEST)}
+        older generations wrote after they were fenced out. Newer generations clean up after themselves, and what is
+        further than LATEST in this one stays: other ranks may just be writing their parts of it."""
+        latest, best = (self._read_pointer(name)[0]["path"] for name in (LATEST, BEST))
+        needed = {latest, best}
         whole: list[str] = []
         rest: list[str] = []
         for folder in self.folders():
@@ -334,7 +336,8 @@ class CheckpointManager:
             (rest if late or not _is_whole(self.storage, folder) else whole).append(folder)
         if not whole:
             return
-        for folder in whole[self.keep :] + rest:
+        unwanted = whole[self.keep :] + [each for each in rest if not _order(latest) < _order(each) >= (generation, 0)]
+        for folder in unwanted:
             if folder not in needed and _order(folder)[0] <= generation:
                 try:
                     _delete(self.storage, folder)

@@ -181,6 +181,7 @@ class DistributedTrainer:
                 if not is_out_of_memory(error):
                     raise
                 use_less_memory(session, error)
+                session.step.timer.drop()
 
     def train_epoch(self, dataloader: Iterable[Any], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch, and return the mean loss over them and all ranks.
@@ -221,7 +222,7 @@ class DistributedTrainer:
         session, watchdog, profiler, step = self.session, self.reports.watchdog, self._profiler, self.session.step
         step.module.train()
         step.check_parameters()
-        step.timer.mark(None)
+        step.timer.mark("other")
         progress = session.progress
         watchdog.progress(progress.step)
         totals = {"loss_sum": 0.0, "samples": 0.0}
@@ -330,6 +331,7 @@ class DistributedTrainer:
                     parameters_bytes=sum(parameter.nbytes for parameter in session.step.parameters),
                 )
                 reports.emit("timing", step=step, nodes=reports.nodes, **timing)
+        session.step.timer.mark("other")  # of the next step: this one's marks have been taken
         return measured
 
     def _review_communication(self, measured: TimingWindow | None) -> None:

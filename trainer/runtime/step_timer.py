@@ -9,9 +9,10 @@ The segments sum to the time from the end of the last step to the end of this on
                  step; `trainer.observability.comm_profiler` divides it into the network and waiting for slower ranks
     optimizer    clipping and the update
     checkpoint   time that saves since the last step have held up
-    other        the rest: reports, votes
+    other        the rest: reports, votes, the turn of an epoch
 
-Evaluation, regrouping and the time between epochs belong to no step.
+Reports of a step, and the turn of an epoch before it, are part of the next step. Evaluation and regrouping belong to no
+step.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.answers import first_pod, read_node
 from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH, group_object, node_object
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.clusters.kubernetes.passing_refusals import PassingRefusals
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
 from trainer.node.environment import LaunchError
 
@@ -67,6 +68,7 @@ class KubernetesEngine:
         self.options, self.run_dir, self.command = options, run_dir, command
         self.grace_seconds = grace_seconds
         self.poll_seconds = options.poll_seconds
+        self._passing = PassingRefusals()
         self._pods: dict[str, str] = {}
         """The pod of each Job that was seen, by uid: a Job whose pod is deleted may make another, which is refused."""
 
@@ -235,6 +237,7 @@ class KubernetesEngine:
         try:
             try:
                 yield
+                self._passing.note_allowed(what)
             except AttributeError as error:  # the client stumbles over its own errors of TLS, which have no body
                 if isinstance(error.__context__, ApiException):
                     raise error.__context__ from None
@@ -245,7 +248,8 @@ class KubernetesEngine:
             said = _message(error.body) or str(error.reason)
             if "CERTIFICATE_VERIFY_FAILED" in said:
                 raise refusal(what, 0, said) from None
-            if error.status in _TRANSIENT or not error.status:
+            is_passing = self._passing.may_pass(what, error.status or 0, said, time.monotonic())
+            if error.status in _TRANSIENT or not error.status or is_passing:
                 raise EngineUnreachableError(f"cannot {what} now: {said}") from error
             raise refusal(what, error.status, said) from None
         except HTTPError as error:

@@ -269,6 +269,18 @@ def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_network():
     )
 
 
+def test_reports_that_come_sooner_and_later_leave_no_time_without_a_cause():
+    """Windows of ten seconds each, reported up to 0.3 s after their last step; then a pause that nothing tells of."""
+    late = [0.1, 0.3, 0.1, 0.2, 0.0, 0.3]
+    told = [
+        at("membership", 0.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        *(window(10.0 * place + more, 10 * place, [0], forward=[1.0]) for place, more in enumerate(late, 1)),
+        window(75.3, 70, [0], forward=[1.0]),
+    ]
+    found = ledger(CostTracker("local", [stay(0, 0.0, 75.3)], "dedicated").nodes, told)
+    assert seconds_of(found) == pytest.approx({"productive": 70.0, "start-up": 0.1, "unexplained": 0.2 + 5.0}, rel=1e-5)
+
+
 def test_without_timing_causes_are_coarser_and_it_is_said():
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),

@@ -67,6 +67,20 @@ def test_a_checkpoint_counts_once_all_its_parts_are_there(tmp_path: Path) -> Non
     second.close(5)
 
 
+def test_a_part_that_is_early_is_not_taken_for_litter(tmp_path: Path) -> None:
+    """One rank is at the next checkpoint while the other makes this one count, and deletes what is not needed."""
+    first, second = manager(tmp_path), manager(tmp_path)
+    for step in (4, 8):
+        assert second.save(part(1, 2, step), step, 1)
+        assert second.wait(30)
+    for step in (4, 8):
+        assert first.save(part(0, 2, step), step, 1)
+        assert first.wait(10)
+        assert first.committed_step() == step
+    first.close(5)
+    second.close(5)
+
+
 def test_a_damaged_part_is_found(tmp_path: Path) -> None:
     first, second = manager(tmp_path), manager(tmp_path)
     first.save(part(0, 2), 4, 1)
