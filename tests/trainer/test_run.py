@@ -120,9 +120,6 @@ def test_one_training_from_start_to_end(whole: Job) -> None:
     assert set(saved) <= {5, 10, 15, 20, 25, 30}
     assert sum(result["phase_seconds"].values()) > 0
     assert result["train_seconds"] >= 0.9 * sum(item["step_seconds"] for item in steps)
-    windows = sum(item["steps"] * item["seconds"] for item in whole.events("timing"))
-    phases = result["phase_seconds"]
-    assert windows > 0.99 * (phases["training"] + phases["checkpoint"]), "the time of reports and of epochs' turns, too"
     assert whole.events("node")
     assert [item["status"] for item in whole.events("end")] == ["succeeded"]
     assert not whole.events("error")
