@@ -17,7 +17,7 @@ group, with the same blocks, fused AdamW and clipping. The learning rate grows f
     vs_plain_rounds      the same for each round, in ascending order
     vs_ddp               samples per second of fsdp over those of ddp, the median of the rounds
     loss_difference      the largest difference of a step's loss between fsdp and ddp; ``…_plain``: and plain
-    load                 processes that want to run, before and after (`os.getloadavg`)
+    load_before          processes that want to run, before (`os.getloadavg`)
 
 All ranks share the cores of one machine, and gloo on loopback is their network: times say how the two implementations
 compare here, not what a cluster gains.
@@ -26,9 +26,7 @@ compare here, not what a cluster gains.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import resource
 import socket
@@ -42,6 +40,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from benchmarks.host import tell
 
 SIDES = ("ddp", "fsdp", "plain")
 MICRO_BATCHES = 2
@@ -294,8 +294,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         "parameters": sum(parameter.numel() for parameter in Model(options.width, options.depth).parameters()),
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "batch": options.batch,
-        "cores": os.cpu_count(), "load": [before, os.getloadavg()[0]], "machine": platform.machine(),
-        "torch": torch.__version__,
+        "load_before": round(before, 2),
     }  # fmt: skip
 
 
@@ -308,7 +307,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="samples of a micro-batch")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
-    print(json.dumps(measure(parser.parse_args())))
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args()
+    tell("large_model", measure(options), options.save)
 
 
 if __name__ == "__main__":

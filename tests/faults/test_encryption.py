@@ -232,4 +232,5 @@ def test_a_stranger_with_certificates_of_another_launch_is_refused_and_disturbs_
     assert "IN" not in told.split()
     assert "certificate verify failed" in told
     assert training.wait() == [0] * SIZE, training.log()
-    assert len(generations(training.job.rundir.storage)) == 1
+    # On a busy machine a member may be suspected for a moment; then all of them agree on another generation.
+    assert {len(each.members) for each in generations(training.job.rundir.storage)} == {SIZE}

@@ -23,6 +23,7 @@ from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample
 from trainer.parallel.flat_adamw import FlatAdamW
+from trainer.parallel.gradient_norm import gradient_norm
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
 from trainer.parallel.sharded_adamw import ShardedAdamW
@@ -271,8 +272,7 @@ class TrainingStep:
         gradients = self.sync.flat_gradients()
         if gradients is None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        norm = gradient_norm(gradients, self.device)
         if isinstance(self.sync, ShardSynchronizer):
             norm = self.sync.whole_norm(norm).to(norm)
         found = [*losses, norm]

@@ -192,8 +192,11 @@ def test_an_unknown_job_is_named(shell: Shell):
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
+    status = f"{shell.env['DTRAIN_HOME']}/storage/jobs/full/status.json"
     (shell.folder / "fill.py").write_text(
-        "import os, psutil, resource\n"
+        "import os, psutil, resource, time\n"
+        f"while not os.path.exists({status!r}):\n"  # what is tested comes after the start
+        "    time.sleep(0.05)\n"
         "if os.environ['RANK'] == '0':\n"  # from now on no file of these may grow, as on a full disk
         "    supervisor = psutil.Process(os.getppid())\n"
         "    for process in (supervisor, *supervisor.parents()[:2]):\n"  # its reaper and the submitter

@@ -90,7 +90,7 @@ def test_steps_that_were_done_again_trained_once():
     usage = [stay(node, began + at, ended + at) for at in (0, 1000) for node in (10, 11, 12)]
     once = performance_of(first, usage[:3])
     both = performance_of([*first, *again], usage)
-    assert both.trained_node_seconds == pytest.approx(once.trained_node_seconds)
+    assert both.trained_node_seconds == pytest.approx(once.trained_node_seconds, rel=1e-4)  # windows are rounded
     assert both.elsewhere["lost to a failure"] > 0.5 * once.trained_node_seconds
 
 
