@@ -228,7 +228,8 @@ def _divide(
             term.spans.append(Span(began, ended, {CostCause.CHECKPOINT: 1.0}))
     pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
     share = min(window.steps, max(0, kept)) / window.steps
-    more = more if timed else 0.0
+    if not timed:
+        more = 0.0
     idle = min(1.0, hung / max(1, microseconds(window.total_seconds)))
     mixes = {
         node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()

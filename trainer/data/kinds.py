@@ -120,6 +120,16 @@ def shards_by_split(manifest: Mapping[str, Any]) -> dict[str, list[Mapping[str, 
     return {split: [shard for shard in manifest["shards"] if shard["split"] == split] for split in SPLITS}
 
 
+def split_ranges(manifest: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the first row of each split, and the row after its last, where the rows of all splits lie one after the
+    other."""
+    found, first = {}, 0
+    for split, shards in shards_by_split(manifest).items():
+        last = first + sum(shard["rows"] for shard in shards)
+        found[split], first = (first, last), last
+    return found
+
+
 def whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:
     """Return the value if it is a whole number of this range. Raise ValueError, which begins with ``what``."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.comm.world import World
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.kinds import SPLITS, shards_by_split
+from trainer.data.kinds import split_ranges
 from trainer.data.manifest import DatasetError
 from trainer.data.position_loader import PositionLoader
 from trainer.data.sampler import Sampler
@@ -50,9 +50,7 @@ class RowData(CachedArrays):
             for array in maps.values():
                 advise(array, mmap.MADV_RANDOM, 0, self.rows)
         self._features, self._target = tensor_over(maps["features"]), tensor_over(maps["target"])
-        counts = [sum(shard["rows"] for shard in shards) for shards in shards_by_split(self.manifest).values()]
-        edges = [0, *np.cumsum(counts).tolist()]
-        self._ranges = {split: (edges[place], edges[place + 1]) for place, split in enumerate(SPLITS)}
+        self._ranges = split_ranges(self.manifest)
 
     @property
     def dataset_id(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.comm.world import World
 from trainer.data.cached_arrays import CachedArrays, advise
-from trainer.data.kinds import SPLITS, id_bytes, shards_by_split, windows_in
+from trainer.data.kinds import id_bytes, split_ranges, windows_in
 from trainer.data.manifest import DatasetError
 from trainer.data.position_loader import PositionLoader
 from trainer.data.sampler import Sampler
@@ -51,9 +51,7 @@ class TokenData(CachedArrays):
         self.is_larger_than_memory = self._ids.nbytes > available_bytes()
         if self.is_larger_than_memory:  # each piece would bring in its neighbours, and push others out
             advise(self._ids, mmap.MADV_RANDOM, 0, self.rows)
-        counts = [sum(shard["rows"] for shard in shards) for shards in shards_by_split(self.manifest).values()]
-        edges = [0, *np.cumsum(counts).tolist()]
-        self._ranges = {split: (edges[place], edges[place + 1]) for place, split in enumerate(SPLITS)}
+        self._ranges = split_ranges(self.manifest)
         self._piece = np.arange(self.spec.context + 1)
 
     @property
