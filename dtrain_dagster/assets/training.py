@@ -88,7 +88,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         required_resource_keys=names.resources,
         deps=[names.key("gpu_cluster")],
         description=(
-            "The checkpoint that the cluster's nodes train with DDP, as planned. While it trains, progress is recorded "
+            "The checkpoint that the cluster's nodes train together, as planned. While it trains, progress is recorded "
             "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
         ),
         check_specs=training_checks(key),
@@ -276,6 +276,7 @@ def _metadata(
 ) -> dict[str, Any]:
     from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.reports import training_charts
+    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores, written_text
     from trainer.elastic.generation_record import generations
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
@@ -302,6 +303,10 @@ def _metadata(
             training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"
         )
         metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
+    elif has_kind_scores(evaluation):
+        metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
+        if text := written_text(evaluation):
+            metadata["written_text"] = dg.MarkdownMetadataValue(text)
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     return metadata
 
@@ -358,16 +363,20 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
+    from dtrain_dagster.reports.kind_scores import has_kind_scores
     from trainer.evaluation.gate import better_baselines
 
     own = evaluation["model"].get("nll")
     better = better_baselines(evaluation)
+    words = "not judged: this loss predicts no distribution"
+    if has_kind_scores(evaluation):
+        words = "not judged beyond chance: the figures of the model and of its baselines are in scores"
     return dg.AssetCheckResult(
         check_name="no_baseline_is_better",
         passed=not better,
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
-            "nll": own if own is not None else "not judged: this loss predicts no distribution",
+            "nll": own if own is not None else words,
             "better": better,
         },
     )

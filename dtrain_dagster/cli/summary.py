@@ -9,12 +9,12 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import sum_presences
+from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.spec import ROWS, TOKENS
 from trainer.storage.open import open_storage
 
 
@@ -66,7 +66,7 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
 
 def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     model, baselines = evaluation["model"], evaluation["baselines"]
-    if evaluation.get("kind") in (ROWS, TOKENS):
+    if has_kind_scores(evaluation):
         return _skill_of_kind(evaluation)
     if model.get("nll") is None:
         return [("test loss", f"{model['loss']:.5g}")]
@@ -81,13 +81,10 @@ def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures of rows and of tokens, beside those of each baseline; the first is what is compared."""
-    model, baselines = evaluation["model"], evaluation["baselines"]
-    names = ("log_loss", "rmse", "accuracy", "ece", "r2", "perplexity", "bits_per_byte")
-    lines = [("test loss", f"{model['loss']:.5g}")]
-    for name in names:
-        if model.get(name) is not None:
-            others = ", ".join(f"{key} {row[name]:.4g}" for key, row in baselines.items() if row.get(name) is not None)
-            lines.append((f"test {name}", f"{model[name]:.4g}" + (f" ({others})" if others else "")))
+    lines = [("test loss", f"{evaluation['model']['loss']:.5g}")]
+    for figure in compare_figures(evaluation):
+        others = ", ".join(f"{name} {value:.4g}" for name, value in figure.baselines.items())
+        lines.append((f"test {figure.name}", f"{figure.model:.4g}" + (f" ({others})" if others else "")))
     if text := (evaluation.get("sample") or {}).get("text"):
         lines.append(("sample", text))
     return [*lines, *(("note", note) for note in evaluation["notes"])]

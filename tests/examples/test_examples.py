@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from dagster import AssetKey, DagsterInstance
 
 ROOT = Path(__file__).parents[2]
 
 
-def commands_of(text: str) -> str:
-    """The shell commands of a README."""
-    return "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+def commands_of(text: str, kind: str = "sh") -> str:
+    """The shell commands of a README, in blocks of this kind."""
+    return "\n".join(re.findall(rf"```{re.escape(kind)}\n(.*?)```", text, re.DOTALL))
 
 
 def run(script: str, home: Path) -> str:
@@ -23,7 +25,7 @@ def run(script: str, home: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {
         "PATH": path, "PYTHONPATH": str(ROOT), "DTRAIN_HOME": str(home), "DTRAIN_CACHE": str(home / "cache"),
-        "DTRAIN_PROCESSES_PER_NODE": "1",
+        "DTRAIN_PROCESSES_PER_NODE": "1", "DAGSTER_HOME": str(home / "dagster"),
     }  # fmt: skip
     done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -58,3 +60,22 @@ def test_a_language_model(tmp_path: Path) -> None:
     assert found, said
     assert float(found[1]) < float(found[2])
     assert re.search(r"^sample +\S", said, re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_language_model_as_a_graph_whose_page_shows_what_it_has_written(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "dagster").mkdir(parents=True)
+    shutil.copy(ROOT / "dagster.yaml", home / "dagster")
+    run(commands_of((ROOT / "examples/language_model/README.md").read_text(), "sh dagster"), home)
+    with DagsterInstance.from_config(str(home / "dagster")) as instance:
+        made = instance.get_latest_materialization_event(AssetKey(["python_bytes", "trained_checkpoint"]))
+    assert made is not None
+    assert made.asset_materialization is not None
+    page = made.asset_materialization.metadata
+    assert "the model has written" in str(page["written_text"].value)
+    found = re.search(r"perplexity \| ([\d.]+) \| ([\d.]+)", str(page["scores"].value))
+    assert found
+    assert float(found[1]) < float(found[2])
+    assert str(page["curves"].value).startswith("![Training curves]")
