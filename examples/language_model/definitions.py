@@ -19,18 +19,21 @@ def python_source() -> str:
     return build_tokens(sysconfig.get_paths()["stdlib"], load_settings().storage_uri, params, "*.py").uri
 
 
-training = build_training_assets(
-    "python_bytes",
-    python_source,
-    model="gpt",
-    model_args={"width": 96, "layers": 3},
-    training={
-        "strategy": "fsdp",
-        "max_steps": 400,
-        "batch_size_per_gpu": 16,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 3e-3,
-    },
-    cluster=Cluster(nodes=2),
-)
-defs = dg.Definitions.merge(training, dg.Definitions(assets=[python_source]))
+@dg.definitions
+def language_model() -> dg.Definitions:
+    """Return the source's asset and the graph of the training on it."""
+    training = build_training_assets(
+        "python_bytes",
+        python_source,
+        model="gpt",
+        model_args={"width": 96, "layers": 3},
+        training={
+            "strategy": "fsdp",
+            "max_steps": 400,
+            "batch_size_per_gpu": 16,
+            "gradient_accumulation_steps": 1,
+            "learning_rate": 3e-3,
+        },
+        cluster=Cluster(nodes=2),
+    )
+    return dg.Definitions.merge(training, dg.Definitions(assets=[python_source]))
