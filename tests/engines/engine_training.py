@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines, variables
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
+from trainer.data.coverage import find_coverage_errors
 from trainer.rundir import RunDir
 
 NODES = 2
@@ -37,6 +40,21 @@ WAIT_SECONDS = 240.0
 TOLERANCE = 5e-3
 """Sums over another number of ranks are rounded differently, and many steps make that larger. That no sample was lost,
 or used twice, is compared exactly."""
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trainer import DistributedConfig, Trainer
+
+inputs = torch.randn(150, 2, generator=torch.Generator().manual_seed(0))
+points = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+Trainer(model, DistributedConfig(epochs=int(sys.argv[1]), batch_size_per_gpu=10)).fit(points, points)
+"""
 
 
 class Outcome(NamedTuple):
@@ -284,6 +302,27 @@ class EngineTrials:
             give_back()
         assert_same(training, expected)
         assert incarnations(training) == [(0, 1), (1, 1)]
+
+    def test_a_script_that_calls_fit_trains(self, machines: Machines, tmp_path: Path) -> None:
+        """From the command line, with the settings that a person would make."""
+        script, home = tmp_path / "points.py", tmp_path / "home"
+        script.write_text(SCRIPT)
+        own = {"DTRAIN_HOME": str(home), "DTRAIN_CLUSTER": machines.kind, "DTRAIN_CLUSTER_NAME": "engine"}
+        words = ["train", "--script", str(script), "--nodes", str(NODES), "--procs-per-node", "1", "--name", "one"]
+        done = subprocess.run(
+            [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", *words, "--", "3"],
+            env=os.environ | variables(machines.kind, machines.options(tmp_path)) | own,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WAIT_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        rundir = RunDir(str(home / "storage" / "jobs" / "one"))
+        result = rundir.read_result()
+        assert result is not None
+        assert result["world_size"] == NODES
+        assert result["weights_equal_on_ranks"]
+        assert find_coverage_errors(result["consumed"], 150, 3) == []
+        assert sorted(node.node_id for node in rundir.nodes()) == list(range(NODES))
+        assert all(job.state == "ended" for job in machines.jobs(rundir.read_json("launch.json") or {}))
 
     def test_bad_settings_are_refused_and_nothing_is_submitted(
         self, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
