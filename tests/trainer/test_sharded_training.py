@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed, weights
 from sharded_nodes import Hosts
 from worlds import Job
@@ -94,3 +96,18 @@ def test_with_one_copy_a_lost_node_costs_the_steps_since_the_checkpoint(begin: B
     steps = [item["step"] for item in nodes.job.events("resume")]
     assert steps
     assert all(0 <= step <= 10 for step in steps)
+
+
+def test_ranks_share_the_model_over_encrypted_connections(begin: Begin, whole: Job, tmp_path: Path) -> None:
+    nodes = begin(Nodes, strategy="fsdp", tls=asdict(Authority(tmp_path).node())).start(world=2)
+    assert nodes.wait() == [0, 0], nodes.log()
+    assert_undisturbed(nodes, whole)
+
+
+@pytest.mark.long
+def test_over_encrypted_connections_a_lost_copy_costs_no_step(begin: Begin, whole: Job, tmp_path: Path) -> None:
+    nodes = begin(strategy="hsdp", tls=asdict(Authority(tmp_path).node())).start(faults=(kill("backward", 6, 1),))
+    assert nodes.wait() == [0, 0, KILLED, KILLED], nodes.log()
+    assert_undisturbed(nodes, whole)
+    assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
+    assert "2 copies of the model, each by 2" in nodes.log()

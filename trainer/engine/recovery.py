@@ -161,7 +161,7 @@ def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> 
                 progress["best_loss"], progress["best_step"] = math.inf, 0
         return state
 
-    plan = plan_world(world, session.config.strategy, session.config.tls is not None)
+    plan = plan_world(world, session.config.strategy)
     before = session.progress.step
     is_loaded = bring_rows(session.state, world, plan, is_fresh, load)
     session.workload.enter_world(world, None, plan)

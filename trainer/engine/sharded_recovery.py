@@ -31,10 +31,10 @@ from trainer.parallel.replicas import ReplicaPlan, plan_replicas
 _log = logging.getLogger(__name__)
 
 
-def plan_world(world: World, strategy: str, has_tls: bool) -> ReplicaPlan:
+def plan_world(world: World, strategy: str) -> ReplicaPlan:
     """Return the replicas of a world. A collective."""
     nodes = world.all_gather_object(world.node_rank)
-    plan = plan_replicas(strategy, nodes, can_divide=world.topology == "mesh" and not has_tls)
+    plan = plan_replicas(strategy, nodes, can_divide=world.topology == "mesh")
     if world.rank == 0:
         _log.info("%d ranks hold %d copies of the model, each by %d", len(nodes), len(plan.replicas), plan.size)
     return plan
