@@ -24,6 +24,7 @@ from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
+from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
 from trainer.runtime.malloc import give_back_freed_memory
@@ -102,7 +103,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         _fence(session, new.number)
         _report_membership(session, old, new, time.monotonic() - began)
     if session.step.sharded is not None and session.progress.step == 0:
-        _save_start(session)
+        save_start(session)
     if old is not None:
         session.reports.end_phase("regroup")
 
@@ -181,11 +182,11 @@ def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> 
         session.save()
 
 
-def _save_start(session: Session) -> None:
+def save_start(session: Session) -> None:
     """Save the model before its first step, so that there is a checkpoint to go back to, however early rows are lost.
     Until it counts, each rank keeps what it began with; where storage fails, for good."""
     session.save()
-    if session.state.start is None:
+    if not any(session.world.any(session.state.start is not None)):  # a newcomer has none, and waits with the others
         return
     group, until = session.world.group, time.monotonic() + COMMIT_SECONDS
     while not session.checkpoints.wait(0.1) and time.monotonic() < until:
@@ -264,9 +265,9 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
         raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
     if session.step.sharded is not None:  # one rank cannot make a pass by itself
-        raise OutOfMemoryError(
-            f"{what} ({str(error).splitlines()[0]}); {explain_sharded(config, session.step.sharded.size)}", {}
-        ) from error
+        sharded, model = session.step.sharded, model_bytes(session.step.module)
+        told = explain_sharded(config, session.world.world_size, max(2, sharded.size), model)
+        raise OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {}) from error
     need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = (
