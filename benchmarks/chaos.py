@@ -7,8 +7,10 @@ says what must hold after it. A seed that fails is named, and `--only SEED` play
     not_played                        tapes left because the campaign itself broke down
     faults                            number of faults that happened, by kind
     generations, launches             generations agreed; starts of a job (a tape may end all nodes)
+    strategy, resumes                 `training.strategy`; times that a checkpoint was read
     parameter_server                  generations in parameter-server mode
-    largest_weight_difference         from the undisturbed run, relative to each tensor's largest weight
+    largest_weight_difference         from the undisturbed run with ddp, relative to each tensor's largest weight
+    load_before                       processes that want to run, before (`os.getloadavg`)
     skipped                           tapes that need a network of hosts, where the kernel does not allow one
 """
 
@@ -37,7 +39,7 @@ sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
 
 import tape as tapes  # noqa: E402
 from network import NoNetworkError  # noqa: E402
-from play import Outcome  # noqa: E402
+from play import STRATEGIES, Outcome, Strategy  # noqa: E402
 from properties import describe, largest_difference  # noqa: E402
 from stage import Stage  # noqa: E402
 
@@ -51,6 +53,7 @@ class Campaign:
     """The seeds that are left, and the counts so far."""
 
     folder: Path
+    strategy: Strategy = "ddp"
     seeds: SimpleQueue[int] = field(default_factory=SimpleQueue)
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -60,7 +63,7 @@ class Campaign:
 
     def work(self, name: str) -> None:
         """Play tapes until none is left; one of several threads runs this."""
-        stage = Stage(self.folder / name)
+        stage = Stage(self.folder / name, self.strategy)
         try:
             while True:
                 self.one(stage, self.seeds.get_nowait())
@@ -90,6 +93,7 @@ class Campaign:
             self.counts["tapes"] += 1
             self.counts["launches"] += outcome.launches
             self.counts["generations"] += len(history)
+            self.counts["resumes"] += sum(1 for _ in outcome.rundir.events("resume"))
             self.counts["parameter_server"] += sum(item.topology == "star" for item in history)
             self.faults += outcome.happened
             self.largest = max(self.largest, difference)
@@ -112,17 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tapes", type=int, default=200, help="number of tapes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first tape; each further one has the next")
     parser.add_argument("--only", type=int, metavar="SEED", help="play only the tape of this seed")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, default="ddp", help="of the trainings; hsdp with two ranks on each node"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
     parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.tapes)
-    began = time.time()
+    began, load = time.time(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        campaign = Campaign(folder)
+        campaign = Campaign(folder, options.strategy)
         for seed in seeds:
             campaign.seeds.put(seed)
         workers = [
@@ -135,16 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             worker.join()
     result: dict[str, Any] = {
         "benchmark": "chaos",
+        "strategy": options.strategy,
         "tapes": campaign.counts["tapes"],
         "violations": len(campaign.failed),
         "not_played": len(seeds) - campaign.counts["tapes"] - campaign.counts["skipped"],
         "failed_seeds": sorted(campaign.failed),
         "first_seed": seeds[0],
         "faults": dict(sorted(campaign.faults.items())),
-        **{name: campaign.counts[name] for name in ("generations", "launches", "parameter_server", "skipped")},
+        **{name: campaign.counts[name] for name in ("generations", "launches", "resumes")},
+        **{name: campaign.counts[name] for name in ("parameter_server", "skipped")},
         "largest_weight_difference": campaign.largest,
         "seconds": round(time.time() - began, 1),
         "jobs": options.jobs,
+        "load_before": round(load, 2),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -152,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(line)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "chaos.json").write_text(line + "\n")
+        name = "chaos.json" if options.strategy == "ddp" else f"chaos_{options.strategy}.json"
+        (RESULTS / name).write_text(line + "\n")
     return 1 if campaign.failed or result["not_played"] else 0
 
 

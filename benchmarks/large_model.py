@@ -147,7 +147,7 @@ class Ours:
         if side == "ddp":
             self.step.adopt(self.world)
         else:
-            plan = plan_world(self.world, side, False)
+            plan = plan_world(self.world, side)
             bring_rows(TrainingState(model, self.step), self.world, plan, True, lambda: None)
             self.step.adopt_replicas(self.world, plan)
 

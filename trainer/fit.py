@@ -49,6 +49,7 @@ from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
+from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task, unreduced
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RunDir
@@ -58,8 +59,8 @@ RUN_DIR = "DTRAIN_RUN_DIR"
 SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
 """Variable: the folder for the run directories of scripts that name none."""
 DESCRIBE = "DTRAIN_DESCRIBE_JOB"
-"""Variable: a file to which the job is written, with the numbers of its samples; the script then ends untrained. Where
-it cannot be trained, the file says why."""
+"""Variable: a file to which the job is written, with the numbers of its samples and the bytes of its model; the
+script then ends untrained. Where it cannot be trained, the file says why."""
 OVERRIDES = "DTRAIN_SET"
 """Variable: a JSON list of ``dotted.key=value``, which come after the script's own settings when it is described."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
@@ -193,7 +194,8 @@ class Trainer:
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
-            Path(describe).write_text(json.dumps({"job": asdict(job), "samples": samples}))
+            described = {"job": asdict(job), "samples": samples, "model": asdict(model_bytes(self.model))}
+            Path(describe).write_text(json.dumps(described))
             sys.exit(0)
         if RUN_DIR in os.environ:
             return _ordered_job(data, number), problem

@@ -103,6 +103,7 @@ def plan_training(
     from dtrain_dagster.clusters.ranks import hosts_of
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
+    from dtrain_dagster.planning.plan_memory import memory_of
     from dtrain_dagster.planning.probe_cost import charge_usd
     from trainer.node.gpus import explain_local_gpus, visible_gpus
 
@@ -112,7 +113,10 @@ def plan_training(
         price, tier, count = planned.price, planned.tier, planned.node_count
         history = read_history(context, planned)
         ranks, hosts = count * planned.sizes.processes_per_node, hosts_of(planned.kind, count)
-        for sentence in request.check(planned.job, ranks, hosts, rehearses=not history.runs):
+        has_trained = any(run.sku == price.sku for run in history.runs)
+        checked = request.check(planned.job, ranks, hosts, rehearses=not has_trained)
+        holds, sentences = memory_of(planned, checked)
+        for sentence in sentences:
             context.log.warning(sentence)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
@@ -127,7 +131,7 @@ def plan_training(
     planned, forecast = pace.planned, pace.forecast
     spent = charge_usd(pace.charges, planned.tier)
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
-    table = compare_choices(planned, forecast, limits)
+    table = compare_choices(planned, forecast, limits, holds)
     if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
         table = mark_planned(table, cheapest)
         context.log.info(f"of 1 to {count} nodes these cost least: {in_words(cheapest)}")

@@ -23,6 +23,7 @@ from trainer.model.allowed_factories import refuse_foreign_factories, usual_part
 
 if TYPE_CHECKING:
     from dtrain_dagster.jobs.script_job import ScriptJob
+    from dtrain_dagster.planning.check_job import Checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class TrainingRequest(Protocol):
     def on_nodes(self, node_count: int) -> Wanted:
         """Return the training as it would run on ``node_count`` nodes. Raise `ConfigError` where it cannot."""
 
-    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> list[str]:
-        """Check that nodes on this many ``hosts`` could train this job, and return sentences on what could not be
-        checked here. Raise `ConfigError` or `DatasetError` where they could not."""
+    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
+        """Check that nodes on this many ``hosts`` could train this job, and return what is known of it then.
+        Raise `ConfigError` or `DatasetError` where they could not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class DatasetTraining:
         job = job_on(node_count, config, self.cluster, self.project, self.dataset)
         return Wanted(job, self.dataset.samples)
 
-    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> list[str]:
+    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
         """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
         from dtrain_dagster.planning.check_job import check_job
 
@@ -97,13 +98,14 @@ class ScriptTraining:
         )  # fmt: skip
         return Wanted(found.job, found.samples, found)
 
-    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> list[str]:
+    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
         """Return no sentence: `on_nodes` has run the script up to its first batch. Raise `ConfigError` where the
         encryption that it requires cannot be had."""
+        from dtrain_dagster.planning.check_job import Checked
         from trainer.comm.encryption import refuse_nccl
 
         refuse_nccl(job.training, hosts, self.cluster.have_gpus)
-        return []
+        return Checked()
 
 
 def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:

@@ -37,7 +37,12 @@ def order_script(
     settings: Settings, script: str, arguments: Sequence[str], overrides: Sequence[str], nodes: int | None,
     name: str | None,
 ) -> ScriptJob:  # fmt: skip
-    """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does."""
+    """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does, and where its
+    model does not fit into their memory."""
+    from dtrain_dagster.costs.prices import price_of
+    from dtrain_dagster.planning.check_job import Checked, check_memory
+    from dtrain_dagster.planning.memory_fit import room_of
+
     if settings.kind.code != "in place" and not settings.kind.is_this_machine:
         say("note: the script and what it imports must be at the same path on the nodes", err=True)
     job_id = new_job_id(name, "train")
@@ -45,9 +50,14 @@ def order_script(
     share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
     threads = settings.threads_per_rank or share
     own = [f"training.world_size={ranks}", *([f"training.threads_per_rank={threads}"] if threads else [])]
-    return describe_script(
+    found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
     )
+    price, each = price_of(settings.gpu_type), ranks_of(settings)
+    room = room_of(settings.kind, price, settings.tiers[0], nodes or settings.nodes, each)
+    for sentence in check_memory(Checked(model=found.model), found.job.training, room).sentences:
+        say(sentence, err=True)
+    return found
 
 
 def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach: bool) -> None:

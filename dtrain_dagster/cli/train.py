@@ -298,14 +298,19 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
     from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
-    from dtrain_dagster.costs.prices import price_of
+    from dtrain_dagster.costs.prices import alternatives_to, price_of
     from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.planning.memory_fit import room_of
     from dtrain_dagster.settings.engines import read_engine_options
 
     gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
     hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    for sentence in check_job(job, node_count * ranks, rehearses, hosts, has_gpus):
+    room, prices = room_of(settings.kind, price, settings.tiers[0], node_count, ranks), alternatives_to(price.sku)
+    checked = check_job(
+        job, node_count * ranks, rehearses, hosts, has_gpus, room, prices.values() if settings.kind.buys_nodes else ()
+    )
+    for sentence in checked.sentences:
         say(sentence, err=True)
     if settings.cluster == "azure_ml":
         from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired

@@ -20,6 +20,7 @@ from typing import Any
 
 import trainer
 from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.performance.memory import ModelBytes
 
 DESCRIBE_SECONDS = 600.0
 """The most seconds that a script may take until it calls fit: it reads its data before."""
@@ -37,6 +38,8 @@ class ScriptJob:
     command: tuple[str, ...]
     samples: Mapping[str, int]
     """The number of samples of each split."""
+    model: ModelBytes | None = None
+    """The bytes of its model; None if they are not known."""
 
     @property
     def total_steps(self) -> int:
@@ -89,7 +92,7 @@ def describe_script(
     if "job" not in found:
         raise ConfigError(f"{option} {script}: {found.get('error') or explain_end(done.returncode, done.stderr)}")
     job = parse_job(json.dumps(found["job"] | {"job_id": job_id, "run_dir": run_dir}), source=script)
-    return ScriptJob(job, command, found["samples"])
+    return ScriptJob(job, command, found["samples"], ModelBytes(**found["model"]) if found.get("model") else None)
 
 
 def explain_end(code: int, said: str) -> str:

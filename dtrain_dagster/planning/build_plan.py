@@ -7,7 +7,7 @@ Reading the launchpad, notifying people and recording belong in `dtrain_dagster.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
@@ -110,9 +110,11 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
     )
 
 
-def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> Choices:
+def compare_choices(
+    planned: PlannedJob, forecast: Forecast, limits: Limits, too_small: Callable[[SkuPrice, int], str] | None = None
+) -> Choices:
     """Return the alternatives: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
-    has stated the world size, and no other SKU or tier at a site's price."""
+    has stated the world size, and no other SKU or tier at a site's price. ``too_small``: see `choices`."""
     count = planned.node_count
     baseline = Baseline(
         price=planned.price,
@@ -137,6 +139,7 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
         is_stand_in=not planned.kind.buys_nodes,
         is_this_machine=planned.kind.is_this_machine,
         price_words=planned.price_words,
+        too_small=too_small,
     )
 
 

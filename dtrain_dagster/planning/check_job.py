@@ -6,32 +6,50 @@ Nodes cost money; a wrong argument is found here within seconds.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.planning.job_data import data_of
+from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
 from trainer.comm.encryption import refuse_nccl
-from trainer.config import ConfigError, JobConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.sampler import Sampler
 from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
+from trainer.performance.memory import ModelBytes
 from trainer.spec import WINDOWS
 
 SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
 
 
-def check_job(job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1, has_gpus: bool = False) -> list[str]:
-    """Check that nodes could train this job, and return sentences on what could not be checked here.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known of a job that nodes could train."""
+
+    sentences: tuple[str, ...] = ()
+    """What could not be checked here, or only just fits."""
+    model: ModelBytes | None = None
+    """The bytes of its model; None if they are not known."""
+
+
+def check_job(
+    job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1, has_gpus: bool = False,
+    room: MemoryRoom | None = None, prices: Iterable[SkuPrice] = (),
+) -> Checked:  # fmt: skip
+    """Check that nodes could train this job, and return what is known of it then.
 
     The dataset has samples in each split, and enough for the batch; the loss and the model can be built with their
     arguments and do a training step. Parts of the user's own run in a process without secrets or network. Stock parts
     without arguments are known to work. ``ranks``: those that will run. ``rehearses``: whether the model and the loss
     are tried; they need not be where they have trained before. ``hosts`` and ``has_gpus``: how many machines
-    the nodes are on, and whether these are known to have GPUs, which sum by NCCL. Raise `ConfigError`, which names the
-    field, and `DatasetError` where the dataset cannot be read."""
+    the nodes are on, and whether these are known to have GPUs, which sum by NCCL. ``room``: the memory that each rank
+    has there, where it is known; ``prices``: of the SKUs that could be had instead. Raise `ConfigError`, which names
+    the field, and `DatasetError` where the dataset cannot be read."""
     refuse_foreign_factories(job)
     refuse_nccl(job.training, hosts, has_gpus)
     data, config = data_of(job), job.training
@@ -52,16 +70,30 @@ def check_job(job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1
     )
     parts = (job.model, job.loss)
     if data.spec is None:
-        return [] if not rehearses else ["model and loss were not tried out here: a dataset of your own has no spec"]
+        unsure = "model and loss were not tried out here: a dataset of your own has no spec"
+        return Checked((unsure,) if rehearses else ())
     if not rehearses or not any(part.args or ":" in part.factory for part in parts):
-        return []
+        return Checked()
+    said, model = tuple[str, ...](), None
     try:
         sources = resolve_user_sources(part.factory for part in parts)
         with tempfile.TemporaryDirectory(prefix="dtrain-check-") as folder:
             stage_files(sources.files, Path(folder))
-            rehearse(asdict(job.model), asdict(job.loss), data.spec, modules_of_settings(), [Path(folder)])
+            model = rehearse(asdict(job.model), asdict(job.loss), data.spec, modules_of_settings(), [Path(folder)])
     except (StagingError, RehearsalError) as error:
         raise ConfigError(str(error)) from None
     except UnsureRehearsalError as error:
-        return [f"model and loss could not be tried out here, nodes will tell: {error}"]
-    return []
+        model, said = error.model, (f"model and loss could not be tried out here, nodes will tell: {error}",)
+    return check_memory(Checked(said, model), config, room, prices)
+
+
+def check_memory(
+    checked: Checked, training: DistributedTrainingConfig, room: MemoryRoom | None, prices: Iterable[SkuPrice] = ()
+) -> Checked:  # fmt: skip
+    """Return the same, with a sentence where memory is short. Raise `ConfigError` where the model cannot fit."""
+    if checked.model is None or room is None:
+        return checked
+    fit = judge_memory(checked.model, training, room, prices)
+    if fit.refusal:
+        raise ConfigError(f"the model {fit.refusal}")
+    return replace(checked, sentences=(*checked.sentences, fit.warning)) if fit.warning else checked

@@ -10,7 +10,7 @@ a comparison: what runs is the planned one, see `PlanChoice.is_planned`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Literal, Protocol
@@ -159,20 +159,24 @@ def choices(
     price_words: str = LISTED,
     spent_usd: float = 0.0,
     spent_seconds: float = 0.0,
+    too_small: Callable[[SkuPrice, int], str] | None = None,
 ) -> Choices:
     """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
     ``is_stand_in``: the baseline's nodes are only priced as its SKU, which may be retired then. ``is_this_machine``:
-    they are parts of this machine.
+    they are parts of this machine. ``too_small``: why so many nodes of a SKU have too little memory, "" if they have
+    enough.
     """
     counts, offered, missing = sorted(set(node_counts)), [], []
     for price in prices:
         for tier in tiers:
             why = _why_not_available(price, tier, today, is_stand_in and price.sku == baseline.price.sku)
-            if why:
+            small = {count: too_small(price, count) if too_small else "" for count in counts}
+            if why := why or (min(small.values(), default="") and small[counts[-1]]):
                 missing.append(NotAvailable(sku=price.sku, tier=tier, why=why))
             else:
-                offered += [_choice(forecast, baseline, price, count, tier, epochs) for count in counts]
+                fitting_counts = [count for count in counts if not small[count]]
+                offered += [_choice(forecast, baseline, price, count, tier, epochs) for count in fitting_counts]
     rows = sorted(offered, key=_by_cost)
     front = _front(rows)
     fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]

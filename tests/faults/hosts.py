@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,15 +77,18 @@ class Preload:
 
 @dataclass(slots=True)
 class ObservedIncarnation:
-    """A node's process, by the harness's own clock (Unix seconds)."""
+    """A node's process group, by the harness's own clock (Unix seconds): from its first process to its last one's
+    end."""
 
     node: int
     launch: int
     incarnation: int
     pid: int
+    """Of its first process, and so of the group."""
     started_at: float
     ended_at: float | None = None
-    descriptor: int | None = None
+    descriptors: list[int] = field(default_factory=list)
+    """Of its processes that run."""
 
 
 class Hosts:
@@ -94,9 +97,10 @@ class Hosts:
     def __init__(
         self, preload: Preload, folder: Path, config: dict[str, Any], environment: dict[str, str],
         network: Network | None = None, max_replacements: int = 12, replacement_delay: float = 0.3, nodes: int = NODES,
+        ranks_each: int = 1,
     ) -> None:  # fmt: skip
-        """``config``: the job, but for its name and its folder."""
-        self.nodes = nodes
+        """``config``: the job, but for its name and its folder. ``ranks_each``: processes on each node."""
+        self.nodes, self.ranks_each = nodes, ranks_each
         self.preload, self.folder, self.network = preload, folder, network
         self.environment = environment
         self.max_replacements, self.replacement_delay = max_replacements, replacement_delay
@@ -120,7 +124,7 @@ class Hosts:
             "job_id": "job",
             "command": ["python", "-m", "trainer", "--config", str(self.run_dir / "job.json")],
             "node_count": self.nodes,
-            "processes_per_node": 1,
+            "processes_per_node": self.ranks_each,
             "threads_per_rank": 1,
             "env": {**self.environment, "DTRAIN_FAULTS": json.dumps(faults or [])},
             "master_port": None,
@@ -150,19 +154,26 @@ class Hosts:
             if "supervisor" in note:
                 self.supervisor = note["supervisor"]
                 continue
-            incarnation = ObservedIncarnation(
-                note["node"], note["launch"], note["incarnation"], note["pid"], note["time"]
+            key = note["node"], note["launch"], note["incarnation"]
+            incarnation = next(
+                (item for item in self.observed if (item.node, item.launch, item.incarnation) == key), None
             )
+            if incarnation is None:
+                incarnation = ObservedIncarnation(*key, note["pid"], note["time"])
+                self.observed.append(incarnation)
             try:
-                incarnation.descriptor = os.pidfd_open(incarnation.pid)
+                incarnation.descriptors.append(os.pidfd_open(note["pid"]))
+                incarnation.ended_at = None
             except ProcessLookupError:
-                incarnation.ended_at = time.time()
-            self.observed.append(incarnation)
+                incarnation.ended_at = incarnation.ended_at or (None if incarnation.descriptors else time.time())
         for incarnation in self.observed:
-            if incarnation.descriptor is not None and select.select([incarnation.descriptor], [], [], 0)[0]:
+            if not incarnation.descriptors:
+                continue
+            for descriptor in [item for item in incarnation.descriptors if select.select([item], [], [], 0)[0]]:
+                os.close(descriptor)
+                incarnation.descriptors.remove(descriptor)
+            if not incarnation.descriptors:
                 incarnation.ended_at = time.time()
-                os.close(incarnation.descriptor)
-                incarnation.descriptor = None
 
     @property
     def running(self) -> bool:
@@ -214,9 +225,9 @@ class Hosts:
             time.sleep(0.01)
         self._notes.close()
         for incarnation in self.observed:
-            if incarnation.descriptor is not None:
-                os.close(incarnation.descriptor)
-                incarnation.descriptor = None
+            for descriptor in incarnation.descriptors:
+                os.close(descriptor)
+            incarnation.descriptors.clear()
 
 
 def _state(pid: int) -> str:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import tape as tapes
 from hosts import NODES, Hosts, ObservedIncarnation, Preload
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.01
 LIMIT_SECONDS = 150.0
 """A run that takes longer hangs; an undisturbed one takes about 6."""
 MAX_LAUNCHES = 6
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "world_size": NODES,
     "batch_size_per_gpu": 16,
     "gradient_accumulation_steps": 2,
@@ -43,6 +43,21 @@ TRAINING = {
     "micro_batch_floor": 4,
 }
 
+Strategy = Literal["ddp", "fsdp", "hsdp"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+RANKS_EACH: dict[Strategy, int] = {"ddp": 1, "fsdp": 1, "hsdp": 2}
+"""Processes on each node: with ``hsdp`` two, which share its copy of the model."""
+
+
+def training_of(strategy: Strategy) -> dict[str, Any]:
+    """The settings of a training with that strategy: the same micro-batches with each."""
+    each = RANKS_EACH[strategy]
+    return TRAINING | {
+        "strategy": strategy,
+        "world_size": NODES * each,
+        "gradient_accumulation_steps": TRAINING["gradient_accumulation_steps"] // each,
+    }
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -60,23 +75,27 @@ class Outcome:
     left: list[int] = field(default_factory=list)
     ends_all: bool = False
     """Did the tape end all nodes, so that only a new start could go on?"""
+    strategy: Strategy = "ddp"
 
 
-def play(tape: Tape, preload: Preload, folder: Path, dataset: Path, network: Network | None = None) -> Outcome:
+def play(
+    tape: Tape, preload: Preload, folder: Path, dataset: Path, network: Network | None = None,
+    strategy: Strategy = "ddp",
+) -> Outcome:  # fmt: skip
     """One run, to its end. ``network``: for tapes that want one; all its links are whole again afterwards."""
     config = {
         "dataset": {"uri": str(dataset)},
         "tracking": {"tensorboard": False},
         "model": {"factory": "paced:tcn", "args": {"dropout": tape.dropout}},
-        "training": TRAINING,
+        "training": training_of(strategy),
     }
     environment = {"DTRAIN_CACHE": str(folder.parent / "cache"), "DTRAIN_STOP_GRACE_SECONDS": "5"}
     hosts = Hosts(
         preload, folder, config, environment, network,
         max_replacements=0 if tape.replacement_delay is None else 12,
-        replacement_delay=tape.replacement_delay or 0.0,
+        replacement_delay=tape.replacement_delay or 0.0, ranks_each=RANKS_EACH[strategy],
     )  # fmt: skip
-    player = _Player(tape, hosts)
+    player = _Player(tape, hosts, strategy)
     try:
         return player.run()
     finally:
@@ -86,9 +105,9 @@ def play(tape: Tape, preload: Preload, folder: Path, dataset: Path, network: Net
 
 
 class _Player:
-    def __init__(self, tape: Tape, hosts: Hosts) -> None:
+    def __init__(self, tape: Tape, hosts: Hosts, strategy: Strategy) -> None:
         self.tape, self.hosts = tape, hosts
-        self.outcome = Outcome(tape, hosts.rundir, hosts.observed, 0, 0.0)
+        self.outcome = Outcome(tape, hosts.rundir, hosts.observed, 0, 0.0, strategy=strategy)
         self._due = [fault for fault in tape.faults if fault.at is None]
         self._later: list[tuple[float, Callable[[], Any]]] = []
         self._exact = {fault.node: fault for fault in tape.faults if fault.at is not None and fault.kind == "stop"}

@@ -21,9 +21,12 @@ from trainer.data.coverage import find_coverage_errors
 from trainer.documents.presences import NodePresence
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
+from trainer.parallel.replicas import plan_replicas
 from trainer.rundir import RunDir
 
 WEIGHTS_LIMIT = 1e-5
+"""Of the largest weight of a tensor. The same for every strategy: a shared model is compared with the undisturbed
+training with ``ddp``, so that another order of sums is in it; what another number of nodes changes is as large."""
 LOSS_LIMIT = 1e-4
 CLOCK_SECONDS = 3.0
 """How far the accounts may be off: the supervisor looks twenty times a second, on a machine with more to do."""
@@ -54,8 +57,9 @@ def violations(outcome: Outcome, reference: Reference) -> list[str]:
     wrong += unequal_weights(_weights(rundir), reference.weights)
     wrong += wrong_samples(result, reference.consumed)
     wrong += wrong_losses(steps, reference.losses)
-    wrong += wrong_history(history)
-    wrong += redone_steps(steps, history)
+    wrong += wrong_history(history, outcome.strategy)
+    wrong += redone_steps(steps, history, outcome.strategy)
+    wrong += wrong_resumes(list(rundir.events()), history, outcome.strategy)
     wrong += split_brains(steps)
     wrong += several_writers(_manifests(rundir))
     wrong += wrong_accounts(rundir.nodes(), outcome.observed)
@@ -112,7 +116,16 @@ def wrong_losses(steps: Iterable[Mapping[str, Any]], expected: Mapping[int, floa
     return wrong
 
 
-def wrong_history(history: Sequence[Generation]) -> list[str]:
+def keeps_all_rows(before: Generation, item: Generation, strategy: str) -> bool:
+    """Do the survivors of a generation have the whole state of the model together, by what each rank holds?"""
+    if strategy == "ddp":
+        return item.has_state
+    plan = plan_replicas(strategy, [seat.node for seat in before.members], before.topology == "mesh")
+    left = {before.rank_of(seat.member) for seat in item.members if seat.was_in}
+    return {plan.place_of(rank) for rank in left if rank is not None} == set(range(plan.size))
+
+
+def wrong_history(history: Sequence[Generation], strategy: str = "ddp") -> list[str]:
     """One generation after the other: each with members of its own launch, and survivors only of the one before."""
     wrong = []
     if [item.number for item in history] != list(range(1, len(history) + 1)):
@@ -130,28 +143,52 @@ def wrong_history(history: Sequence[Generation]) -> list[str]:
                 wrong.append(f"generation {item.number} of launch {item.launch} has {seat.member} of {seat.launch}")
             if seat.was_in and (before is None or seat.was_in != before.number or before.rank_of(seat.member) is None):
                 wrong.append(f"{seat.member} came into generation {item.number} with a state that does not count")
-        if before and before.launch == item.launch and item.has_state and item.step < before.step:
+        # With rows lost in between, what a generation says of its survivors' step is not where it goes on.
+        goes_on = strategy == "ddp" and item.has_state
+        if before and before.launch == item.launch and goes_on and item.step < before.step:
             wrong.append(f"generation {item.number} begins at step {item.step}, {before.number} at {before.step}")
         before = item
     return wrong
 
 
-def redone_steps(steps: Iterable[Mapping[str, Any]], history: Sequence[Generation]) -> list[str]:
-    """Steps that were reported as done, by all members, and that a later generation with survivors did once more."""
+def redone_steps(
+    steps: Iterable[Mapping[str, Any]], history: Sequence[Generation], strategy: str = "ddp"
+) -> list[str]:  # fmt: skip
+    """Steps that were reported as done, by all members, and that a later generation with survivors who have the whole
+    state did once more."""
     return [
         f"generation {number} had done step {done}; {number + 1} went on from {began}"
-        for number, (done, began) in sorted(progress(steps, history).items())
+        for number, (done, began) in sorted(progress(steps, history, strategy).items())
         if done > began
     ]
 
 
-def progress(steps: Iterable[Mapping[str, Any]], history: Sequence[Generation]) -> dict[int, tuple[int, int]]:
-    """Of each generation that survivors came out of: the last step it reported, the one that the next began at."""
+def progress(
+    steps: Iterable[Mapping[str, Any]], history: Sequence[Generation], strategy: str = "ddp"
+) -> dict[int, tuple[int, int]]:
+    """Of each generation that survivors with the whole state came out of: the last step it reported, the one that the
+    next began at."""
     last: dict[int, int] = defaultdict(int)
     for item in steps:
         last[item["generation"]] = max(last[item["generation"]], item["step"])
-    following = {item.number - 1: item for item in history if item.has_state}
+    following = {item.number - 1: item for before, item in pairwise(history) if keeps_all_rows(before, item, strategy)}
     return {number: (done, following[number].step) for number, done in last.items() if number in following}
+
+
+def wrong_resumes(
+    events: Sequence[Mapping[str, Any]], history: Sequence[Generation], strategy: str = "ddp"
+) -> list[str]:  # fmt: skip
+    """A checkpoint is read only where no survivors have the whole state, and then the newest that was complete."""
+    wrong = []
+    known = {item.number: item for item in history}
+    for event in [event for event in events if event["kind"] == "resume"]:
+        item, before = known[event["generation"]], known.get(event["generation"] - 1)
+        if before and before.launch == item.launch and keeps_all_rows(before, item, strategy):
+            wrong.append(f"generation {item.number} went back to step {event['step']}, and no rows were lost")
+        saved = [other["step"] for other in events if other["kind"] == "checkpoint" and other["time"] < item.formed_at]
+        if event["step"] < max(saved, default=0):
+            wrong.append(f"generation {item.number} went back to step {event['step']}, and {max(saved)} was saved")
+    return wrong
 
 
 def split_brains(steps: Iterable[Mapping[str, Any]]) -> list[str]:

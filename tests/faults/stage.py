@@ -8,7 +8,7 @@ from pathlib import Path
 import tape as tapes
 from hosts import Preload
 from network import Network
-from play import Outcome, play, undisturbed
+from play import Outcome, Strategy, play, undisturbed
 from properties import Reference, read_reference, violations
 from tape import Tape
 from worlds import build
@@ -19,6 +19,8 @@ class Stage:
     """For one tape after the other. What is needed is made when it is needed, and kept."""
 
     folder: Path
+    strategy: Strategy = "ddp"
+    """Of the trainings. What they are compared with is always the undisturbed training with ``ddp``."""
     references: dict[int, Reference] = field(default_factory=dict)
     network: Network | None = None
 
@@ -34,17 +36,19 @@ class Stage:
         """
         network = self._network() if tape.hosts == "network" else None
         reference = self.reference(tape)
-        outcome = play(tape, self.preload, self.folder / f"seed-{tape.seed}", self.dataset, network)
+        outcome = play(tape, self.preload, self.folder / f"seed-{tape.seed}", self.dataset, network, self.strategy)
         return outcome, violations(outcome, reference)
 
     def reference(self, tape: Tape) -> Reference:
         """The undisturbed run of the same training."""
         blank = undisturbed(tape)
         if blank.seed not in self.references:
-            outcome = play(blank, self.preload, self.folder / f"undisturbed{blank.seed}", self.dataset)
-            self.references[blank.seed] = reference = read_reference(outcome.rundir)
-            wrong = violations(outcome, reference)
-            assert not wrong, f"even the undisturbed run: {wrong}"
+            for strategy in dict.fromkeys(("ddp", self.strategy)):
+                folder = self.folder / f"undisturbed{blank.seed}-{strategy}"
+                outcome = play(blank, self.preload, folder, self.dataset, strategy=strategy)
+                reference = self.references.setdefault(blank.seed, read_reference(outcome.rundir))
+                wrong = violations(outcome, reference)
+                assert not wrong, f"even the undisturbed run with {strategy}: {wrong}"
         return self.references[blank.seed]
 
     def close(self) -> None:

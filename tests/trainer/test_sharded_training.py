@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed, weights
 from sharded_nodes import Hosts
 from worlds import Job
@@ -94,3 +97,38 @@ def test_with_one_copy_a_lost_node_costs_the_steps_since_the_checkpoint(begin: B
     steps = [item["step"] for item in nodes.job.events("resume")]
     assert steps
     assert all(0 <= step <= 10 for step in steps)
+
+
+def test_a_node_lost_before_the_first_checkpoint_takes_nothing_along(begin: Begin, whole: Job) -> None:
+    """All ranks hold rows by then, and a part of the first checkpoint is never written."""
+    nodes = begin(Nodes, strategy="fsdp").start(world=3, faults=(kill("save", 0, 1),))
+    assert nodes.wait() == [0, KILLED, 0], nodes.log()
+    assert_undisturbed(nodes, whole)
+
+
+def test_who_joins_at_a_step_that_is_saved_saves_it_with_the_others(begin: Begin, whole: Job) -> None:
+    """A checkpoint is written by all ranks together: those that have saved this step save it once more."""
+    slowly = {"kind": "sleep", "at": "optimizer", "node": 0, "every": True, "seconds": 0.2}
+    nodes = begin(Nodes, strategy="fsdp", checkpoint_frequency=1, collective_timeout_seconds=5)
+    nodes.start(world=2, faults=(slowly,)).until_step(3)
+    nodes.signal(signal.SIGKILL, 1)
+    nodes.until_members(0)
+    nodes.start(1, world=2, stay=2).until_members(0, 1)
+    assert nodes.wait() == [0, 0], nodes.log()
+    assert nodes.members() == [[0, 1], [0], [0, 1]], nodes.log()
+    assert_undisturbed(nodes, whole)
+
+
+def test_ranks_share_the_model_over_encrypted_connections(begin: Begin, whole: Job, tmp_path: Path) -> None:
+    nodes = begin(Nodes, strategy="fsdp", tls=asdict(Authority(tmp_path).node())).start(world=2)
+    assert nodes.wait() == [0, 0], nodes.log()
+    assert_undisturbed(nodes, whole)
+
+
+@pytest.mark.long
+def test_over_encrypted_connections_a_lost_copy_costs_no_step(begin: Begin, whole: Job, tmp_path: Path) -> None:
+    nodes = begin(strategy="hsdp", tls=asdict(Authority(tmp_path).node())).start(faults=(kill("backward", 6, 1),))
+    assert nodes.wait() == [0, 0, KILLED, KILLED], nodes.log()
+    assert_undisturbed(nodes, whole)
+    assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
+    assert "2 copies of the model, each by 2" in nodes.log()

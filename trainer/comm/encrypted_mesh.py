@@ -107,6 +107,44 @@ class EncryptedMesh:
         mine = view_bytes(input_.reshape(-1))
         self._exchange_rows([mine] * self.size, [_row(output, i) for i in self._ranks])
 
+    def gather_among(self, output: Tensor, mine: Tensor, ranks: Sequence[int]) -> None:
+        """Gather rows of these ranks, of which this is one: the part of ``output`` at a rank's place among them is its
+        ``mine``. All parts have the same size."""
+        target, row = output.detach().view(len(ranks), -1), mine.detach().cpu().view(-1)
+        table = torch.empty_like(target, device="cpu") if target.is_cuda else target
+        table[ranks.index(self.rank)].copy_(row)
+        sent, flows = view_bytes(row), list[LinkFlow]()
+        for place, peer in enumerate(ranks):
+            if peer != self.rank:
+                link = self._links[peer]
+                flows += [(link, _receive(link, _ROWS, _row(table, place))), (link, _send(link, _ROWS, sent))]
+        self._run(flows)
+        if table is not target:
+            target.copy_(table)
+
+    def scatter_sum(self, output: Tensor, given: Tensor, ranks: Sequence[int]) -> None:
+        """Sum tensors over these ranks, of which this is one, in order of rank, and put the part at this rank's place
+        among them into ``output``. The content of ``given`` is undefined afterwards."""
+        place = ranks.index(self.rank)
+        parts = given.detach().cpu().view(len(ranks), -1)
+        peers = [(other, rank) for other, rank in enumerate(ranks) if rank != self.rank]
+        step = max(1, BLOCK_BYTES // (len(ranks) * parts.element_size()))
+        for begin in range(0, parts.shape[1], step):
+            own = parts[place, begin : begin + step]
+            theirs = {rank: buffer for (_, rank), buffer in zip(peers, self._buffers(own, len(peers)), strict=True)}
+            flows: list[LinkFlow] = []
+            for other, rank in peers:
+                link, going = self._links[rank], parts[other, begin : begin + step]
+                flows += [(link, _receive(link, _SUM, view_bytes(theirs[rank])))]
+                flows += [(link, _send(link, _SUM, view_bytes(going)))]
+            self._run(flows)
+            _add_up(own, [theirs.get(rank, own) for rank in ranks])
+        output.detach().view(-1).copy_(parts[place])
+
+    def sum_among(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Sum over these ranks, of which this is one, in place, with the same bits on all of them."""
+        self._on_host(tensor, lambda flat: self._all_reduce(flat, ranks))
+
     def all_gather_object(self, value: Any) -> list[Any]:
         mine, texts = json.dumps(value).encode(), dict[int, bytearray]()
 

@@ -102,17 +102,6 @@ def refuse_open_traffic(config: DistributedTrainingConfig, sentence: str) -> Non
         raise ConfigError(f"training.encryption = 'required', but {sentence}")
 
 
-def refuse_sharded_mesh(config: DistributedTrainingConfig, is_mesh: bool) -> None:
-    """Raise `ConfigError` for a model that ranks share where sums go over the encrypted mesh: its parts are gathered by
-    gloo and NCCL alone."""
-    if is_mesh and config.is_sharded:
-        raise ConfigError(
-            f"training.strategy = {config.strategy!r} gathers parameters by gloo or NCCL, which do not encrypt, and "
-            "traffic between hosts is encrypted here: set training.encryption = 'off' in a private network, or "
-            "training.strategy = 'ddp'"
-        )
-
-
 def refuse_nccl(config: DistributedTrainingConfig, hosts: int, has_gpus: bool) -> None:
     """Raise `ConfigError`, before there are nodes, for a job that must be encrypted and would sum by NCCL between
     several hosts. ``has_gpus``: whether the nodes are known to have GPUs."""

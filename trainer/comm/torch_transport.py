@@ -122,6 +122,18 @@ class TorchTransport:
             self._subgroups[members] = self._make_group(name, members.index(self.group.rank()), len(members))
         return self._subgroups[members]
 
+    def gather_among(self, output: torch.Tensor, mine: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Gather rows of these ranks: the part of ``output`` at a rank's place among them is its ``mine``."""
+        self.subgroup(ranks)._allgather_base(output, mine).wait()
+
+    def scatter_sum(self, output: torch.Tensor, given: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Sum tensors over these ranks, and put the part at this rank's place among them into ``output``."""
+        self.subgroup(ranks)._reduce_scatter_base(output, given).wait()
+
+    def sum_among(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Sum over these ranks, in place."""
+        self.subgroup(ranks).allreduce([tensor]).wait()
+
     def hierarchical_all_reduce(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
         """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
         each rank, the same in each call."""

@@ -15,7 +15,6 @@ from trainer.comm.encryption import (
     describe_open_traffic,
     is_mesh_encrypted,
     refuse_open_traffic,
-    refuse_sharded_mesh,
     uses_nccl,
 )
 from trainer.comm.group import InterruptibleGroup
@@ -63,7 +62,6 @@ def form_world(
     is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
     try:
         refuse_open_traffic(config, open_traffic)
-        refuse_sharded_mesh(config, is_mesh and size > 1)
     except ConfigError:
         listener.close()
         raise

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.config import DistributedTrainingConfig
 from trainer.data.training_data import TrainingData
-from trainer.engine.out_of_memory import find_blocks, is_out_of_memory
+from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import TrainingStep
+from trainer.model.sizes import model_bytes
+from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
 from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
+from trainer.runtime.live_storages import peak_of
 from trainer.runtime.malloc import give_back_freed_memory
 
 SAFETY = 0.05
@@ -157,6 +157,7 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
         finally:
             _free(device)
         measured.append((samples, taken))
+    model = model_bytes(step.module)
     room = max([room, *(taken for _, taken in measured)])  # what is freed may lie in pieces that the limit counts
     return MemoryNeed(
         device=device.type,
@@ -165,43 +166,45 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
         wanted=wanted,
         measured=tuple(measured),
         failed=failed,
-        state_bytes=4 * sum(parameter.nbytes for parameter in step.parameters),  # with gradients and two moments
-        gathered_bytes=_gathered_bytes(step),
+        state_bytes=rank_bytes(model, 1).held,
+        gathered_bytes=model.gathered(),
         ranks=step.world.world_size,
     )
-
-
-def _gathered_bytes(step: TrainingStep) -> int:
-    """Return the bytes of two of the model's largest blocks, each gathered and as it is used, with its gradient."""
-    parts = find_blocks(step.module) or [step.module]
-    return 2 * 3 * max((sum(parameter.nbytes for parameter in part.parameters()) for part in parts), default=0)
 
 
 def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
     """Return what was measured, and the settings with which the training would fit, as sentences. Pure."""
     where = "GPU" if need.device == "cuda" else "host"
     if not need.measured:
-        told = f"not even one sample at once fits into the {_size(need.room_bytes)} that the {where} has free"
+        told = f"not even one sample at once fits into the {format_bytes(need.room_bytes)} that the {where} has free"
     else:
         parts = [
-            f"{_size(taken)} with {samples} sample{'s' if samples > 1 else ''} at once"
+            f"{format_bytes(taken)} with {samples} sample{'s' if samples > 1 else ''} at once"
             for samples, taken in (need.measured[-2:])
         ]
-        told = f"a pass takes {' and '.join(parts)}, and the {where} has {_size(need.room_bytes)} free"
+        told = f"a pass takes {' and '.join(parts)}, and the {where} has {format_bytes(need.room_bytes)} free"
     ways = _ways(need, config, where)
     return f"measured: {told}. What would fit: {'; '.join(ways)}"
 
 
-def explain_sharded(config: DistributedTrainingConfig, ranks: int) -> str:
-    """Return what would fit where a sharded model has run out of memory: a pass of it cannot be measured by one rank
-    alone. Pure."""
-    ways = [f"more ranks than {ranks} in one copy of the model" + (" (nodes with more)" * (config.strategy == "hsdp"))]
-    if config.strategy == "hsdp":
-        ways.append('training.strategy = "fsdp", with which all ranks share one copy')
+def explain_sharded(config: DistributedTrainingConfig, ranks: int, sharing: int, model: ModelBytes) -> str:
+    """Return what each of ``ranks`` needs of a model of which ``sharing`` ranks hold one copy, and what would fit where
+    memory has run out: a pass of it cannot be measured by one rank alone. Pure."""
+
+    def told(count: int) -> str:
+        need = rank_bytes(model, count, gather_precision=config.gather_precision)
+        return f"{format_bytes(need.held)} and {format_bytes(need.gathered)} gathered"
+
+    where = "on each node" if config.strategy == "hsdp" else "in one copy of the model"
+    ways = [f"more ranks than {sharing} {where} (on {2 * sharing}: {told(2 * sharing)})"]
+    if config.strategy == "hsdp" and ranks > sharing:
+        ways.append(f'training.strategy = "fsdp", with which all {ranks} ranks share one copy ({told(ranks)})')
     if config.gather_precision == "fp32":
         ways.append('training.gather_precision = "bf16"')
+    if not config.activation_checkpointing:
+        ways.append("training.activation_checkpointing = true from the first step on")
     ways.append("a lower training.batch_size_per_gpu")
-    return f"What would take less: {'; '.join(ways)}"
+    return f"each rank holds {told(sharing)} at once, beside its activations. What would take less: {'; '.join(ways)}"
 
 
 def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> list[str]:
@@ -214,7 +217,7 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
         )
         ways.append(f"{setting} = {need.fits}, as at most {need.fits} of {need.wanted} samples fit at once")
     if not config.is_sharded and need.fits < need.wanted and (ranks := need.sharing_ranks) is not None:
-        each = _size(need.shared_bytes(ranks) or 0)
+        each = format_bytes(need.shared_bytes(ranks) or 0)
         ways.append(f'training.strategy = "fsdp": on {ranks} ranks that share the model it takes {each} each')
     if config.precision == "fp32":
         ways.append('training.precision = "bf16", which keeps about half of the activations\' bytes')
@@ -222,20 +225,17 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
     if all_bytes is not None and need.fits < need.wanted:
         kind = "a GPU" if need.device == "cuda" else "nodes"
         ways.append(
-            f"{kind} with {_size(all_bytes)} for {need.wanted} samples at once, instead of {_size(need.total_bytes)}"
+            f"{kind} with {format_bytes(all_bytes)} for {need.wanted} samples at once, "
+            f"instead of {format_bytes(need.total_bytes)}"
         )
     elif all_bytes is None:
-        ways.append(f"a {where} with more than {_size(need.total_bytes)}")
+        ways.append(f"a {where} with more than {format_bytes(need.total_bytes)}")
     if need.device == "cuda":
-        ways.append(f'the CPU (training.backend = "gloo"), whose host has {_size(machine_bytes())}')
+        ways.append(f'the CPU (training.backend = "gloo"), whose host has {format_bytes(machine_bytes())}')
     else:
         ways.append("fewer ranks on each host (--procs-per-node, DTRAIN_PROCESSES_PER_NODE), which share its memory")
     ways.append("a smaller model")
     return ways
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
 
 
 def _free(device: torch.device) -> None:
@@ -265,36 +265,4 @@ def _peak_of(run: Callable[[], None], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _LiveStorages() as live:
-        run()
-    return live.most
-
-
-class _LiveStorages(TorchDispatchMode):
-    """The bytes of all tensors that live at once, of those made while it is active: a CPU's allocator counts none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {
-            part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)
-        }
-        for part in tree_leaves(result):
-            if isinstance(part, torch.Tensor):
-                storage = part.untyped_storage()
-                if storage._cdata not in self._known | given and storage.nbytes():
-                    self._known.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return result
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+    return peak_of(run)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.model.blocks import find_blocks, is_long
+
 _MARK = "_computes_activations_twice"
 _WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
@@ -65,35 +67,8 @@ def checkpoint_activations(model: nn.Module) -> int:
     for block in blocks:
         if not getattr(block, _MARK, False):
             setattr(block, _MARK, True)
-            block.forward = partial(_in_runs if _is_long(block) else _twice, block)
+            block.forward = partial(_in_runs if is_long(block) else _twice, block)
     return len(blocks)
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model, as `checkpoint_activations` describes them."""
-    found = [child for child in _members(module) if not _is_elementary(child)]
-    if len(found) > 1:
-        return found
-    if _is_long(module):
-        return [module]
-    return find_blocks(found[0]) if found else []
-
-
-def _members(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these have no forward of their own
-            yield from _members(child)
-        else:
-            yield child
-
-
-def _is_elementary(module: nn.Module) -> bool:
-    own = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return own or not any(True for _ in module.parameters())
-
-
-def _is_long(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 4
 
 
 def _twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

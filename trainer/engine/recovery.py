@@ -24,6 +24,7 @@ from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
+from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
 from trainer.runtime.malloc import give_back_freed_memory
@@ -101,6 +102,8 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         session.best_saved_step = best_pointer(session.rundir)["step"]
         _fence(session, new.number)
         _report_membership(session, old, new, time.monotonic() - began)
+    if session.step.sharded is not None and session.progress.step == 0:
+        save_start(session)
     if old is not None:
         session.reports.end_phase("regroup")
 
@@ -161,20 +164,38 @@ def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> 
                 progress["best_loss"], progress["best_step"] = math.inf, 0
         return state
 
-    plan = plan_world(world, session.config.strategy, session.config.tls is not None)
+    plan = plan_world(world, session.config.strategy)
     before = session.progress.step
     is_loaded = bring_rows(session.state, world, plan, is_fresh, load)
     session.workload.enter_world(world, None, plan)
     session.window = StepWindow()
-    if is_loaded:
+    if not is_loaded:  # a part of what was saved may be lost with its rank, and a newcomer has saved nothing
+        session.saved_step = min(world.all_gather_object(session.saved_step))
+    else:
         session.saved_step = session.progress.step
         session.reports.emit("resume", path=folders[0], step=session.progress.step)
         if not is_fresh:
             _log.warning("rows of the model were lost: back from step %d to %d", before, session.progress.step)
     where = world.generation, world.rank, world.world_size, session.progress.step
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
-    if session.progress.step == 0:
-        session.save()  # so that there is one to go back to, however early rows are lost
+    if session.elastic is None and session.progress.step == 0:
+        session.save()
+
+
+def save_start(session: Session) -> None:
+    """Save the model before its first step, so that there is a checkpoint to go back to, however early rows are lost.
+    Until it counts, each rank keeps what it began with; where storage fails, for good."""
+    session.save()
+    if not any(session.world.any(session.state.start is not None)):  # a newcomer has none, and waits with the others
+        return
+    group, until = session.world.group, time.monotonic() + COMMIT_SECONDS
+    while not session.checkpoints.wait(0.1) and time.monotonic() < until:
+        if group is not None and group.error is not None:
+            break  # a peer is lost, and its part will not come
+    session.world.barrier()  # which has the patience for storage
+    [counts, *_] = session.world.all_gather_object(session.checkpoints.committed_step() is not None)
+    if counts:
+        session.state.start = None
 
 
 def _load_best(session: Session, step: int) -> dict[str, Any] | None:
@@ -244,9 +265,9 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
         raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
     if session.step.sharded is not None:  # one rank cannot make a pass by itself
-        raise OutOfMemoryError(
-            f"{what} ({str(error).splitlines()[0]}); {explain_sharded(config, session.step.sharded.size)}", {}
-        ) from error
+        sharded, model = session.step.sharded, model_bytes(session.step.module)
+        told = explain_sharded(config, session.world.world_size, max(2, sharded.size), model)
+        raise OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {}) from error
     need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = (

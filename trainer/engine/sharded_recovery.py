@@ -19,6 +19,8 @@ from trainer.engine.sharded_state import (
     WEIGHTS,
     Holding,
     find_sources,
+    find_start,
+    give_start,
     is_behind,
     move_rows,
     pass_whole,
@@ -31,10 +33,10 @@ from trainer.parallel.replicas import ReplicaPlan, plan_replicas
 _log = logging.getLogger(__name__)
 
 
-def plan_world(world: World, strategy: str, has_tls: bool) -> ReplicaPlan:
+def plan_world(world: World, strategy: str) -> ReplicaPlan:
     """Return the replicas of a world. A collective."""
     nodes = world.all_gather_object(world.node_rank)
-    plan = plan_replicas(strategy, nodes, can_divide=world.topology == "mesh" and not has_tls)
+    plan = plan_replicas(strategy, nodes, can_divide=world.topology == "mesh")
     if world.rank == 0:
         _log.info("%d ranks hold %d copies of the model, each by %d", len(nodes), len(plan.replicas), plan.size)
     return plan
@@ -44,7 +46,7 @@ def bring_rows(
     state: TrainingState, world: World, plan: ReplicaPlan, is_fresh: bool, load: Callable[[], dict[str, Any] | None]
 ) -> bool:
     """Hold this rank's rows of the furthest state that ranks have. Where none has one, or rows of it are lost, take
-    those of the state that ``load`` returns on every rank; where there is none either, rank 0's model at the start.
+    those of the state that ``load`` returns on every rank; where there is none either, a rank's model at the start.
     Return whether a loaded state was taken. A collective."""
     sharded = state.step.sharded
     assert sharded is not None
@@ -56,6 +58,7 @@ def bring_rows(
         step=state.progress.step,
         awaits_commit=state.step.awaits_commit == state.progress.step,
         evaluated=state.progress.evaluated_step,
+        has_start=sharded.is_whole or state.start is not None,
     )
     holdings = [Holding(**item) for item in world.all_gather_object(asdict(mine))]
     sources = find_sources(holdings)
@@ -64,9 +67,10 @@ def bring_rows(
         if loaded is not None:
             state.restore_rows(loaded, place, size)
             return True
-        if not all(item.is_fresh for item in holdings):
+        start = find_start(holdings)
+        if start is None:
             raise RuntimeError("rows of the model are lost with their ranks, and there is no checkpoint to go back to")
-        move_rows(state, world, present_sources(world, sharded, (0,)), place, size)
+        give_start(state, world, start, place, size)
         return False
     if is_behind(mine, sources.step):
         state.step.update()

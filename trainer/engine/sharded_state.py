@@ -31,6 +31,7 @@ class RowState(Protocol):
     step: TrainingStep
     progress: Any
     best: dict[str, Tensor] | None
+    start: dict[str, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,8 @@ class Holding:
     """Whether it can do the next step by itself, since only the news that all have agreed on it is missing here."""
     evaluated: int = 0
     """The last step after which it has evaluated."""
+    has_start: bool = False
+    """Whether it has the whole model as it was before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,13 @@ def find_sources(holdings: Sequence[Holding]) -> Sources | None:
     return Sources(furthest, size, tuple(holders), reader)
 
 
+def find_start(holdings: Sequence[Holding]) -> Sources | None:
+    """Return where the model is to be had as it was before the first step; None where nobody has it, or a step has been
+    done. Pure."""
+    first = next((rank for rank, item in enumerate(holdings) if item.has_start), None)
+    return None if first is None or any(item.step for item in holdings) else Sources(0, 1, (first,), first)
+
+
 def is_behind(item: Holding, furthest: int) -> bool:
     """Return whether a rank has yet to do the last step of the furthest state, and can do it by itself. Pure."""
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
@@ -104,6 +114,25 @@ def keep_best_rows(state: RowState) -> dict[str, Tensor]:
     sharded, _ = _parts_of(state)
     kept = sharded.rows | buffers_of(sharded.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
+
+
+def keep_start(state: RowState) -> None:
+    """Keep the whole model as it is before the first step, until its first checkpoint counts: when ranks are lost
+    before that, it is given out again."""
+    sharded, _ = _parts_of(state)
+    if state.start is None:
+        state.start = {name: rows.cpu().clone() for name, rows in sharded.rows.items()}
+
+
+def give_start(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
+    """Hold the rows of this place of the model as it was before the first step. A collective."""
+    sharded, _ = _parts_of(state)
+    if world.rank == sources.reader and not sharded.is_whole:
+        assert state.start is not None
+        sharded.make_whole(state.start)
+    if sharded.is_whole:
+        keep_start(state)
+    move_rows(state, world, sources, place, size)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:

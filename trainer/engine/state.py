@@ -58,6 +58,8 @@ class TrainingState:
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Tensor] | None = None
     """The best weights so far, on the CPU of every rank, so that the end of a training does not depend on storage."""
+    start: dict[str, Tensor] | None = None
+    """Of a sharded model that has no checkpoint yet: all parameters before the first step, on the CPU."""
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
@@ -92,7 +94,7 @@ class TrainingState:
         check_fits(state["model"], like)
         progress = read_progress(state["progress"])
         take_whole_state(self, state, place, size)
-        self.progress = progress
+        self.progress, self.start = progress, None
         if self.best is None and self.progress.best_step == self.progress.step > 0:
             self.keep_best()
 

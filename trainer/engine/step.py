@@ -18,7 +18,8 @@ from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, take_rows
 from trainer.data.sampler import micro_batch_seed
-from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, find_blocks, split_samples
+from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
+from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample

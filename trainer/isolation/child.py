@@ -61,18 +61,28 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
 
 
 def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
-    """Build the loss and the model that a job names, as a rank does, and return the losses of a training step."""
+    """Build the loss and the model that a job names, as a rank does, and return the losses of a training step and the
+    bytes of the model; where the order asks for its bytes alone, these. One figure is a column of equal values."""
+    from dataclasses import asdict
+
+    import numpy as np
     from pydantic import TypeAdapter
 
     from trainer.config import FactoryConfig
-    from trainer.model.parts_by_kind import PARTS, training_step
+    from trainer.model.parts_by_kind import PARTS, count_bytes, training_step
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
     description: Any = PARTS[document["kind"]].spec
     spec = TypeAdapter(description).validate_python(document["spec"])
     model, loss = (FactoryConfig(**document[name]) for name in ("model", "loss"))
-    losses = training_step(document["kind"], model, loss, spec, windows, tuple(order["modules"]))
-    return {"loss": losses.double().numpy()}
+    kind, modules = document["kind"], tuple(order["modules"])
+    if document["counts_only"]:
+        found, answers = count_bytes(kind, model, loss, spec, modules), {}
+    else:
+        losses, found = training_step(kind, model, loss, spec, windows, modules)
+        answers = {"loss": losses.double().numpy()}
+    figures = {name: value for name, value in asdict(found).items() if value is not None}
+    return answers | {name: np.full(len(windows), float(value)) for name, value in figures.items()}
 
 
 def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from trainer.isolation.child import UNSURE
 from trainer.isolation.runner import Isolated, IsolationError
+from trainer.performance.memory import ModelBytes
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
 
@@ -33,6 +35,9 @@ class RehearsalError(ValueError):
 class UnsureRehearsalError(RuntimeError):
     """A rehearsal that failed for a reason which nodes need not share: memory, files, networks, packages, time."""
 
+    model: ModelBytes | None = None
+    """The bytes of the model, where they could be counted nevertheless."""
+
 
 def rehearse(
     model: Mapping[str, Any],
@@ -40,28 +45,39 @@ def rehearse(
     spec: DataSpec | RowSpec | TokenSpec,
     modules: tuple[str, ...] = (),
     path: Sequence[Path] = (),
-) -> None:
-    """Build the loss and the model, and do one training step on random samples of the dataset's scale.
+) -> ModelBytes:
+    """Build the loss and the model, do one training step on random samples of the dataset's scale, and return the bytes
+    of the model.
 
     ``model``, ``loss``: the sections of ``job.json``. ``modules``: those that their factories may be of; ``path``: the
     folders in which they are found. Raise `RehearsalError` where the training could not work on any node, and
     `UnsureRehearsalError` where that cannot be said from here.
     """
     kind, inputs = random_inputs(spec)
+    document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
+    try:
+        return _ask({**document, "counts_only": False}, inputs, modules, path)
+    except IsolationError as error:
+        said = str(error).removeprefix("the model could not be asked: ")
+        if said.startswith(UNSURE) or any(words in said for words in _GIVEN_UP):
+            unsure = UnsureRehearsalError(said)
+            with suppress(IsolationError):
+                unsure.model = _ask({**document, "counts_only": True}, inputs, modules, path)
+            raise unsure from None
+        name, _, rest = said.partition("ConfigError: ")
+        raise RehearsalError(rest if rest and not name else f"one training step of this model failed: {said}") from None
+
+
+def _ask(
+    document: Mapping[str, Any], inputs: NDArray[np.float32], modules: tuple[str, ...], path: Sequence[Path]
+) -> ModelBytes:
     with scratch_folder("rehearsal") as folder:
-        document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
         (folder / "rehearsal.json").write_text(json.dumps(document))
         isolated = Isolated(folder=folder, kind="rehearsal", modules=modules, path=tuple(path), seconds=SECONDS)
-        try:
-            isolated.predict(inputs)
-        except IsolationError as error:
-            said = str(error).removeprefix("the model could not be asked: ")
-            if said.startswith(UNSURE) or any(words in said for words in _GIVEN_UP):
-                raise UnsureRehearsalError(said) from None
-            name, _, rest = said.partition("ConfigError: ")
-            raise RehearsalError(
-                rest if rest and not name else f"one training step of this model failed: {said}"
-            ) from None
+        answers = isolated.predict(inputs)
+    figures = {name: max(0.0, float(values[0])) for name, values in answers.items()}
+    whole = {name: int(figures.get(name, 0)) for name in ("parameters", "trained", "block", "rest")}
+    return ModelBytes(**whole, sample=figures.get("sample"))
 
 
 def random_inputs(spec: DataSpec | RowSpec | TokenSpec) -> tuple[str, NDArray[np.float32]]:

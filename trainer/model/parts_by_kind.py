@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from trainer.config import FactoryConfig
 from trainer.model.losses import build_loss
 from trainer.model.rows import build_row_loss, build_row_model
+from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.model.stock import build_model
 from trainer.model.tokens import build_token_loss, build_token_model
+from trainer.performance.memory import ModelBytes
 from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
 
 
@@ -55,12 +57,35 @@ PARTS: Mapping[str, KindParts] = {
 
 def training_step(
     kind: str, model: FactoryConfig, loss: FactoryConfig, spec: Any, inputs: NDArray[Any], modules: tuple[str, ...]
-) -> Tensor:
-    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,)."""
+) -> tuple[Tensor, ModelBytes]:
+    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,) and the
+    bytes of the model, with those of a sample where it can do a pass of half as many."""
     parts = PARTS[kind]
     criterion: Any = parts.build_loss(loss, spec, modules)
     module = parts.build_model(model, spec, int(criterion.outputs), modules)
     given = torch.from_numpy(np.array(inputs)).to(parts.kind_of_input)
-    losses = criterion(module(given).float(), parts.target(spec, given))
-    losses.sum().backward()
-    return losses.detach()
+
+    def run(samples: int) -> Tensor:
+        some = given[:samples]
+        losses: Tensor = criterion(module(some).float(), parts.target(spec, some))
+        losses.sum().backward()
+        return losses.detach()
+
+    losses = run(len(given))
+    try:
+        sample = sample_bytes(run, len(given) // 2, len(given))
+    except Exception:  # such as of a layer that wants a batch of a certain size
+        sample = None
+    return losses, model_bytes(module, sample)
+
+
+def count_bytes(
+    kind: str, model: FactoryConfig, loss: FactoryConfig, spec: Any, modules: tuple[str, ...]
+) -> ModelBytes:  # fmt: skip
+    """Return the bytes of the model that a rank would build, which takes no memory here. What a factory raises where
+    it cannot build without numbers is raised."""
+    parts = PARTS[kind]
+    criterion: Any = parts.build_loss(loss, spec, modules)
+    with torch.device("meta"):
+        module = parts.build_model(model, spec, int(criterion.outputs), modules)
+    return model_bytes(module)

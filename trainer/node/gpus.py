@@ -43,6 +43,19 @@ def explain_local_gpus(gpus: int, node_count: int, ranks: int) -> str | None:
 
 
 @cache
+def least_gpu_bytes() -> int:
+    """Return the memory of the smallest GPU of this machine; 0 where there is no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(place) for place in range(pynvml.nvmlDeviceGetCount())]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+    except Exception:  # as in `_gpu_count`
+        return 0
+
+
+@cache
 def _gpu_count() -> int:
     try:
         import pynvml

@@ -20,11 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.group import GroupError
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.step_timer import Segment, StepTimer
+
+_DIVIDABLE = (TorchTransport, EncryptedMesh)
+"""The transports that gather and sum over a part of the ranks."""
 
 
 class ShardCollectives:
@@ -144,8 +148,8 @@ class GradientScatter(ReduceScatter):
 def _gather(
     output: Tensor, mine: Tensor, members: Sequence[int], place: int, replicas: int, transport: Any
 ) -> None:  # fmt: skip
-    if isinstance(transport, TorchTransport):
-        transport.subgroup(members)._allgather_base(output, mine).wait()
+    if isinstance(transport, _DIVIDABLE):
+        transport.gather_among(output, mine, members)
         return
     # Members of a transport that only sums: the others' rows are zeros here.
     kept = mine.clone()
@@ -159,17 +163,17 @@ def _gather(
 def _scatter(
     output: Tensor, gradients: Tensor, members: Sequence[int], place: int, column: Sequence[int], transport: Any
 ) -> None:
-    if not isinstance(transport, TorchTransport):
+    if not isinstance(transport, _DIVIDABLE):
         transport.all_reduce(gradients)
         output.copy_(gradients.view(len(members), -1)[place])
         return
-    transport.subgroup(members)._reduce_scatter_base(output, gradients).wait()
+    transport.scatter_sum(output, gradients, members)
     if len(column) > 1:
-        transport.subgroup(column).allreduce([output]).wait()
+        transport.sum_among(output, column)
 
 
 def _sum_column(gradients: Tensor, column: Sequence[int], transport: Any) -> None:
-    if isinstance(transport, TorchTransport):
-        transport.subgroup(column).allreduce([gradients]).wait()
+    if isinstance(transport, _DIVIDABLE):
+        transport.sum_among(gradients, column)
     else:
         transport.all_reduce(gradients)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.model.blocks import separate_blocks
 from trainer.parallel.replicas import row_range
 from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
 
@@ -85,7 +86,7 @@ class ShardedModel:
             )
         self.dtype = kinds.pop() if kinds else torch.float32
         """The type of all parameters."""
-        self.blocks = _separate(module, blocks)
+        self.blocks = separate_blocks(module, blocks)
         self.place, self.size = 0, 1
         self.is_whole = True
         self._divided: dict[str, Any] = {}
@@ -217,24 +218,3 @@ def _fsdp_parameters(module: nn.Module) -> list[Any]:
         for group in part._get_fsdp_state()._fsdp_param_groups
         for parameter in group.fsdp_params
     ]
-
-
-def _separate(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that share no parameter with the rest of the module: the others are gathered with the root."""
-    if list(blocks) == [module]:  # a long row of layers
-        blocks = list(module.children())
-    uses: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found = []
-    for block in blocks:
-        own: dict[int, int] = {}
-        for part in block.modules():
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    own[id(parameter)] = own.get(id(parameter), 0) + 1
-        if own and all(uses[key] == count for key, count in own.items()) and not isinstance(block, nn.ModuleList):
-            found.append(block)
-    return found

@@ -87,23 +87,23 @@ def test_a_mistake_is_named_as_the_user_wrote_it(dataset: Path, sections: dict[s
 @pytest.mark.usefixtures("own")
 def test_what_works_passes_and_what_only_a_node_can_tell_is_said(dataset: Path):
     good = {"model": {"factory": "own_parts:make", "args": {"width": 6}}, "loss": {"factory": "gaussian"}}
-    assert check_job(job_of(dataset, **good), ranks=3) == []
+    assert check_job(job_of(dataset, **good), ranks=3).sentences == ()
     for mistake, error in (
         ("network", "OSError|ConnectionError|PermissionError|TimeoutError"),
         ("file", "NotFound"),
         ("variable", "KeyError"),
     ):
         parts = {"model": {"factory": "own_parts:make", "args": {"mistake": mistake}}}
-        [said] = check_job(job_of(dataset, **parts), ranks=1)
+        [said] = check_job(job_of(dataset, **parts), ranks=1).sentences
         assert "nodes will tell" in said
         assert any(name in said for name in error.split("|")), said
 
 
 def test_stock_parts_are_known_to_work_and_start_no_process(dataset: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/nothing/that/runs")
-    assert check_job(job_of(dataset), ranks=3) == []
+    assert check_job(job_of(dataset), ranks=3).sentences == ()
     changed = replace(job_of(dataset), model=FactoryConfig(factory="tcn", args={"channels": 8}))
-    assert check_job(changed, ranks=3, rehearses=False) == [], "it has trained before"
+    assert check_job(changed, ranks=3, rehearses=False).sentences == (), "it has trained before"
     with pytest.raises(FileNotFoundError):
         check_job(changed, ranks=3)
 
@@ -117,7 +117,7 @@ def test_a_dataset_that_cannot_be_trained_on(dataset: Path, tmp_path: Path):
 
 def test_gpus_on_several_hosts_are_refused_where_encryption_is_required(dataset: Path) -> None:
     job = job_of(dataset, training={"world_size": 3, "encryption": "required"})
-    assert check_job(job, ranks=3, hosts=3) == []
-    assert check_job(job, ranks=3, hosts=1, has_gpus=True) == []
+    assert check_job(job, ranks=3, hosts=3).sentences == ()
+    assert check_job(job, ranks=3, hosts=1, has_gpus=True).sentences == ()
     with pytest.raises(ConfigError, match="GPUs on 3 hosts sum by NCCL"):
         check_job(job, ranks=3, hosts=3, has_gpus=True)

@@ -123,6 +123,37 @@ def test_broadcast(worlds: Any) -> None:
             assert all(torch.equal(one, data(source, numbers)) for one in [*ours, *gloos])
 
 
+@pytest.mark.parametrize("block", [encrypted_mesh.BLOCK_BYTES, 4096])
+def test_parts_of_the_ranks_gather_and_sum_by_themselves(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """All ranks, then those with an even and an odd number side by side, as replicas of a shared model do."""
+    monkeypatch.setattr(encrypted_mesh, "BLOCK_BYTES", block)
+    size = len(worlds[0])
+    for numbers in (1, 50_000):
+        for step in (1, 2):
+
+            def take_part(rank: int, transport: Any, numbers: int = numbers, step: int = step) -> list[Tensor]:
+                ranks = list(range(rank % step, size, step))
+                place = ranks.index(rank)
+                gathered = torch.zeros(len(ranks) * numbers)
+                mine = gathered[place * numbers : (place + 1) * numbers]  # as FSDP2 gives it
+                mine.copy_(data(rank, numbers))
+                transport.gather_among(gathered, mine, ranks)
+                rows = torch.empty(numbers)
+                transport.scatter_sum(rows, data(rank, len(ranks) * numbers), ranks)
+                total = data(rank, numbers)
+                transport.sum_among(total, ranks)
+                return [gathered, rows, total]
+
+            ours, gloos = both(worlds, take_part)
+            for rank, (mine, theirs) in enumerate(zip(ours, gloos, strict=True)):
+                assert torch.equal(mine[0], theirs[0])
+                assert torch.allclose(mine[1], theirs[1], rtol=1e-5, atol=1e-5)
+                assert torch.allclose(mine[2], theirs[2], rtol=1e-5, atol=1e-5)
+                assert torch.equal(mine[2], ours[rank % step][2]), "the same bits on all ranks that sum"
+
+
 def test_rows(worlds: Any) -> None:
     size = len(worlds[0])
     for numbers in (3, 50_000):

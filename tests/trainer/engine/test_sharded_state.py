@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.engine.sharded_state import Holding, Sources, find_sources, is_behind
+from trainer.engine.sharded_state import Holding, Sources, find_sources, find_start, is_behind
 
 FRESH = Holding(is_fresh=True)
 
@@ -38,3 +38,14 @@ def test_who_has_done_the_step_comes_before_who_has_yet_to_do_it() -> None:
 def test_the_progress_of_the_last_evaluation_counts() -> None:
     found = find_sources([held(0, evaluated=5), held(1, evaluated=7)])
     assert found == Sources(7, 2, (0, 1), 1)
+
+
+def test_before_the_first_step_whoever_has_the_whole_model_gives_it_out() -> None:
+    """A rank whose world has failed as it formed may hold rows already, of which nobody has the others."""
+    divided = Holding(is_fresh=True, size=3, place=1)
+    assert find_sources([divided, FRESH]) is None
+    assert find_start([divided, Holding(is_fresh=True, has_start=True)]) == Sources(0, 1, (1,), 1)
+    assert find_start([divided, FRESH]) is None
+    kept = Holding(is_fresh=False, size=3, place=1, has_start=True)
+    assert find_start([kept, FRESH]) == Sources(0, 1, (0,), 0)
+    assert find_start([kept, held(0, step=1)]) is None, "what was done since is not to be forgotten in silence"
