@@ -64,11 +64,12 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
         become(command, environment)
     before = signal.signal(signal.SIGTERM, _terminate)
     doing = importlib.import_module(f"trainer.frameworks.{name}")
-    with Meeting(facts, read_launch_secret(environment), environment) as meeting:
+    secret = read_launch_secret(environment)
+    with Meeting(facts, secret, environment) as meeting:
         if framework.runs_once:
             # Variables that name the secret stay out of what a framework's own servers inherit.
             plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, SECRET_URI)}
-            return int(doing.run(facts, meeting, plain, command))
+            return int(doing.run(facts, meeting, plain, command, secret))
         added: dict[str, str] = doing.prepare(facts, meeting, environment)
     signal.signal(signal.SIGTERM, before)
     become(command, {**environment, **added})
