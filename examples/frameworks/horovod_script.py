@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 
 import horovod.torch as hvd
 import torch
@@ -28,7 +29,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 print(f"rank {hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size()} on node {hvd.cross_rank()}")
 for step in range(options.steps):
     if step == options.fail_at and hvd.rank() == hvd.size() - 1:
-        raise SystemExit(7)
+        os._exit(7)  # as a crash; an exception has Horovod end the other ranks first, and theirs is then the exit code
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
