@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm ray lint format train dashboard tensorboard mlflow clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ test: setup  ## the tests (browser tests want Chromium: installed where that is 
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
 	  --results=out/tests.json -m "not long"
 
-test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## tests that start no world of processes and no browser
@@ -100,6 +100,15 @@ slurm: setup  ## tests on a real SLURM (Linux, Debian 12), whose packages are fe
 ray: setup  ## tests on a real Ray: a head and three raylets
 	@python -m tests.engines.ray_cluster
 	@python -m pytest -n0 $(ON_ENGINES) -k "ray and not array"
+
+ENGINES := $(VENV)/engines
+# Layered over the environment of all else: what both have is there once. torch's version is that of the base.
+$(ENGINES)/.ready: pyproject.toml deploy/frameworks/build_horovod.sh | setup
+	@./deploy/frameworks/make_environment.sh $(BIN)/python $(ENGINES)
+	@touch $@
+
+test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
+	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks
 
 lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo

@@ -140,6 +140,66 @@ def build_training_assets(
         raise type(error)(f"pipeline {name}: {error}") from None
 
 
+def build_program_asset(
+    name: str,
+    script: str | os.PathLike[str],
+    *,
+    engine: str = "torchrun",
+    arguments: Sequence[str] = (),
+    nodes: int | None = None,
+    processes_per_node: int | None = None,
+    cluster: Cluster | None = None,
+    owners: Sequence[str] = (),
+    deps: Sequence[dg.AssetKey] = (),
+) -> dg.Definitions:
+    """Return the asset ``NAME/program_run`` of a script that trains by itself, under torchrun, Horovod, DeepSpeed, Ray
+    Train or TensorFlow, with its job, sensors and resources. A script that calls `trainer.Trainer.fit` has more of
+    `build_training_assets`.
+
+    ``engine``, ``arguments``, ``nodes``, ``processes_per_node``: where the launchpad begins
+    (`dtrain_dagster.assets.program.ProgramOptions`). ``cluster``: as the environment has it, where None. Raise
+    `PipelineError` for what makes no sense, or `SettingsError` for an unusable environment.
+    """
+    from dtrain_dagster.assets import program  # not above: other graphs do without
+    from dtrain_dagster.jobs.program import explain_refusal
+
+    given = {"engine": engine, "arguments": list(arguments), "nodes": nodes, "processes_per_node": processes_per_node}
+    try:
+        names = checked_names(name)
+        if engine not in tuple(program.Engine):
+            raise PipelineError(f"engine = {engine!r}: it is one of {', '.join(program.Engine)}")
+        path = _script_path(script)
+        settings = (cluster or Cluster()).settings()
+        resources = build_resources(settings, names)
+        has_gpus = resources[names.cluster].have_gpus
+        if why := explain_refusal(engine, settings.kind, processes_per_node or 1, has_gpus):
+            raise PipelineError(why)
+        pipeline = Pipeline(
+            names=names,
+            cluster=f"{settings.cluster}.{settings.cluster_name}",
+            owners=tuple(owners),
+            defaults={program.PROGRAM: {key: value for key, value in given.items() if value is not None}},
+            deps=tuple(map(dg.AssetKey.from_coercible, deps)),
+            source="script",
+            script=str(path),
+        )
+        asset = program.build_program_run(pipeline)
+    except ValueError as error:
+        raise type(error)(f"program {name}: {error}") from None
+    job = dg.define_asset_job(
+        names.unique("run"),
+        selection=dg.AssetSelection.assets(asset.key),
+        description=f"{path.name} on the cluster.",
+        executor_def=dg.in_process_executor,
+    )
+    return dg.Definitions(
+        assets=[asset, training.build_gpu_cluster(pipeline)],
+        resources=resources,
+        jobs=[job],
+        sensors=build_sensors(settings, names, resources[names.project]),
+    )
+
+
 def _plan_options(
     kind: type[PlanOptions],
     parts: Mapping[str, Any],
@@ -163,9 +223,7 @@ def _source(
 ) -> dict[str, Any]:
     """Return the fields of `Pipeline` that say what is trained on; ``defaults`` gets its launchpad's."""
     if script is not None:
-        path = Path(script).expanduser().absolute()
-        if not path.is_file():
-            raise ValueError(f"script = {str(script)!r}: there is no file {path}")
+        path = _script_path(script)
         if arguments:
             defaults["cost_estimate"]["arguments"] = list(arguments)
         return {"source": "script", "script": str(path), "unregistered": OF_SCRIPT}
@@ -178,6 +236,14 @@ def _source(
         return {"source": "asset", "upstream": dataset if isinstance(dataset, dg.AssetKey) else dataset.key}
     defaults["sharded_dataset"] = {"folder": os.fspath(dataset)}
     return {"source": "folder"}
+
+
+def _script_path(script: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a script. Raise ValueError where there is none."""
+    path = Path(script).expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(f"script = {str(script)!r}: there is no file {path}")
+    return path
 
 
 def build_graph(

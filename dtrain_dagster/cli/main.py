@@ -1,5 +1,5 @@
 """`dtrain`: the cluster from a shell, whichever kind it is. Each command imports what it needs, so that ``--help``
-answers at once. The commands that start something are in `dtrain_dagster.cli.train`.
+answers at once. The commands that start something are in `dtrain_dagster.cli.train` and `dtrain_dagster.cli.launch`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.kubernetes import kubernetes
+from dtrain_dagster.cli.launch import launch
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
 from dtrain_dagster.cli.ray import ray
 from dtrain_dagster.cli.sections import SectionedGroup
 from dtrain_dagster.cli.slurm import slurm
-from dtrain_dagster.cli.train import launch, train
+from dtrain_dagster.cli.train import train
 from dtrain_dagster.cli.tune import tune
 from dtrain_dagster.cli.web import mlflow, tensorboard, ui
 

@@ -1,4 +1,4 @@
-"""`dtrain launch` and `dtrain train`: they start a job on the cluster and follow it; Ctrl-C cancels it.
+"""`dtrain train`: it starts a training on the cluster and follows it; Ctrl-C cancels it.
 
 The functions that `dtrain tune` (`dtrain_dagster.cli.tune`) needs as well are public here.
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import click
 
 from dtrain_dagster.cli.common import (
-    Refusal,
     cluster_of,
     console,
     print_summary,
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
     from trainer.config import JobConfig
 
 
-def _size_options(command: Callable[..., None]) -> Callable[..., None]:
+def size_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the options of a job's size."""
     command = click.option(
         "--procs-per-node",
         type=click.IntRange(min=1),
@@ -51,74 +51,6 @@ def _size_options(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
     )(command)
-
-
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@_size_options
-@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: a free one]")
-@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@refuses
-def launch(
-    nodes: int | None,
-    procs_per_node: int | None,
-    name: str | None,
-    master_port: int | None,
-    detach: bool,
-    command: tuple[str, ...],
-) -> None:
-    """Run a script of your own on N nodes of this machine.
-
-    COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and so on. A path that ends in .py is run with the Python that runs dtrain. The exit code is that of the
-    process that failed first, 0 if none did. Ctrl-C cancels the job.
-
-    \b
-    Examples:
-      dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
-      dtrain launch --nodes 3 --name trial-1 my_script.py
-      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
-    """
-    from dtrain_dagster.cli.job_options import runnable
-    from dtrain_dagster.cli.terminal import stream_job
-    from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.jobs.log_follower import FileFollower
-
-    settings = read_settings(procs_per_node, nodes)
-    if not settings.kind.is_this_machine:
-        raise Refusal(
-            f"DTRAIN_CLUSTER={settings.cluster}: only the trainer and the modules of its model and loss are sent to "
-            "the nodes there, no script; make your model a module and start `dtrain train --model "
-            "package.module:factory` (docs/own-model-and-data.md), or unset DTRAIN_CLUSTER to run the script here"
-        )
-    cluster, project = cluster_of(settings)
-    manager = cluster.manager()
-    job_id = new_job_id(name, "launch")
-    if runs_already(manager, job_id):
-        raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
-    manager.provision_cluster(nodes or settings.nodes, cluster.sku)
-    rundir = run_dir(settings, job_id)
-    follower = FileFollower(rundir.storage.local_path("logs"))
-    follower.skip_to_end()
-    spec = JobSpec(
-        job_id=job_id,
-        run_dir=rundir.uri,
-        command=runnable(command),
-        node_count=nodes or settings.nodes,
-        processes_per_node=ranks_of(settings),
-        env=cluster.node_env(project) | {"DTRAIN_SCRIPT_FOLDER": rundir.uri},
-        master_port=master_port,
-    )
-    take_over(rundir)
-    with cancelled_by_signals(manager, job_id, unless=detach):
-        manager.submit_job(spec)
-        if detach:
-            say(job_id)
-            return
-        announce(rundir)
-        status = stream_job(console(), manager, job_id, follower)
-    end(rundir, status)
 
 
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -132,7 +64,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--loss", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"),
         click.option("--epochs", type=click.IntRange(min=1)),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
-        _size_options,
+        size_options,
     )
     for option in reversed(options):
         command = option(command)

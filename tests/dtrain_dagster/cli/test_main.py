@@ -117,7 +117,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "clean": ["--yes"],
         "setup": [],
         "work": ["command"],
-        "launch": ["--detach", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
+        "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
             *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
             *("--procs-per-node", "--script", "--set", "--settings", "arguments"),

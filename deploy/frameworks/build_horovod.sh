@@ -1,0 +1,47 @@
+#!/bin/bash
+# Build Horovod 0.28.1 for the torch of a Python environment, and install it there: build_horovod.sh [PYTHON]
+#
+# Its last release (June 2023) does not build as it is:
+# - its CMake files ask for C++14 where today's torch needs C++17; they put the option last but one, so a compiler that
+#   appends its own wins;
+# - it takes a torch that was built with CUDA for a machine that has the toolkit. Where there is none (no nvcc), this
+#   builds for CPUs: sums go over gloo.
+# Needed: g++, cmake 3.13 or newer, and the network, or the source in DTRAIN_HOROVOD_SOURCE (horovod-0.28.1.tar.gz).
+# The wheel is kept in DTRAIN_TEST_CACHE (~/.cache/dtrain-tests) per Python and torch: the next environment takes it.
+set -euo pipefail
+VERSION=0.28.1
+PYTHON=${1:-python3}
+for program in g++ cmake; do
+  command -v "$program" >/dev/null || { echo "build_horovod.sh: $program is missing (Debian: apt-get install g++ cmake)" >&2; exit 2; }
+done
+what=$("$PYTHON" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")') || {
+  echo "build_horovod.sh: $PYTHON has no torch, for which Horovod would be built" >&2; exit 2; }
+gpu=$(command -v nvcc >/dev/null && echo cuda || echo cpu)
+cache=${DTRAIN_TEST_CACHE:-$HOME/.cache/dtrain-tests}/horovod-$VERSION-$what-$gpu
+if ! compgen -G "$cache/*.whl" >/dev/null; then
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  if test -n "${DTRAIN_HOROVOD_SOURCE:-}"; then cp "$DTRAIN_HOROVOD_SOURCE" "$work/"; else
+    "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation \
+      --dest "$work" "horovod==$VERSION"
+  fi
+  tar -xzf "$work"/horovod-*.tar.gz -C "$work"
+  mkdir "$work/bin"
+  printf '#!/bin/sh\nexec %s "$@" -std=gnu++17\n' "$(command -v g++)" >"$work/bin/g++"
+  chmod +x "$work/bin/g++"
+  own=(HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1)
+  if test "$gpu" = cuda; then own+=(HOROVOD_GPU_OPERATIONS=NCCL); else
+    find="$work/horovod-$VERSION/cmake/Modules/FindPytorch.cmake"
+    sed -i 's/print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)/print(False)/' "$find"
+    grep -q 'import CUDA_HOME; print(False)' "$find"
+  fi
+  echo "building Horovod $VERSION for $what ($gpu); it takes about six minutes on two cores"
+  env "${own[@]}" CXX="$work/bin/g++" PATH="$work/bin:$PATH" MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
+    "$PYTHON" -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$work/wheel" \
+    "$work/horovod-$VERSION" >"$work/log" 2>&1 || { tail -40 "$work/log" >&2; exit 1; }
+  mkdir -p "$cache"
+  cp "$work"/wheel/*.whl "$cache/"
+fi
+"$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$cache"/horovod-*.whl
+"$PYTHON" -m pip install --quiet --disable-pip-version-check cloudpickle psutil pyyaml packaging
+"$PYTHON" -c 'import horovod.torch as hvd; print("Horovod", __import__("horovod").__version__, "gloo" if hvd.gloo_built() else "")'

@@ -1,0 +1,216 @@
+"""The asset of a program of a user's own: a script under torchrun, Horovod, DeepSpeed, Ray Train or TensorFlow.
+
+It is run on the cluster and followed as a training is: terminating the run cancels its job, and a run that dies leaves
+it going, to be found again. What it trains is not known here, so nothing is planned, checked or registered. A script
+that calls `trainer.Trainer.fit` has a whole graph instead (`dtrain_dagster.pipelines`).
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from pydantic import Field
+
+from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
+from dtrain_dagster.assets.training import totals_metadata
+from dtrain_dagster.assets.training_progress import log_of
+from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
+from dtrain_dagster.costs.prices import Tier, tier_of
+from dtrain_dagster.jobs.program import order_program, processes_of, refuse_program
+from dtrain_dagster.jobs.progress import JOB_TAG
+from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.support.formatting import in_block, in_markdown
+from trainer.printable import visible
+from trainer.rundir import RunDir
+
+PROGRAM = "program_run"
+OBSERVE_EVERY_SECONDS = 5.0
+MOST_FILES = 50
+"""The most files of the run directory that the metadata list."""
+
+
+class Engine(StrEnum):
+    """What a program is written for, as the launchpad offers it; the names of `trainer.frameworks.catalogue`."""
+
+    torchrun = "torchrun"
+    horovod = "horovod"
+    deepspeed = "deepspeed"
+    ray = "ray"
+    tensorflow = "tensorflow"
+
+
+class ProgramOptions(LaunchpadOptions):
+    """How the program is run."""
+
+    engine: Engine = Engine.torchrun
+    """What the script is written for: it is started once per process with torchrun's variables, and those of Horovod,
+    DeepSpeed or TensorFlow; for Ray once, beside a Ray of all nodes."""
+    nodes: int | None = Field(default=None, ge=1)
+    """Nodes; None: DTRAIN_NODES."""
+    processes_per_node: int | None = Field(default=None, ge=1)
+    """Processes on each node; None: DTRAIN_PROCESSES_PER_NODE, else one per GPU, and one for Ray and TensorFlow."""
+    arguments: list[str] = []
+    """The arguments of the script."""
+
+
+def build_program_run(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `program_run` of a graph with a script."""
+    names = pipeline.names
+    options = pipeline.options(PROGRAM, ProgramOptions)
+
+    @dg.asset(
+        key=names.key(PROGRAM),
+        group_name=names.pipeline,
+        owners=list(pipeline.owners),
+        kinds={"python"},
+        required_resource_keys=names.resources,
+        deps=[names.key("gpu_cluster"), *pipeline.deps],
+        description=(
+            f"{Path(pipeline.script).name}, run on the cluster's nodes by its engine. Terminating the run cancels the "
+            "job; if the run dies, the job goes on and is found again."
+        ),
+    )
+    def program_run(context: dg.AssetExecutionContext, config: options):  # type: ignore[valid-type]
+        """Run the script on the cluster, or attach to the job that already does, and follow it to its end."""
+        return run_program(
+            context, cluster_resource(context, names), project_resource(context, names), pipeline, config
+        )
+
+    return program_run
+
+
+def run_program(
+    context: dg.AssetExecutionContext,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    pipeline: Pipeline,
+    config: ProgramOptions,
+) -> dg.MaterializeResult:
+    """Return what became of the program. Raise `dagster.Failure` where it cannot be started, or fails."""
+    nodes = config.nodes or cluster.node_count
+    with refusing_mistakes():
+        processes = processes_of(config.engine, config.processes_per_node, cluster.ranks_per_node)
+        refuse_program(config.engine, cluster.traits, processes, cluster.have_gpus)
+    manager = cluster.manager(context.run.run_id)
+    command = [sys.executable, pipeline.script, *config.arguments]
+    digest = pipeline.names.mark(digest_program(config, nodes, processes, pipeline.script))
+    job_id = choose_program_job(manager, digest, context.run.root_run_id or context.run.run_id)
+    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
+    with refusing_mistakes():
+        spec = order_program(
+            manager, cluster.traits, job_id, rundir.uri, config.engine, command, nodes, processes,
+            cluster.node_env(project),
+        )  # fmt: skip
+    got = provision(context, manager, cluster, project, cluster.sku, nodes)
+    tier = tier_of(got.tier or cluster.first_tier)
+    try:
+        rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
+        context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
+        with queueing(context, project):
+            follow_program(context, manager, spec, tier, lambda: leave_queue(context, project, got))
+    except dg.DagsterExecutionInterruptedError:
+        context.log.warning(f"terminated: cancelling job {job_id}")
+        manager.cancel_job(job_id)
+        raise
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(job_id),
+        metadata={
+            "job_id": job_id,
+            "run_dir": dg.MetadataValue.path(rundir.uri),
+            "engine": config.engine.value,
+            "processes": nodes * processes,
+            "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
+            "files": dg.MarkdownMetadataValue(files_table(files_of(rundir))),
+            **paid(manager, job_id, tier),
+            **provisioning(manager),
+        },
+    )
+
+
+def follow_program(
+    context: dg.AssetExecutionContext, manager: GPUClusterManager, spec: JobSpec, tier: Tier, has_nodes: Any
+) -> None:
+    """Start the job unless it runs or has succeeded, and follow it to its end, with an observation every few seconds.
+    ``has_nodes`` is called once it is on its nodes. Raise `dagster.Failure` if it does not succeed, `NoCapacityError`
+    where no nodes came for it."""
+    with refusing_mistakes():
+        manager.submit_job(spec)
+    observed_at, wait_news, had_nodes = time.monotonic(), WaitNews(), False
+    while True:
+        status = manager.job_status(spec.job_id)
+        if sentence := wait_news.tell(status):
+            context.log.info(f"{spec.job_id}: {sentence}")
+        if not had_nodes and status.state in (JobState.RUNNING, JobState.SUCCEEDED):
+            had_nodes = True
+            has_nodes()
+        if status.state.is_final:
+            break
+        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
+            observed_at = time.monotonic()
+            waiting = describe_wait(status)
+            found = {"phase": str(status.state), "nodes_alive": status.nodes_alive, **paid(manager, spec.job_id, tier)}
+            metadata = found | ({"waiting": waiting} if waiting else {})
+            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+        manager.wait(status)
+    if status.state is not JobState.SUCCEEDED:
+        status.refuse_starved()
+        raise dg.Failure(
+            description=visible(f"job {spec.job_id} {status.state}: {status.message}", keep_lines=True),
+            metadata={
+                "job_id": spec.job_id,
+                "log": dg.MarkdownMetadataValue(in_block(log_of(manager, spec.job_id))),
+                **paid(manager, spec.job_id, tier),
+            },
+            allow_retries=status.state is JobState.FAILED,
+        )
+
+
+def digest_program(config: ProgramOptions, nodes: int, processes: int, script: str) -> str:
+    """Return what tells runs of a program apart: twelve hex digits over its source, the user's modules that it imports,
+    its arguments, engine and size."""
+    from dtrain_dagster.support.user_code import digest_sources
+    from dtrain_dagster.support.user_sources import script_sources
+
+    told = [digest_sources(script_sources(Path(script))), config.engine.value, nodes, processes, *config.arguments]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+def choose_program_job(manager: GPUClusterManager, digest: str, root_run_id: str) -> str:
+    """Return the id of the job: that of a job of the same program that still runs, whose run has died, else this run's
+    own, which a retry has as well."""
+    running = [status.job_id for status in manager.active_jobs() if status.job_id.startswith(f"program-{digest}-")]
+    own = f"program-{digest}-{root_run_id[:8]}"
+    return own if own in running or not running else running[0]
+
+
+def paid(manager: GPUClusterManager, job_id: str, tier: Tier) -> Mapping[str, Any]:
+    """Return metadata: the time of nodes and the dollars until now; nothing where they cannot be known."""
+    try:
+        usage = manager.node_usage(job_id)
+    except ClusterError:
+        return {}
+    return totals_metadata(usage, tier) if usage else {}
+
+
+def files_of(rundir: RunDir) -> list[tuple[str, int]]:
+    """Return the files of a run directory on this machine, with their bytes; none of one in storage elsewhere."""
+    folder = Path(rundir.uri)
+    if not folder.is_dir():
+        return []
+    return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
+
+
+def files_table(files: Sequence[tuple[str, int]]) -> str:
+    """Return files and their bytes as a Markdown table. Pure."""
+    rows = [f"| {in_markdown(name)} | {size:,} |" for name, size in files[:MOST_FILES]]
+    more = [f"| … and {len(files) - MOST_FILES} more | |"] if len(files) > MOST_FILES else []
+    return "\n".join(["| file | bytes |", "|---|---|", *rows, *more])

@@ -1,0 +1,93 @@
+"""`dtrain launch`: a program of a user's own on the nodes of the cluster, followed to its end; Ctrl-C cancels it.
+
+A training that the trainer knows is `dtrain_dagster.cli.train`. Nothing is imported here before it is needed.
+"""
+
+from __future__ import annotations
+
+import click
+
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.job_life import announce, cancelled_by_signals, end, new_job_id, runs_already, take_over
+from dtrain_dagster.cli.train import size_options
+
+ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
+"""The names of `trainer.frameworks.catalogue`, which ``--help`` shows without an import."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@size_options
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="torchrun",
+    show_default=True,
+    help="What the script is written for.",
+)
+@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: a free one]")
+@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@refuses
+def launch(
+    nodes: int | None,
+    procs_per_node: int | None,
+    engine: str,
+    name: str | None,
+    master_port: int | None,
+    detach: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run a script of your own on N nodes of the cluster.
+
+    COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and so on. With an engine, it finds those of Horovod, DeepSpeed or TensorFlow as well; for Ray it runs
+    once, beside a Ray of all nodes. A path that ends in .py is run with the Python that runs dtrain. The exit code is
+    that of the process that failed first, 0 if none did. Ctrl-C cancels the job.
+
+    On nodes of other machines the script must be at the same path; Azure ML runs none.
+
+    \b
+    Examples:
+      dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
+      dtrain launch --engine horovod --nodes 3 --name trial-1 my_script.py
+      dtrain launch --engine deepspeed --nodes 2 -- python my_script.py --deepspeed_config zero3.json
+      dtrain launch --engine ray --nodes 2 my_ray_train.py
+      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
+    """
+    from dtrain_dagster.cli.job_options import runnable
+    from dtrain_dagster.cli.terminal import stream_job
+    from dtrain_dagster.clusters.ranks import have_gpus
+    from dtrain_dagster.jobs.log_follower import FileFollower
+    from dtrain_dagster.jobs.program import SAME_PATH, order_program, processes_of, refuse_program
+    from dtrain_dagster.settings.engines import read_engine_options
+
+    settings = read_settings(procs_per_node, nodes)
+    kind, node_count = settings.kind, nodes or settings.nodes
+    gpus = read_engine_options(settings.cluster).get("gpus", 0) if kind.has_engine else None
+    processes = processes_of(engine, settings.processes_per_node, ranks_of(settings))
+    refuse_program(engine, kind, processes, have_gpus(kind, settings.gpu_type, gpus))
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    job_id = new_job_id(name, "launch")
+    rundir = run_dir(settings, job_id)
+    spec = order_program(
+        manager, kind, job_id, rundir.uri, engine, runnable(command) if kind.is_this_machine else command,
+        node_count, processes, cluster.node_env(project), master_port,
+    )  # fmt: skip
+    if runs_already(manager, job_id):
+        raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
+    if not kind.is_this_machine:
+        say(SAME_PATH, err=True)
+    manager.provision_cluster(node_count, cluster.sku)
+    follower = FileFollower(rundir.storage.local_path("logs"))
+    follower.skip_to_end()
+    take_over(rundir)
+    with cancelled_by_signals(manager, job_id, unless=detach):
+        manager.submit_job(spec)
+        if detach:
+            say(job_id)
+            return
+        announce(rundir)
+        status = stream_job(console(), manager, job_id, follower)
+    end(rundir, status)

@@ -1,0 +1,113 @@
+"""The asset of a program of a user's own, on the local cluster, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.program import Engine, ProgramOptions, files_table
+from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
+from trainer.frameworks.catalogue import FRAMEWORKS
+from trainer.rundir import RunDir
+
+SCRIPT = """
+import os, sys
+rank = int(os.environ["RANK"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+if "fail" in sys.argv and rank == 1:
+    sys.exit(7)
+if rank == 0:
+    open(os.path.join(os.environ["DTRAIN_SCRIPT_FOLDER"], "weights.txt"), "w").write("1")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dg.Definitions:
+    script = tmp_path / "s.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    return build_program_asset("own", script, nodes=2, processes_per_node=1, arguments=["--epochs", "3"])
+
+
+def run(program: dg.Definitions, instance: dg.DagsterInstance, **config: Any) -> dg.ExecuteInProcessResult:
+    return program.resolve_job_def("own_run").execute_in_process(
+        run_config={"ops": {"own__program_run": {"config": config}}}, instance=instance, raise_on_error=False
+    )
+
+
+def metadata_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
+    [event] = result.get_asset_materialization_events()
+    return {name: value.value for name, value in event.materialization.metadata.items()}
+
+
+def test_the_engines_of_the_launchpad_are_those_that_there_are():
+    assert [engine.value for engine in Engine] == list(FRAMEWORKS)
+    kind = ProgramOptions.to_fields_dict()["engine"].config_type
+    offered = [value.config_value for value in getattr(kind, "inner_type", kind).enum_values]
+    assert offered == list(FRAMEWORKS), "a choice, and no text"
+
+
+@pytest.mark.slow
+def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(program: dg.Definitions):
+    with dg.DagsterInstance.ephemeral() as instance:
+        first = run(program, instance)
+        assert first.success
+        told = metadata_of(first)
+        assert told["engine"] == "torchrun"
+        assert "rank 1 of 2 --epochs 3" in told["log"]
+        assert "| weights.txt | 1 |" in told["files"]
+        assert told["cost_usd"] > 0
+        assert told["node_hours"] > 0
+        again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))
+        assert again["job_id"].rsplit("-", 1)[0] != told["job_id"].rsplit("-", 1)[0], "another program"
+
+
+@pytest.mark.slow
+def test_a_failure_has_the_log_and_the_cost(program: dg.Definitions):
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = run(program, instance, arguments=["fail"])
+        [event] = result.get_step_failure_events()
+    failure = event.step_failure_data
+    assert failure.user_failure_data
+    assert "rank 1 on node 1 failed first (exit code 7)" in str(failure.user_failure_data.description)
+    found = failure.user_failure_data.metadata
+    assert "rank 1 of 2 fail" in str(found["log"].value)
+    assert found["cost_usd"].value > 0
+
+
+def test_a_job_of_the_same_program_that_still_runs_is_followed(program: dg.Definitions):
+    from dtrain_dagster.assets.program import choose_program_job
+
+    class Manager:
+        def active_jobs(self) -> list[JobStatus]:
+            ids = ("program-own-abc-11111111", "program-own-xyz-22222222", "train-3")
+            return [JobStatus(job_id=each, state=JobState.RUNNING) for each in ids]
+
+    manager: Any = Manager()
+    assert choose_program_job(manager, "own-abc", "99999999-7") == "program-own-abc-11111111"
+    assert choose_program_job(manager, "own-new", "99999999-7") == "program-own-new-99999999"
+
+
+def test_what_makes_no_sense_is_refused_where_it_is_defined(tmp_path: Path):
+    script = tmp_path / "s.py"
+    script.touch()
+    with pytest.raises(PipelineError, match="program own: engine = 'mpi': it is one of torchrun, horovod"):
+        build_program_asset("own", script, engine="mpi")
+    with pytest.raises(ValueError, match=r"program own: script = 'x.py': there is no file"):
+        build_program_asset("own", "x.py")
+    with pytest.raises(PipelineError, match="leave out --procs-per-node"):
+        build_program_asset("own", script, engine="ray", processes_per_node=2)
+    with pytest.raises(PipelineError, match="actors of a Ray already"):
+        build_program_asset("own", script, engine="ray", cluster=Cluster(kind="ray"))
+
+
+def test_many_files_are_not_all_listed(tmp_path: Path):
+    rundir = RunDir(str(tmp_path))
+    assert rundir
+    table = files_table([(f"f{number}|", 1000) for number in range(53)])
+    assert table.count("\n") == 52
+    assert table.endswith("| … and 3 more | |")

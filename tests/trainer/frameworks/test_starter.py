@@ -1,0 +1,55 @@
+"""The starter as a process: what it becomes, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.frameworks.__main__ import refuse_missing
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer.frameworks", *arguments], capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
+    )  # fmt: skip
+
+
+def test_it_becomes_the_program_and_says_nothing_of_its_own(tmp_path: Path):
+    script = tmp_path / "s.py"
+    script.write_text("import sys; print(*sys.argv[1:]); sys.exit(7)")
+    done = start("--engine", "torchrun", "--", sys.executable, str(script), "--engine", "x", "--")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "--engine x --\n", "")
+
+
+def test_tensorflow_of_one_rank_needs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script, package = tmp_path / "s.py", tmp_path / "lib" / "tensorflow"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('the starter imports no framework')")
+    script.write_text("import os; print(os.environ['TF_CONFIG'])")
+    path = f"{Path(__file__).parents[3]}:{package.parent}"
+    done = start("--engine", "tensorflow", "--", sys.executable, str(script), PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('{"cluster": {"worker": ["')
+
+
+def test_it_imports_no_torch():
+    code = "import sys, trainer.frameworks.__main__, trainer.frameworks.horovod, trainer.frameworks.ray;"
+    code += "import trainer.frameworks.deepspeed, trainer.frameworks.tensorflow;"
+    code += "print([name for name in ('torch', 'numpy', 'pandas', 'ray', 'tensorflow') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_not_on_a_node_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no script /nowhere/s.py on this node.*at the same path"):
+        refuse_missing([sys.executable, "/nowhere/s.py"])
+    with pytest.raises(ConfigError, match="no program 'nothing'"):
+        refuse_missing(["nothing", "s.py"])
+    refuse_missing([sys.executable, "-m", "x.py"])
+    done = start("--engine", "torchrun", "--", sys.executable, "/nowhere/s.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,136 @@
+"""What each framework is told of the ranks, as pure functions; the frameworks themselves are in tests/frameworks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.launcher_env import RankFacts
+from trainer.errors import ConfigError
+from trainer.frameworks import deepspeed, horovod, ray, tensorflow
+from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing, explain_size, is_there
+
+
+def ranks(nodes: int, per_node: int) -> list[RankFacts]:
+    return [
+        RankFacts(
+            rank=rank, world_size=nodes * per_node, local_rank=rank % per_node, local_world_size=per_node,
+            node_rank=rank // per_node, master_addr="10.0.0.1", master_port=29500,
+        )
+        for rank in range(nodes * per_node)
+    ]  # fmt: skip
+
+
+def test_horovod_gets_what_its_own_launcher_gives():
+    told = [horovod.variables(facts, ("10.0.0.1", 4000), "eth0") for facts in ranks(2, 2)]
+    places = [tuple(int(each[f"HOROVOD_{name}"]) for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")) for each in told]
+    assert places == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    sizes = {tuple(each[f"HOROVOD_{name}"] for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")) for each in told}
+    assert sizes == {("4", "2", "2")}
+    assert {each["HOROVOD_GLOO_RENDEZVOUS_ADDR"] + ":" + each["HOROVOD_GLOO_RENDEZVOUS_PORT"] for each in told} == {
+        "10.0.0.1:4000"
+    }
+    assert [each["HOROVOD_HOSTNAME"] for each in told] == ["node-0", "node-0", "node-1", "node-1"]
+    assert horovod.hosts(ranks(2, 2)[0]) == "node-0:2,node-1:2", "what its server is told has the names of the ranks"
+
+
+def test_horovods_interface_is_the_one_with_the_address():
+    interfaces = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7", "fe80::1"]}
+    assert horovod.interface_of("10.0.0.7", interfaces) == "eth0"
+    with pytest.raises(ConfigError, match=r"DTRAIN_INTERFACE to one of eth0, lo"):
+        horovod.interface_of("10.0.0.8", interfaces)
+
+
+def test_tensorflow_gets_all_workers_and_its_own_place():
+    workers = ["10.0.0.1:4000", "10.0.0.2:4001"]
+    told = [json.loads(tensorflow.variables(facts, workers)["TF_CONFIG"]) for facts in ranks(2, 1)]
+    assert [each["task"] for each in told] == [{"type": "worker", "index": 0}, {"type": "worker", "index": 1}]
+    assert all(each["cluster"] == {"worker": workers} for each in told)
+
+
+def test_deepspeed_computes_on_the_cpu_only_where_there_is_no_gpu_and_nobody_says_otherwise():
+    facts = ranks(2, 2)[3]
+    assert deepspeed.variables(facts, {}, has_gpu=False)["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in deepspeed.variables(facts, {}, has_gpu=True)
+    assert "DS_ACCELERATOR" not in deepspeed.variables(facts, {"DS_ACCELERATOR": "xpu"}, has_gpu=False)
+    told = deepspeed.variables(facts, {}, has_gpu=True)
+    assert (told["CROSS_RANK"], told["CROSS_SIZE"], told["LOCAL_SIZE"]) == ("1", "2", "2")
+
+
+def test_what_a_killed_compilation_left_is_taken_away_only_while_nobody_compiles(tmp_path: Path):
+    (tmp_path / "op").mkdir()
+    left = tmp_path / "op" / deepspeed.LEFT_BEHIND
+    left.touch()
+    other = os.open(tmp_path / deepspeed.HELD, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_SH)  # as another program that runs does
+    deepspeed.hold_extensions(tmp_path)
+    assert left.exists()
+    os.close(other)
+    before = set(os.listdir("/proc/self/fd"))
+    [held] = [int(fd) for fd in before if os.path.realpath(f"/proc/self/fd/{fd}") == str(tmp_path / deepspeed.HELD)]
+    assert os.get_inheritable(held), "the program that this process becomes holds it on"
+    os.close(held)
+    deepspeed.hold_extensions(tmp_path)
+    assert not left.exists()
+
+
+def test_a_machine_of_loopback_has_one_node_of_ray_with_all_its_gpus():
+    here = [ray.RankPlace(host="127.0.0.1", gpus="0,1"), ray.RankPlace(host="127.0.0.1", gpus="2,3")]
+    assert ray.share_machine(here)
+    assert ray.join_gpus([*here, here[0]]) == "0,1,2,3"
+    assert not ray.share_machine([here[0], ray.RankPlace(host="10.0.0.2", gpus="")])
+    assert ray.cpus_of(ranks(50, 4)[0], is_one_machine=True) == 200, "each process of dtrain may be a worker"
+
+
+def test_ray_asks_for_a_token_of_this_launch_and_stays_on_loopback_where_it_can():
+    token = ray.token_of(LaunchSecret(b"x" * 32))
+    assert token != ray.token_of(LaunchSecret(b"y" * 32))
+    told = ray.ray_variables(token, is_one_machine=True)
+    assert (told["RAY_AUTH_MODE"], told["RAY_AUTH_TOKEN"]) == ("token", token)
+    assert told["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray.ray_variables(token, is_one_machine=False)
+    options = ray.head_options({"port": 4000}, "/tmp/x")
+    assert options[options.index("--include-dashboard") + 1] == "false"
+
+
+def test_what_is_missing_is_named_with_its_remedy():
+    assert explain_missing(FRAMEWORKS["torchrun"], lambda name: False) == ""
+    assert explain_missing(FRAMEWORKS["horovod"], lambda name: True) == ""
+    for name, remedy in (("horovod", "build_horovod.sh"), ("ray", r"dtrain[frameworks]"), ("tensorflow", "frameworks")):
+        said = explain_missing(FRAMEWORKS[name], lambda name: False)
+        assert f"--engine {name} needs" in said
+        assert remedy in said
+
+
+def test_a_module_is_looked_for_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pack_a").mkdir()
+    (tmp_path / "pack_a" / "__init__.py").write_text("raise RuntimeError")
+    (tmp_path / "pack_a" / "inner.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_there("pack_a")
+    assert is_there("pack_a.inner")
+    assert not is_there("pack_a.other")
+    assert not is_there("pack_b.inner")
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "has_gpus", "refused"),
+    [
+        ("horovod", 4, True, ""),
+        ("deepspeed", 4, True, ""),
+        ("tensorflow", 1, True, ""),
+        ("tensorflow", 4, False, ""),
+        ("tensorflow", 4, True, "give --procs-per-node 1"),
+        ("ray", 1, False, ""),
+        ("ray", 2, False, "leave out --procs-per-node"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(engine: str, processes: int, has_gpus: bool, refused: str):
+    said = explain_size(FRAMEWORKS[engine], processes, has_gpus)
+    assert refused in said
+    assert bool(said) == bool(refused)

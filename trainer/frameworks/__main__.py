@@ -1,0 +1,107 @@
+"""``python -m trainer.frameworks --engine NAME -- COMMAND…``: one rank of a user's program under a framework."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.comm.launch_secret import SECRET_FILE, SECRET_URI, read_launch_secret
+from trainer.comm.launcher_env import rank_facts
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.exit_codes import EVICTED, LOST, UNUSABLE
+from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing
+from trainer.frameworks.meeting import Meeting, MeetingError
+
+_EPILOG = """
+A cluster of dtrain or torchrun starts this once per process, with torchrun's variables. The exit code is the command's;
+2 where it could not be started, 75 where the ranks lost each other before it began.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the command as its framework wants; return the exit code where this process does not become it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.frameworks",
+        description="Run one rank of a program that uses Horovod, DeepSpeed, Ray Train or TensorFlow.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--engine", required=True, choices=sorted(FRAMEWORKS))
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("give the command after --")
+    try:
+        return start(options.engine, command, os.environ)
+    except ConfigError as error:
+        return _fail(str(error), UNUSABLE)
+    except MeetingError as error:
+        return _fail(str(error), LOST)
+    except _TerminatedError:
+        return EVICTED
+
+
+class _TerminatedError(BaseException):
+    """This process was asked to end before there was a program to ask."""
+
+
+def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Become the command under this framework, or run it and return its exit code. Raise `ConfigError` where it cannot
+    be started, `MeetingError` where the ranks do not find each other."""
+    framework = FRAMEWORKS[name]
+    if missing := explain_missing(framework):
+        raise ConfigError(f"{missing} (the Python of this node is {sys.executable})")
+    refuse_missing(command)
+    facts = rank_facts(environment, DistributedTrainingConfig())
+    if name == TORCHRUN:
+        become(command, environment)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    doing = importlib.import_module(f"trainer.frameworks.{name}")
+    secret = read_launch_secret(environment)
+    with Meeting(facts, secret, environment) as meeting:
+        if framework.runs_once:
+            # Variables that name the secret stay out of what a framework's own servers inherit.
+            plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, SECRET_URI)}
+            return int(doing.run(facts, meeting, plain, command, secret))
+        added: dict[str, str] = doing.prepare(facts, meeting, environment)
+    signal.signal(signal.SIGTERM, before)
+    become(command, {**environment, **added})
+
+
+def refuse_missing(command: Sequence[str]) -> None:
+    """Raise `ConfigError` for a program, or a script of Python's, that is not on this node."""
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"there is no program {command[0]!r} on this node")
+    script = next(iter(command[1:]), "") if Path(command[0]).name.startswith("python") else ""
+    if script.endswith(".py") and not Path(script).is_file():
+        raise ConfigError(
+            f"there is no script {script} on this node, in {os.getcwd()}: only the trainer is sent to the nodes of a "
+            "cluster; put it on storage that they share, or into their image, at the same path"
+        )
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the command: it keeps its number, its output and what it is sent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], list(command), dict(environment))
+
+
+def _terminate(*_: object) -> None:
+    raise _TerminatedError
+
+
+def _fail(why: str, code: int) -> int:
+    print(why, file=sys.stderr, flush=True)  # noqa: T201 - the log of this process
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

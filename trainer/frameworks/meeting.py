@@ -1,0 +1,200 @@
+"""What the ranks of a launch tell each other before, or beside, a framework's program: small texts, through rank 0.
+
+It listens at MASTER_ADDR:MASTER_PORT for as long as the meeting lasts, and admits ranks that prove to know the launch's
+secret (`trainer.comm.handshake`). Needs no torch. What is told is no business of this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+import struct
+import time
+from collections.abc import Generator, Mapping
+from types import TracebackType
+
+from trainer.comm.framed_socket import Flow, FramedSocket, PeerError, open_connection, prepare_socket, run_flows
+from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
+from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.listener import BACKLOG, Door
+from trainer.comm.own_address import own_address
+from trainer.errors import ConfigError
+
+MEET_SECONDS = 1800.0
+"""The seconds that ranks wait for each other: nodes of one launch may come at different times."""
+RETRY_SECONDS = 0.05
+NAME = "meeting"
+MOST_BYTES = 1 << 20
+_SIZE = struct.Struct("!I")
+_ENDLESS = 10 * 365 * 86400.0
+
+
+class MeetingError(ConnectionError):
+    """The ranks did not find each other, or lost each other. The message names the address and the ranks."""
+
+
+class Meeting:
+    """One rank's part in a meeting of all ranks; a context manager, which ends it for this rank."""
+
+    def __init__(
+        self, facts: RankFacts, secret: LaunchSecret, environment: Mapping[str, str], seconds: float = MEET_SECONDS
+    ) -> None:
+        """Meet the others. Raise `MeetingError` if they are not all there within that time, `ConfigError` where rank 0
+        cannot listen at its address."""
+        self.facts, self._seconds = facts, seconds
+        self._key = secret.key("frameworks", facts.world_size)
+        self._links: dict[int, FramedSocket] = {}
+        if facts.world_size == 1:
+            return
+        try:
+            if facts.rank == 0:
+                self._admit(environment)
+            else:
+                self._links[0] = self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it for this rank."""
+        for link in self._links.values():
+            link.connection.close()
+        self._links.clear()
+
+    def gather(self, said: str) -> list[str]:
+        """Return what each rank has said, in the order of ranks; all ranks call it. Raise `MeetingError` where one of
+        them has ended."""
+        if self.facts.rank:
+            self._run({0: _say(self._links[0], said)}, self._seconds)
+            return list(json.loads(self._hear(self._seconds)))
+        heard = {0: said}
+
+        def listen(rank: int, link: FramedSocket) -> Flow:
+            heard[rank] = yield from _listen(link)
+
+        self._run({rank: listen(rank, link) for rank, link in self._links.items()}, self._seconds)
+        answer = [heard[rank] for rank in range(self.facts.world_size)]
+        self.tell(json.dumps(answer))
+        return answer
+
+    def tell(self, said: str) -> None:
+        """Say something to all others, as rank 0; those that have ended are passed over."""
+        for rank, link in self._links.items():
+            with contextlib.suppress(MeetingError):
+                self._run({rank: _say(link, said)}, self._seconds)
+
+    def hear(self) -> str:
+        """Wait, as another rank, for what rank 0 says next, however long that takes. Raise `MeetingError` where it has
+        ended."""
+        return self._hear(_ENDLESS)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait, as another rank, until rank 0 has left, at most this long."""
+        with contextlib.suppress(MeetingError):
+            self._hear(seconds)
+
+    # ---
+
+    def _hear(self, seconds: float) -> str:
+        heard = list[str]()
+
+        def listen() -> Flow:
+            heard.append((yield from _listen(self._links[0])))
+
+        self._run({0: listen()}, seconds)
+        return heard[0]
+
+    def _run(self, flows: Mapping[int, Flow], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        try:
+            # Poll takes no more milliseconds than an int holds.
+            run_flows([(self._links[rank], flow) for rank, flow in flows.items()], min(seconds, 2e6),
+                      until if seconds < 2e6 else None)  # fmt: skip
+        except PeerError as error:
+            raise MeetingError(f"rank {error.rank} has left, or does not answer: {error}") from error
+
+    def _admit(self, environment: Mapping[str, str]) -> None:
+        address = bind_address(self.facts, environment)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((address, self.facts.master_port or 0))
+            except OSError as error:
+                raise ConfigError(
+                    f"rank 0 cannot listen at {address}:{self.facts.master_port} ({error.strerror}): set DTRAIN_HOST "
+                    "to the address of its node, or choose another --master-port"
+                ) from error
+            listener.listen(BACKLOG)
+            door: Door[int] = Door(listener, self._welcome)
+            until = time.monotonic() + self._seconds
+            while len(self._links) < self.facts.world_size - 1:
+                try:
+                    link, rank = door.next(until)
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.facts.world_size)) - set(self._links))
+                    turned_away = f"; {door.refused[-1]}" if door.refused else ""
+                    raise MeetingError(
+                        f"ranks {missing} did not come to {address}:{self.facts.master_port} within "
+                        f"{self._seconds:.0f} s{turned_away}"
+                    ) from None
+                if (before := self._links.pop(rank, None)) is not None:
+                    before.connection.close()
+                link.rank = rank
+                self._links[rank] = link
+            door.close()
+
+    def _welcome(self, link: FramedSocket) -> Generator[int, None, int]:
+        link.connection = prepare_socket(link.connection, None, server_side=True)
+        return parse_rank((yield from authenticate_caller(link, self._key, NAME)), self.facts.world_size)
+
+    def _join(self) -> FramedSocket:
+        address = (self.facts.master_addr, self.facts.master_port or 0)
+        until = time.monotonic() + self._seconds
+        while True:
+            try:
+                connection = prepare_socket(open_connection(address, until - time.monotonic()), None, server_side=False)
+                link = FramedSocket(0, connection)
+                run_flows([(link, authenticate_to_listener(link, self._key, str(self.facts.rank), NAME))], 0.0, until)
+                return link
+            except (OSError, PeerError) as error:
+                if isinstance(error.__cause__, AuthenticationError):
+                    raise MeetingError(f"who listens at {address[0]}:{address[1]} is not rank 0: {error}") from error
+                if time.monotonic() + RETRY_SECONDS >= until:
+                    raise MeetingError(f"rank 0 is not at {address[0]}:{address[1]}: {error}") from error
+            time.sleep(RETRY_SECONDS)
+
+
+def bind_address(facts: RankFacts, environment: Mapping[str, str]) -> str:
+    """Return the address at which rank 0 listens: the one that the others are told where it is a number, since a name
+    may mean loopback on its own host."""
+    try:
+        ipaddress.ip_address(facts.master_addr)
+    except ValueError:
+        return own_address(environment)
+    return facts.master_addr
+
+
+def _say(link: FramedSocket, said: str) -> Flow:
+    raw = said.encode()
+    yield from link.send(_SIZE.pack(len(raw)), raw)
+
+
+def _listen(link: FramedSocket) -> Generator[int, None, str]:
+    size = bytearray(_SIZE.size)
+    yield from link.receive(size)
+    length = _SIZE.unpack(size)[0]
+    if length > MOST_BYTES:
+        raise PeerError(link.rank, f"it announces {length:,} bytes")
+    raw = bytearray(length)
+    yield from link.receive(raw)
+    return raw.decode()
