@@ -15,6 +15,8 @@ from trainer.errors import ConfigError
 Strategy = Literal["ddp", "fsdp", "hsdp", "horovod"]
 SHARDED = ("fsdp", "hsdp")
 """The strategies with which a rank holds rows of the parameters, and not all of them."""
+PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_offload": False}
+"""The settings of a training as any process can try it, without the parts that belong to another strategy."""
 PACKAGES = {"horovod": "horovod.torch"}
 """The module that a strategy needs beside torch."""
 REMEDIES = {"horovod": "build Horovod 0.28.1 with PyTorch on all nodes, as docs/frameworks-fit.md says"}
@@ -78,7 +80,8 @@ def require_package(strategy: str) -> None:
         )
 
 
-_BACKENDS: Mapping[str, Strategy] = {"pytorch-ddp": "ddp", "pytorch-fsdp": "fsdp", "horovod": "horovod"}
+ENGINES: Mapping[str, Strategy] = {"pytorch-ddp": "ddp", "pytorch-fsdp": "fsdp", "horovod": "horovod"}
+"""The strategy that each engine's name stands for, where a backend is asked for."""
 COMMUNICATION_BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -87,7 +90,7 @@ def settings_of_backend(name: str) -> dict[str, str]:
     ``gloo`` and ``nccl`` are what ranks communicate by. Pure. Raise `ConfigError` for a name that is neither."""
     if name in COMMUNICATION_BACKENDS:
         return {"backend": name}
-    if name in _BACKENDS:
-        return {"strategy": _BACKENDS[name]}
-    known = ", ".join([*_BACKENDS, *COMMUNICATION_BACKENDS])
+    if name in ENGINES:
+        return {"strategy": ENGINES[name]}
+    known = ", ".join([*ENGINES, *COMMUNICATION_BACKENDS])
     raise ConfigError(f"there is no backend {name!r}: choose one of {known}")

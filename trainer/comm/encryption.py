@@ -103,11 +103,11 @@ def refuse_open_traffic(config: DistributedTrainingConfig, sentence: str) -> Non
 
 
 def refuse_sharded_mesh(config: DistributedTrainingConfig, is_mesh: bool) -> None:
-    """Raise `ConfigError` for a model that ranks share where sums go over the encrypted mesh: its parts are gathered by
-    gloo and NCCL alone."""
-    if is_mesh and config.is_sharded:
+    """Raise `ConfigError` for any strategy but ddp where sums go over the encrypted mesh: it sums, or gathers the parts
+    of the model, over connections of its own."""
+    if is_mesh and config.strategy != "ddp":
         raise ConfigError(
-            f"training.strategy = {config.strategy!r} gathers parameters by gloo or NCCL, which do not encrypt, and "
+            f"training.strategy = {config.strategy!r} communicates by gloo or NCCL, which do not encrypt, and "
             "traffic between hosts is encrypted here: set training.encryption = 'off' in a private network, or "
             "training.strategy = 'ddp'"
         )

@@ -20,6 +20,11 @@ from trainer.parallel.buckets import Bucket
 from trainer.parallel.horovod_world import form_horovod
 from trainer.parallel.synchronizer import GradientSynchronizer
 
+MOST_SECONDS = 10
+"""The most seconds that Horovod waits for a message of a peer. Its threads exchange some in each millisecond, whatever
+the ranks do; a survivor that waits for another one, and not for the rank that is lost, notices the loss by this alone.
+Also at most half of ``training.collective_timeout_seconds``, so that its world has ended before others give up."""
+
 
 class HorovodSynchronizer(GradientSynchronizer):
     """The sums of gradients over the ranks of one world, by Horovod. In parameter-server mode, and on one rank, Horovod
@@ -28,8 +33,7 @@ class HorovodSynchronizer(GradientSynchronizer):
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
         """Sum the gradients of each later backward pass over ranks, after Horovod's world has formed."""
         if self.world.group is not None and self.world.topology != "star":
-            # Half of the time that others wait here: a Horovod that waits for a lost peer ends before they give up.
-            form_horovod(self.world, math.ceil(self.config.collective_timeout_seconds / 2))
+            form_horovod(self.world, min(MOST_SECONDS, math.ceil(self.config.collective_timeout_seconds / 2)))
         super().wrap(module, flat)
 
     def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:

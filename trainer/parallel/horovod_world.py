@@ -13,11 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
-
-from trainer.comm.own_address import LOOPBACK, is_loopback, own_address
+from trainer.comm.own_address import interface_of, is_loopback, own_address
 from trainer.comm.world import World
-from trainer.config import ConfigError
 
 _log = logging.getLogger(__name__)
 _FORMING = threading.Lock()
@@ -75,7 +72,7 @@ def form_horovod(world: World, timeout: float) -> None:
             _log.warning("Horovod's connections are neither encrypted nor authenticated: use a private network")
         variables = horovod_variables(world.rank, [node for _, node, *_ in found], world.generation, first, port)
         variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(1, round(timeout)))
-        variables["HOROVOD_GLOO_IFACE"] = _interface_of(host)
+        variables["HOROVOD_GLOO_IFACE"] = interface_of(host)
         group.run("forming Horovod's world", lambda _: _start(hvd, variables))
         world.all_gather_object(world.rank)  # until then others may need the server
     finally:
@@ -113,12 +110,3 @@ def _serve(host: str) -> Any:
     work: Callable[[], None] = server.serve_forever
     threading.Thread(target=work, name="Horovod's rendezvous", daemon=True).start()
     return server
-
-
-def _interface_of(host: str) -> str:
-    """Return the interface that has this address."""
-    wanted = LOOPBACK if host == "localhost" else host
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == wanted for one in addresses):
-            return name
-    raise ConfigError(f"training.strategy = 'horovod' needs the interface of {host!r}: set DTRAIN_HOST to an address")
