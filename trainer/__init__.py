@@ -12,13 +12,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
+__all__ = [
+    "DistributedConfig", "FitResult", "HorovodTrainer", "PyTorchDDPTrainer", "Trainer", "TrainingFailedError",
+    "__version__",
+]  # fmt: skip
+_OF_FACES = ("HorovodTrainer", "PyTorchDDPTrainer")
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `trainer.fit`, which imports torch: only where it is asked for. A serving image has no such
-    module, so none of its imports may lead there."""
+    """Return a name of `trainer.fit` or `trainer.faces`, which import torch: only where it is asked for. A serving
+    image has no such modules, so none of its imports may lead there."""
     if name in __all__:
-        return getattr(importlib.import_module("trainer.fit"), name)
+        return getattr(importlib.import_module("trainer.faces" if name in _OF_FACES else "trainer.fit"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ from trainer.errors import ConfigError
 from trainer.secrets.addresses import refuse_secret
 from trainer.secrets.redaction import redact
 from trainer.secrets.references import SecretError
+from trainer.strategies import SHARDED, Strategy, explain_strategy
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
@@ -184,9 +185,10 @@ class DistributedTrainingConfig:
     rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    strategy: Strategy = "ddp"
     """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
-    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md."""
+    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md. With
+    ``horovod`` it holds all, and Horovod sums the gradients; see docs/frameworks-fit.md."""
     gather_precision: Literal["fp32", "bf16"] = "fp32"
     """With ``fsdp`` and ``hsdp``: the type in which parameters are gathered and computed with. Rows, moments and sums
     of gradients stay float32."""
@@ -231,7 +233,7 @@ class DistributedTrainingConfig:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold rows of the parameters, and not all of them."""
-        return self.strategy != "ddp"
+        return self.strategy in SHARDED
 
     @model_validator(mode="after")
     def _strategy_fits(self) -> DistributedTrainingConfig:
@@ -248,26 +250,6 @@ class DistributedTrainingConfig:
     def global_batch_size(self) -> int:
         """Samples in one optimizer step, over all ranks."""
         return self.batch_size_per_gpu * self.micro_batches
-
-
-def explain_strategy(config: DistributedTrainingConfig) -> str:
-    """Return why a training cannot have these settings with its ``strategy``, and the remedy; "" if it can. Pure."""
-    asked = f"training.strategy = {config.strategy!r}"
-    if not config.is_sharded:
-        for name, usual in (("gather_precision", "fp32"), ("cpu_offload", False)):
-            if (given := getattr(config, name)) != usual:
-                return f"training.{name} = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
-        return ""
-    if config.compile != "off":
-        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
-    if config.communication not in ("allreduce", "auto"):
-        return (
-            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
-            "it to 'allreduce'"
-        )
-    if config.precision == "fp16":
-        return f"{asked} has no loss scaling, which training.precision = 'fp16' needs: set it to 'bf16'"
-    return ""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)

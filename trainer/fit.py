@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import ArgsKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -53,6 +54,7 @@ from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task, unreduced
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RunDir
+from trainer.strategies import ENGINES, require_package, settings_of_backend
 
 RUN_DIR = "DTRAIN_RUN_DIR"
 """Variable: the run directory of the one training of this script, where a cluster has ordered it."""
@@ -84,6 +86,16 @@ class DistributedConfig(DistributedTrainingConfig):
     """Micro-batches per rank and optimizer step at the planned world size. More of them than ranks let nodes come."""
     batch_size_per_gpu: int = Field(default=32, ge=1)
     """Samples in one micro-batch. A `DataLoader` brings its own, which wins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_engines(cls, given: Any) -> Any:
+        """Let ``backend`` name an engine, such as ``horovod`` or ``pytorch-ddp``: then it stands for ``strategy``."""
+        settings = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(settings, dict) or settings.get("backend") not in ENGINES:
+            return given
+        others = {name: value for name, value in settings.items() if name != "backend"}
+        return others | settings_of_backend(settings["backend"])
 
 
 class TrainingFailedError(RuntimeError):
@@ -193,6 +205,7 @@ class Trainer:
         number = next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
+            require_package(job.training.strategy)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
             described = {"job": asdict(job), "samples": samples, "model": asdict(model_bytes(self.model))}
             Path(describe).write_text(json.dumps(described))
@@ -202,6 +215,7 @@ class Trainer:
         if number > 1 and _launcher_facts().world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ConfigError("several ranks can call fit a second time only under torchrun, whose store they share")
         job = self._job(config, problem, number)
+        require_package(job.training.strategy)
         rundir = RunDir(job.run_dir)
         rundir.make()
         if _launcher_facts().rank == 0:

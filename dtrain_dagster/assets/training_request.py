@@ -70,9 +70,10 @@ class DatasetTraining:
 
     def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
         """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
-        from dtrain_dagster.planning.check_job import check_job
+        from dtrain_dagster.planning.check_job import check_job, check_strategy
 
-        return check_job(job, ranks, rehearses, hosts, self.cluster.have_gpus)
+        said = check_strategy(job.training.strategy, self.cluster.traits.is_this_machine)
+        return said + check_job(job, ranks, rehearses, hosts, self.cluster.have_gpus)
 
 
 @dataclass(frozen=True, slots=True)

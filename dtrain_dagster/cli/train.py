@@ -74,6 +74,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @training_options
 @click.option("--script", metavar="FILE.PY", help="A script that calls Trainer(…).fit(…); its arguments come after --.")
+@click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp or horovod; or gloo or nccl.")
 @click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
 @click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
 @click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
@@ -89,6 +90,7 @@ def train(
     nodes: int | None,
     procs_per_node: int | None,
     script: str | None,
+    backend: str | None,
     settings_file: str | None,
     name: str | None,
     detach: bool,
@@ -108,6 +110,7 @@ def train(
       dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
       dtrain train --config job.json --nodes 2 --procs-per-node 2
       dtrain train --dataset latest --settings tuned.json
+      dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 --set training.epochs=2 -- --width 64
     """
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
@@ -121,15 +124,14 @@ def train(
         refuse_with_script(
             {"--config": config, "--dataset": dataset, "--model": model, "--loss": loss, "--settings": settings_file}
         )
-        ordered = order_script(
-            settings, script, arguments, [*as_overrides(None, None, epochs), *overrides], nodes, name
-        )
+        asked = [*as_overrides(None, None, epochs), *backend_overrides(backend), *overrides]
+        ordered = order_script(settings, script, arguments, asked, nodes, name)
         return train_script(settings, ordered, nodes or settings.nodes, detach)
     if arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
-    asked = [*as_overrides(model, loss, epochs), *overrides]
+    asked = [*as_overrides(model, loss, epochs), *backend_overrides(backend), *overrides]
     job_id = new_job_id(name, "train") if name or dataset else None
     with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
         job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
@@ -161,6 +163,15 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
     """Return the short options as ``--set`` takes them."""
     shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+
+
+def backend_overrides(name: str | None) -> list[str]:
+    """Return the fields that ``--backend`` stands for, as ``--set`` takes them. Raise `ConfigError` for a name that is
+    unknown."""
+    from trainer.strategies import settings_of_backend
+
+    fields = {} if name is None else settings_of_backend(name)
+    return [f"training.{field}={json.dumps(value)}" for field, value in fields.items()]
 
 
 def job_of_options(
@@ -231,18 +242,19 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
     from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
     from dtrain_dagster.costs.prices import alternatives_to, price_of
-    from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.planning.check_job import check_job, check_strategy
     from dtrain_dagster.planning.memory_fit import room_of
     from dtrain_dagster.settings.engines import read_engine_options
 
     gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
     hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
+    said = check_strategy(job.training.strategy, settings.kind.is_this_machine)
     room, prices = room_of(settings.kind, price, settings.tiers[0], node_count, ranks), alternatives_to(price.sku)
     checked = check_job(
         job, node_count * ranks, rehearses, hosts, has_gpus, room, prices.values() if settings.kind.buys_nodes else ()
     )
-    for sentence in checked.sentences:
+    for sentence in (*said, *checked.sentences):
         say(sentence, err=True)
     if settings.cluster == "azure_ml":
         from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired

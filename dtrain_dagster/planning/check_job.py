@@ -22,6 +22,7 @@ from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, re
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
 from trainer.performance.memory import ModelBytes
 from trainer.spec import WINDOWS
+from trainer.strategies import PACKAGES, require_package
 
 SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
@@ -35,6 +36,17 @@ class Checked:
     """What could not be checked here, or only just fits."""
     model: ModelBytes | None = None
     """The bytes of its model; None if they are not known."""
+
+
+def check_strategy(strategy: str, is_here: bool) -> list[str]:
+    """Return sentences on what could not be checked of the package that a strategy needs. ``is_here``: whether nodes
+    are on this machine, and have what this Python has. Raise `ConfigError` where it is known to be missing."""
+    if is_here:
+        require_package(strategy)
+    elif strategy in PACKAGES:
+        package = PACKAGES[strategy].partition(".")[0]
+        return [f"training.strategy = {strategy!r} needs {package!r} on the nodes, which cannot be seen from here"]
+    return []
 
 
 def check_job(

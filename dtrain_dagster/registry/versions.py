@@ -185,6 +185,7 @@ def job_tags(
     history = generations(rundir.storage)
     sizes = [len(item.members) for item in history] or [result["world_size"]]
     modes = dict.fromkeys("parameter server" if item.topology == "star" else "all-reduce" for item in history)
+    training, how = job.training, ", ".join(modes) or "all-reduce"
     values = {
         JOB_TAG: job.job_id,
         "dataset_id": manifest["dataset_id"],
@@ -192,7 +193,7 @@ def job_tags(
         "loss": job.loss.factory,
         "world_size": result["world_size"],
         "world_size_history": " → ".join(map(str, sizes)),
-        "strategy": f"ddp, {', '.join(modes) or 'all-reduce'} ({result['backend']}, {job.training.precision})",
+        "strategy": f"{training.strategy}, {how} ({result['backend']}, {training.precision})",
         "steps": result["steps"],
         "weights_sha256": result["weights_sha256"],
         "checkpoint": result.get("checkpoint"),

@@ -13,6 +13,7 @@ from trainer.comm.launch_secret import SECRET_FILE, LaunchSecret
 from trainer.comm.own_address import is_loopback
 from trainer.comm.tls import CertificateFiles, TLSContexts
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.strategies import PACKAGES
 
 CertificateSource = Literal["", "launch", "files"]
 """Where the certificates of a process come from: the launch's secret, or the files of ``training.tls``; "": its
@@ -100,6 +101,17 @@ def refuse_open_traffic(config: DistributedTrainingConfig, sentence: str) -> Non
     """Raise `ConfigError` if there is open traffic, which the sentence describes, and encryption is required."""
     if sentence and config.encryption == "required":
         raise ConfigError(f"training.encryption = 'required', but {sentence}")
+
+
+def refuse_own_connections(config: DistributedTrainingConfig) -> None:
+    """Raise `ConfigError`, where traffic between hosts is encrypted, for a strategy whose package sums over connections
+    of its own."""
+    if config.strategy in PACKAGES:
+        raise ConfigError(
+            f"training.strategy = {config.strategy!r} sums over connections of its own, which are not encrypted, and "
+            "traffic between hosts is encrypted here: set training.encryption = 'off' in a private network, or "
+            "training.strategy = 'ddp'"
+        )
 
 
 def refuse_nccl(config: DistributedTrainingConfig, hosts: int, has_gpus: bool) -> None:

@@ -84,6 +84,15 @@ def choose_address(environment: Mapping[str, str], target: str | None, found: Ho
     return LOOPBACK, f"this host has no address but loopback, where no other host reaches it: {remedy}"
 
 
+def interface_of(address: str) -> str:
+    """Return the interface of this host that has an address. Raise `ConfigError` if there is none."""
+    wanted = LOOPBACK if address == "localhost" else address
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == wanted for one in addresses):
+            return name
+    raise ConfigError(f"no interface of this host has the address {address!r}: set {HOST} to one that has")
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address, or the name ``localhost``, is one of loopback."""
     try:

@@ -23,6 +23,7 @@ from trainer.comm.encryption import (
     describe_open_traffic,
     open_contexts,
     refuse_open_traffic,
+    refuse_own_connections,
     warn_of_open_traffic,
 )
 from trainer.comm.group import GroupError, InterruptibleGroup
@@ -91,6 +92,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
         else:
             store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener, tls)
         if tls is not None and not by_nccl:
+            refuse_own_connections(config)
             mesh_key = secret.key("mesh", prefix)
             try:
                 return _join_mesh(dist.PrefixStore(f"{prefix}/mesh", store), facts, host, tls, mesh_key, seconds)

@@ -15,6 +15,7 @@ from trainer.comm.encryption import (
     describe_open_traffic,
     is_mesh_encrypted,
     refuse_open_traffic,
+    refuse_own_connections,
     uses_nccl,
 )
 from trainer.comm.group import InterruptibleGroup
@@ -62,6 +63,8 @@ def form_world(
     is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
     try:
         refuse_open_traffic(config, open_traffic)
+        if is_mesh and size > 1:
+            refuse_own_connections(config)
     except ConfigError:
         listener.close()
         raise

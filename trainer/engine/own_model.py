@@ -33,7 +33,7 @@ class OwnModel:
     def __init__(self, module: nn.Module, job: JobConfig, world: World, faults: Faults) -> None:
         """Share the weights of rank 0 and wrap the module; a collective."""
         self.job, self.config, self.world, self.device = job, job.training, world, world.device
-        if self.config.is_sharded:
+        if self.config.strategy != "ddp":
             raise ConfigError(
                 f"training.strategy = {self.config.strategy!r} is for a job's own training: set it to 'ddp' for a loop "
                 "of your own, or train with trainer.Trainer(…).fit"

@@ -25,6 +25,7 @@ from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.gradient_norm import gradient_norm
+from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
 from trainer.parallel.sharded_adamw import ShardedAdamW
@@ -32,6 +33,7 @@ from trainer.parallel.sharding import ShardedModel
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
+from trainer.strategies import require_package
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMMIT = "commit of the step"
@@ -77,6 +79,7 @@ class TrainingStep:
         """``flat`` allows the weights to move together (`FlatAdamW`)."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
+        require_package(config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
@@ -111,7 +114,8 @@ class TrainingStep:
         assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
-        self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
+        kind = HorovodSynchronizer if self.config.strategy == "horovod" else GradientSynchronizer
+        self.sync = kind(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module, self.optimizer.is_flat)
 
     def adopt_replicas(self, world: World, plan: ReplicaPlan) -> None:

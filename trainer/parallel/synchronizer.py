@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.comm.group import CollectiveResult, CompletedCollective
+from trainer.comm.group import CollectiveResult, CompletedCollective, InterruptibleGroup
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
@@ -205,17 +205,19 @@ class GradientSynchronizer:
             self.faults.reach("all_reduce", self.step)
         if bucket.is_last():
             self.timer.mark("backward")  # the rest of the pass is up to the other ranks and the network
-        group, hook, gradients = self.world.group, self._hook, bucket.buffer()
-        assert group is not None
-        what = _bucket_name(bucket.index(), gradients.nbytes)
-        if isinstance(hook, NoCompression) and bucket.index() == 0 and bucket.is_last():
-            outcome = group.all_reduce(what, gradients)
-        else:
-            work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
-            outcome = group.submit(what, work, hook.bytes_of(gradients))
+        assert self.world.group is not None
+        outcome = self.submit_sum(bucket, self.world.group, _bucket_name(bucket.index(), bucket.buffer().nbytes))
         if bucket.is_last() and self.on_last_bucket is not None:
             self.on_last_bucket()
         return outcome
+
+    def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:
+        """Submit the sum of a bucket over the ranks of the group. ``what`` names it."""
+        hook, gradients = self._hook, bucket.buffer()
+        if isinstance(hook, NoCompression) and bucket.index() == 0 and bucket.is_last():
+            return group.all_reduce(what, gradients)
+        work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
+        return group.submit(what, work, hook.bytes_of(gradients))
 
 
 def _sum(tensor: Tensor, transport: Transport) -> None:

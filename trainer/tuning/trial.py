@@ -21,6 +21,7 @@ from trainer.engine.problem import make_window_problem, open_shards
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler
 from trainer.runtime.fault_injection import Faults
+from trainer.strategies import PLAIN
 from trainer.tuning.search_space import TrialSettings
 
 JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
@@ -33,7 +34,7 @@ class TuningTrial:
 
     def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
-        job = replace(job, training=replace(job.training, strategy="ddp", **dict(candidate.settings)))
+        job = replace(job, training=replace(job.training, **PLAIN, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
         # Each trial has its own shards, because their place is a setting too; nodes map the same memory.
         shards = open_shards(job, self.device)

@@ -1,0 +1,112 @@
+"""Horovod's own world, formed among the ranks of a `trainer.comm.world.World`, and anew for each generation.
+
+Horovod reads its ranks from variables and finds its peers through a small web server, which rank 0 runs here while the
+world forms. Neither that server nor Horovod's connections are encrypted or authenticated. What Horovod then sums is
+`trainer.parallel.horovod_synchronizer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer.comm.own_address import interface_of, is_loopback, own_address
+from trainer.comm.world import World
+
+_log = logging.getLogger(__name__)
+_FORMING = threading.Lock()
+"""Held while Horovod starts or ends: a thread that was left behind may still be in there."""
+_OURS = False
+"""Whether this process's Horovod was started here, and not by the caller's script."""
+
+
+def horovod_variables(rank: int, nodes: Sequence[int], generation: int, host: str, port: int) -> dict[str, str]:
+    """Return the variables from which Horovod reads the place of a rank. ``nodes``: the node of each rank; ``host`` and
+    ``port``: of rank 0's server. Pure."""
+    node = nodes[rank]
+    here = [other for other, its in enumerate(nodes) if its == node]
+    place = here.index(rank)
+    # Its «cross» communicator: of each node that has so many ranks, the one at this place.
+    across = [its for its in sorted(set(nodes)) if nodes.count(its) > place]
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(len(nodes)),
+        "HOROVOD_LOCAL_RANK": str(place),
+        "HOROVOD_LOCAL_SIZE": str(len(here)),
+        "HOROVOD_CROSS_RANK": str(across.index(node)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        "HOROVOD_HOSTNAME": f"g{generation}-node{node}",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def form_horovod(world: World, timeout: float) -> None:
+    """Start Horovod with the ranks of this world, which has several; a Horovod of an earlier world ends. One that the
+    caller's script has started with the same ranks is kept. A collective. ``timeout``: the seconds that one of
+    Horovod's operations may wait for a peer.
+
+    Raise `trainer.comm.group.GroupError` where that fails, and `ConfigError` where Horovod cannot be used.
+    """
+    import horovod.torch as hvd
+
+    group = world.group
+    assert group is not None
+    is_mine = bool(hvd.is_initialized()) and not _OURS
+    fits = is_mine and (hvd.rank(), hvd.size()) == (world.rank, world.world_size)
+    server, host, port = None, own_address(os.environ), 0
+    if world.rank == 0:
+        server = _serve(host)
+        port = int(server.server_address[1])
+    try:
+        found: list[Any] = world.all_gather_object([fits, world.node_rank, host, port])
+        if all(fits for fits, *_ in found):
+            return
+        _, _, first, port = found[0]
+        if world.rank == 0 and not is_loopback(first):
+            _log.warning("Horovod's connections are neither encrypted nor authenticated: use a private network")
+        variables = horovod_variables(world.rank, [node for _, node, *_ in found], world.generation, first, port)
+        variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(1, round(timeout)))
+        variables["HOROVOD_GLOO_IFACE"] = interface_of(host)
+        group.run("forming Horovod's world", lambda _: _start(hvd, variables))
+        world.all_gather_object(world.rank)  # until then others may need the server
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def leave_horovod() -> None:
+    """End the Horovod that `form_horovod` has started, if there is one. Waits until it has ended."""
+    global _OURS
+    with _FORMING:
+        if _OURS:
+            import horovod.torch as hvd
+
+            hvd.shutdown()
+            _OURS = False
+
+
+def _start(hvd: Any, variables: dict[str, str]) -> None:
+    global _OURS
+    with _FORMING:
+        hvd.shutdown()
+        os.environ.update(variables)
+        hvd.init()
+        _OURS = True
+
+
+def _serve(host: str) -> Any:
+    """Return a server for Horovod's rendezvous that listens at this address only."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+    server.daemon_threads = True
+    work: Callable[[], None] = server.serve_forever
+    threading.Thread(target=work, name="Horovod's rendezvous", daemon=True).start()
+    return server
