@@ -12,13 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["DistributedConfig", "FitResult", "Trainer", "TrainingFailedError", "__version__"]
+_HOMES = {
+    **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
+    "RayTrainer": "trainer.ray_trainer",
+}
+"""The public names, and the modules that they are of."""
+__all__ = ["DistributedConfig", "FitResult", "RayTrainer", "Trainer", "TrainingFailedError", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `trainer.fit`, which imports torch: only where it is asked for. A serving image has no such
-    module, so none of its imports may lead there."""
-    if name in __all__:
-        return getattr(importlib.import_module("trainer.fit"), name)
+    """Return a public name, whose module imports torch: only where it is asked for. A serving image has no such module,
+    so none of its imports may lead there."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
