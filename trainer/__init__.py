@@ -15,9 +15,18 @@ from typing import Any
 _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
     "RayTrainer": "trainer.ray_trainer",
+    "TensorFlowDistributedTrainer": "trainer.tensorflow.face",
 }
 """The public names, and the modules that they are of."""
-__all__ = ["DistributedConfig", "FitResult", "RayTrainer", "Trainer", "TrainingFailedError", "__version__"]
+__all__ = [
+    "DistributedConfig",
+    "FitResult",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
+    "Trainer",
+    "TrainingFailedError",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 
