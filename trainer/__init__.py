@@ -12,17 +12,30 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_HOMES = {
+    **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
+    **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.faces"),
+    "RayTrainer": "trainer.ray_trainer",
+    "TensorFlowDistributedTrainer": "trainer.tensorflow.face",
+}
+"""The public names, and the modules that they are of."""
 __all__ = [
-    "DistributedConfig", "FitResult", "HorovodTrainer", "PyTorchDDPTrainer", "Trainer", "TrainingFailedError",
+    "DistributedConfig",
+    "FitResult",
+    "HorovodTrainer",
+    "PyTorchDDPTrainer",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
+    "Trainer",
+    "TrainingFailedError",
     "__version__",
-]  # fmt: skip
-_OF_FACES = ("HorovodTrainer", "PyTorchDDPTrainer")
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `trainer.fit` or `trainer.faces`, which import torch: only where it is asked for. A serving
-    image has no such modules, so none of its imports may lead there."""
-    if name in __all__:
-        return getattr(importlib.import_module("trainer.faces" if name in _OF_FACES else "trainer.fit"), name)
+    """Return a public name, whose module imports torch: only where it is asked for. A serving image has no such module,
+    so none of its imports may lead there."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

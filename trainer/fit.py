@@ -46,6 +46,7 @@ from trainer.data.training_data import TrainingData
 from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
 from trainer.elastic.node_presence import record_presence
 from trainer.engine.problem import Problem
+from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.evaluation.judge import TaskJudge
@@ -104,6 +105,10 @@ class TrainingFailedError(RuntimeError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how it is made again in another process."""
+        return type(self), (str(self), self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +192,7 @@ class Trainer:
         raise_descriptor_limit()
         with record_presence(job, os.environ) as leaving:
             try:
-                leaving.code, result = train_job(job, problem, line.take if self._shows_progress else None)
+                leaving.code, result = train_job(job, problem, self._watch(line))
             finally:
                 line.close()
         return self._result(rundir, leaving.code, result)
@@ -195,14 +200,8 @@ class Trainer:
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
         is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
-        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
-        data = join_requests(requests, self._name)
-        config = self._config_for(requests["train"], data)
-        task = self._choose_task(data)
-        check_task(task)
-        try_task(self.model, task, data)
-        problem = _GivenProblem(self.model, data, task)
-        number = next(_FITS)
+        config, problem = self._try_problem(given)
+        data, number = problem.data, next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
             require_package(job.training.strategy)
@@ -221,6 +220,23 @@ class Trainer:
         if _launcher_facts().rank == 0:
             rundir.write_job(job)
         return job, problem
+
+    def _try_problem(
+        self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
+    ) -> tuple[DistributedTrainingConfig, _GivenProblem]:
+        """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
+        used."""
+        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
+        data = join_requests(requests, self._name)
+        config = self._config_for(requests["train"], data)
+        task = self._choose_task(data)
+        check_task(task)
+        try_task(self.model, task, data)
+        return config, _GivenProblem(self.model, data, task)
+
+    def _watch(self, line: ProgressLine) -> Watch | None:
+        """Return what is called with each event of this process; None: nothing is."""
+        return line.take if self._shows_progress else None
 
     def _config_for(self, request: LoaderRequest, data: DatasetData) -> DistributedTrainingConfig:
         """Return the settings with what the training loader asks for. Raise `ConfigError` for those that need a split

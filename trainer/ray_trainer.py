@@ -1,0 +1,311 @@
+"""`RayTrainer`: `trainer.Trainer` on Ray Train: a group of Ray's workers, each of which is a rank of the training.
+
+What is asked of Ray, and what of a driver's objects goes to its workers, belongs here; what a worker does is
+`trainer.ray_worker`. Inside a trial of Ray Tune, or a worker of a group that is there, it trains in place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
+from trainer.engine.finalize import MODEL, WEIGHTS
+from trainer.errors import DamagedError
+from trainer.exit_codes import FAILED, LOST
+from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
+from trainer.model.task import SupervisedTask, Task
+from trainer.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.rundir import RESULT, RunDir
+
+SHORT_NAMES = {"lr": "learning_rate", "batch_size": "batch_size_per_gpu"}
+"""Names of a search's figures, and the settings that they are."""
+_FITS = itertools.count(1)
+"""Numbers the trainings of this process."""
+_log = logging.getLogger(__name__)
+Data = Dataset[Any] | DataLoader[Any]
+
+
+def read_settings(given: Mapping[str, Any]) -> DistributedConfig:
+    """Return the settings among the values of a search, such as Ray Tune hands to a trial. Other values are the
+    model's. Raise `ConfigError` for a name that is nearly that of a setting. Pure."""
+    known = {field.name for field in fields(DistributedConfig)}
+    settings = {SHORT_NAMES.get(name, name): value for name, value in given.items()}
+    if len(settings) < len(given):
+        twice = next(name for name in given if SHORT_NAMES.get(name) in given)
+        raise ConfigError(f"{twice} and {SHORT_NAMES[twice]} are the same setting: give one of them")
+    for name in settings.keys() - known:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            raise ConfigError(f"there is no setting {name}; did you mean {close[0]}?")
+        _log.info("%s is no setting of the training: it is taken to be the model's", name)
+    return DistributedConfig(**{name: value for name, value in settings.items() if name in known})
+
+
+def plan_world(config: DistributedTrainingConfig, workers: tuple[int, int]) -> DistributedTrainingConfig:
+    """Return the settings for a group of this many workers, from the fewest to the most. A planned world of one, which
+    is what a driver has, becomes that of the group. Raise `ConfigError` where workers would have nothing to do.
+    Pure."""
+    fewest, most = workers
+    if not 1 <= fewest <= most:
+        raise ConfigError(f"num_workers = {workers}: give a number from 1 on, or the fewest and the most")
+    planned = replace(config, world_size=most) if config.world_size == 1 else config
+    if planned.micro_batches < most:
+        raise ConfigError(
+            f"num_workers = {most} share {planned.micro_batches} micro-batches (training.world_size x "
+            "training.gradient_accumulation_steps): raise gradient_accumulation_steps, or ask for fewer workers"
+        )
+    return planned
+
+
+def judges_classes(task: Task) -> bool:
+    """Return whether the task's loss is a cross entropy, so that its outputs have a most probable class."""
+    return isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.CrossEntropyLoss)
+
+
+def is_right(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return 1 where the most probable class is the target, a class or the probabilities of all; shape (B, …)."""
+    classes = target.argmax(1) if target.is_floating_point() else target
+    return (outputs.argmax(1) == classes).float()
+
+
+class RayTrainer:
+    """A trainer of a caller's own model on the workers of Ray Train.
+
+    `fit` of a driver starts the workers, on the cluster that it is connected to, that RAY_ADDRESS names, or on this
+    machine. Where a worker is lost, Ray starts the group again, and the training goes on from the latest checkpoint of
+    its run directory, which all machines must see.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedTrainingConfig | Mapping[str, Any] | None = None,
+        *,
+        num_workers: int | tuple[int, int] | None = None,
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        max_failures: int = 3,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        task: Task | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        tracking: TrackingConfig | None = None,
+    ) -> None:
+        """``config``: settings, or the values of a search (`read_settings`). ``num_workers``: ranks, or the fewest and
+        the most, between which Ray changes their number as machines come and go; None: ``config.world_size``.
+        ``use_gpu``: one GPU for each. ``max_failures``: how often Ray starts the group again. The others are those of
+        `trainer.Trainer`; without ``metrics``, the cross entropy brings ``accuracy``. Raise `ConfigError` for what
+        cannot be used."""
+        settings = read_settings(config) if isinstance(config, Mapping) else config or DistributedConfig()
+        workers = num_workers if num_workers is not None else settings.world_size
+        self.workers = workers if isinstance(workers, tuple) else (workers, workers)
+        self._is_group_asked = num_workers is not None and self.workers[1] > 1
+        self.config = plan_world(settings, self.workers)
+        self.model, self.use_gpu, self.max_failures = model, use_gpu, max_failures
+        self.resources_per_worker = resources_per_worker
+        self.run_dir = None if run_dir is None else str(run_dir)
+        self._parts = {"loss": loss, "task": task, "metrics": metrics, "name": name, "tracking": tracking}
+        self._accuracies: list[float] = []
+        Trainer(self.model, self.config, **self._options())
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where no such metric was
+        measured."""
+        if not self._accuracies:
+            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
+        return max(self._accuracies)
+
+    def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> FitResult:
+        """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result, as
+        `trainer.Trainer.fit` does. Raise `ConfigError` for what cannot be used, also for what cannot be pickled, and
+        `TrainingFailedError` where Ray has given up."""
+        _import_ray()
+        given = {"train": train, "valid": valid, "test": test}
+        self._refuse_other_launchers()
+        # Here, before Ray gets anything: what the workers would refuse one after the other.
+        task = Trainer(self.model, self.config, **self._options())._try_problem(given)[1].task
+        if judges_classes(task) and not self._parts["metrics"]:
+            self._parts["metrics"] = {"accuracy": is_right}
+        place, trial = find_worker_place(), find_trial_folder()
+        is_in_place = place is not None or trial is not None
+        result = self._fit_here(given, trial) if is_in_place else self._fit_group(given)
+        found = (event.get("metrics") or {} for event in RunDir(result.run_dir).events("evaluation"))
+        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
+        return result
+
+    # Helpers of the methods above, in the order of their use.
+
+    def _options(self) -> dict[str, Any]:
+        return {name: part for name, part in self._parts.items() if part is not None}
+
+    def _refuse_other_launchers(self) -> None:
+        """Raise `ConfigError` where another launcher has started this process as one of its ranks."""
+        if find_worker_place() is not None:
+            return
+        why = ""
+        if RUN_DIR in os.environ or DESCRIBE in os.environ:
+            why = "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            why = "WORLD_SIZE says that a launcher has started several processes, and RayTrainer starts its own: use "
+        if not why:
+            return
+        why += "python FILE.PY"
+        if describe := os.environ.get(DESCRIBE):
+            Path(describe).write_text(json.dumps({"error": why}))
+        raise ConfigError(why)
+
+    def _fit_here(self, given: Mapping[str, Data | None], trial: str | None) -> FitResult:
+        """Train in this process, which Ray has started."""
+        import ray.train
+        import ray.tune
+
+        place, run_dir = find_worker_place(), self.run_dir
+        if place is None and self._is_group_asked:
+            raise ConfigError(
+                f"num_workers = {self.workers[1]} inside a trial of Ray Tune, which trains in its own process: leave "
+                "num_workers out, and give more cores or GPUs to the trial"
+            )
+        if place is not None and run_dir is None and place.world_size > 1:
+            raise ConfigError("several workers need RayTrainer(…, run_dir=…): one folder that all of them see")
+        if run_dir is None and trial is not None:
+            run_dir = f"{trial}/fit-{next(_FITS)}"  # the same where Ray starts the trial again
+        config = self.config if place is None else plan_world(self.config, (place.world_size, place.world_size))
+        with nullcontext() if place is None or place.world_size == 1 else be_rank(place):
+            trainer = TrainerInRay(self.model, config, run_dir=run_dir, progress=False, **self._options())
+            trainer.report = ray.tune.report if place is None else ray.train.report
+            return trainer.fit(given["train"], given["valid"], given["test"])  # type: ignore[arg-type]
+
+    def _fit_group(self, given: Mapping[str, Data | None]) -> FitResult:
+        """Start a group of workers, wait for its end, and return the result with the best weights."""
+        import ray
+        import ray.train
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+        rundir = RunDir(self._choose_run_dir())
+        rundir.make()
+        rundir.storage.delete(RESULT)
+        if not ray.is_initialized():
+            ray.init(**({} if "RAY_ADDRESS" in os.environ else _local_ray()))
+        objects = {"model": self.model, "config": self.config, **self._options(), **given}
+        parts = {name: _put(name, part) for name, part in objects.items() if part is not None}
+        is_local = "://" not in rundir.uri
+        fewest, most = self.workers
+        elastic: Any = self.workers  # which Ray's own types do not say
+        group = DataParallelTrainer(
+            work,
+            train_loop_config={"parts": parts, "run_dir": rundir.uri, "script": sys.argv[0]},
+            backend_config=_backend(),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=most if fewest == most else elastic, use_gpu=self.use_gpu,
+                resources_per_worker=None if self.resources_per_worker is None else dict(self.resources_per_worker),
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"{rundir.uri.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}",  # a name of Ray's would be resumed
+                storage_path=f"{rundir.uri}/ray" if is_local else None,
+                failure_config=ray.train.FailureConfig(max_failures=self.max_failures),
+            ),
+        )  # fmt: skip
+        try:
+            group.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _failure(rundir, error) from error
+        return self._read_result(rundir)
+
+    def _choose_run_dir(self) -> str:
+        """Return the address of the run directory, the same for processes with other working folders."""
+        chosen = self.run_dir or f"runs/{type(self.model).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if "://" in chosen:
+            return chosen.rstrip("/")
+        path = Path(chosen).absolute()
+        others = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
+        while self.run_dir is None and path.exists():
+            path = next(others)
+        return str(path)
+
+    def _read_result(self, rundir: RunDir) -> FitResult:
+        result = rundir.read_result()
+        if result is None or result["status"] != "succeeded":
+            said = "the workers have ended without a result" if result is None else str(result.get("error"))
+            raise ConfigError(said) if result else TrainingFailedError(said, FAILED)
+        data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
+        if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
+            raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it is not the file that its description says")
+        self.model.cpu().load_state_dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
+        best = result["best_valid_loss"]
+        return FitResult(
+            model=self.model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
+            best_valid_loss=None if best is None or not math.isfinite(best) else best, test=result["test"],
+            train_seconds=result["train_seconds"],
+        )  # fmt: skip
+
+
+def _import_ray() -> None:
+    """Raise `ConfigError`, with the remedy, where Ray Train is missing."""
+    try:
+        import ray.train
+        import ray.tune  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f'RayTrainer needs Ray Train: pip install "ray[train,tune]>=2.60" ({error})') from None
+
+
+def _local_ray() -> dict[str, Any]:
+    """Return how Ray is started on this machine alone: none of its servers listens to others."""
+    return {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
+
+
+def _backend() -> Any:
+    """Return what Ray does for a group besides starting it: all workers of a machine see all of its GPUs, as the ranks
+    of any launcher do, which take them by their local rank."""
+    from ray.train.backend import Backend, BackendConfig
+
+    class Ranks(Backend):
+        share_cuda_visible_devices = True
+
+    class RanksConfig(BackendConfig):
+        backend_cls = Ranks
+
+    return RanksConfig()
+
+
+def _put(name: str, part: Any) -> Any:
+    """Return a reference to a part in Ray's store: it is pickled once, whatever the number of workers. Raise
+    `ConfigError`, which names it, where it cannot be."""
+    import ray
+
+    try:
+        return ray.put(part)
+    except Exception as error:  # whatever the part's own __reduce__ raises
+        raise ConfigError(
+            f"{name} ({type(part).__name__}) cannot be pickled, and Ray's workers are other processes: {error}. Give "
+            "one that can be, and have files, locks and connections opened when they are first used"
+        ) from error
+
+
+def _failure(rundir: RunDir, error: Exception) -> Exception:
+    """Return what a training of which Ray has given up raises: the first cause that a worker has written or told."""
+    failures = getattr(error, "worker_failures", {})
+    result = rundir.read_result() or {}
+    causes = [getattr(failure, "_base_exc", failure) for failure in failures.values()]
+    told = next((cause for cause in causes if isinstance(cause, TrainingFailedError)), None)
+    code = told.code if told is not None else LOST
+    return TrainingFailedError(str(result.get("error") or told or error), code)

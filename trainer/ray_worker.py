@@ -1,0 +1,192 @@
+"""What a worker of Ray Train and a trial of Ray Tune do for a training: they become ranks of ours, and tell Ray of each
+evaluation.
+
+The place of this process in Ray, and its end by Ray, belong here. Starting workers is `trainer.ray_trainer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.comm.launch_secret import SECRET_BYTES, SECRET_FILE
+from trainer.config import ConfigError
+from trainer.engine.reports import Watch
+from trainer.engine.result import write_result
+from trainer.engine.signals import Stopped
+from trainer.exit_codes import EVICTED
+from trainer.fit import FitResult, Trainer
+from trainer.observability.progress_line import ProgressLine
+from trainer.rundir import RunDir
+
+Report = Callable[[dict[str, Any]], object]
+"""Tells Ray of figures, by name."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlace:
+    """This process's place in a group of Ray Train's workers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+    def variables(self, address: str, port: int) -> dict[str, str]:
+        """Return the place as the variables of a launcher, with the address at which rank 0 listens. Pure."""
+        return {
+            "RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size), "NODE_RANK": str(self.node_rank), "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+
+
+def find_worker_place() -> WorkerPlace | None:
+    """Return the place of this process among the workers of Ray Train; None where it is no such worker."""
+    if "ray.train" not in sys.modules:
+        return None
+    import ray.train
+
+    try:
+        context = ray.train.get_context()
+    except (RuntimeError, DeprecationWarning):  # of a driver, and of a trial of Ray Tune
+        return None
+    return WorkerPlace(
+        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank(),
+    )  # fmt: skip
+
+
+def find_trial_folder() -> str | None:
+    """Return the folder of the trial of Ray Tune that this process runs; None where it runs none."""
+    if "ray.tune" not in sys.modules:
+        return None
+    import ray.tune
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns of this question where there is no trial
+        context = ray.tune.get_context()
+        return context.get_trial_dir() if context.get_trial_id() else None
+
+
+class Reporter:
+    """A reporter of each evaluation to Ray, in all ranks equally often: to Ray Train it is a barrier."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._step: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {}
+
+    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take an event; report when an evaluation has ended. Only rank 0 has figures, the others report none. Raise
+        `Stopped` where Ray ends this process's training."""
+        if kind == "step":
+            self._step = {name: fields[name] for name in ("step", "epoch", "loss", "learning_rate")}
+        elif kind == "evaluation":
+            self._evaluation = {"valid_loss": fields["loss"], **(fields["metrics"] or {}), "step": fields["step"]}
+        elif kind == "phase" and fields["name"] == "evaluation":
+            try:
+                self._report({**self._step, **self._evaluation})
+            except SystemExit:  # how Ray Tune ends a trial, inside of its report
+                raise Stopped(everybody=True) from None
+
+
+class TrainerInRay(Trainer):
+    """A trainer in a process that Ray has started, and ends."""
+
+    report: Report | None = None
+
+    def _watch(self, line: ProgressLine) -> Watch | None:
+        watch = super()._watch(line)
+        if self.report is None:
+            return watch
+        reporter = Reporter(self.report)
+
+        def take(kind: str, fields: Mapping[str, Any]) -> None:
+            if watch is not None:
+                watch(kind, fields)
+            reporter.take(kind, fields)
+
+        return take
+
+    def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
+        if code == EVICTED:
+            sys.exit(0)  # this thread ends, as Ray asked; the process is Ray's
+        return super()._result(rundir, code, result)
+
+
+@contextlib.contextmanager
+def be_rank(place: WorkerPlace) -> Iterator[None]:
+    """Give this worker the variables of a rank while the block runs. Rank 0 chooses address, port and a new secret,
+    which Ray hands to all. A collective."""
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.util import get_node_ip_address
+
+    offer = None
+    if place.rank == 0:
+        is_one_host = place.local_world_size == place.world_size
+        host = LOOPBACK if is_one_host else get_node_ip_address()
+        offer = {"address": host, "port": _free_port(host), "secret": secrets.token_hex(SECRET_BYTES)}
+    offer = broadcast_from_rank_zero(offer)
+    assert offer is not None
+    with tempfile.TemporaryDirectory(prefix="dtrain-ray-") as folder:  # this user's alone
+        path = Path(folder) / "secret"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(offer["secret"])
+        with _variables({**place.variables(offer["address"], offer["port"]), SECRET_FILE: str(path)}):
+            yield
+
+
+def work(order: dict[str, Any]) -> None:
+    """Train as a worker of a group that `trainer.ray_trainer` has started. ``order``: the parts of the training by
+    name, as references to Ray's store; the run directory, and the name of the script.
+
+    What cannot be used is written to the run directory, and no error for Ray, which would start the group again.
+    """
+    import ray
+    import ray.train
+
+    place = find_worker_place()
+    assert place is not None
+    sys.argv[0] = order["script"]  # by which the job names its data
+    parts = {name: ray.get(reference) for name, reference in order["parts"].items()}
+    given = [parts.pop(split, None) for split in ("train", "valid", "test")]
+    with be_rank(place):
+        try:
+            trainer = TrainerInRay(run_dir=order["run_dir"], progress=False, **parts)
+            trainer.report = ray.train.report
+            trainer.fit(*given)
+        except ConfigError as error:
+            write_result(RunDir(order["run_dir"]), {"status": "failed", "error": str(error)}, None)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process while the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

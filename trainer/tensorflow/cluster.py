@@ -1,0 +1,101 @@
+"""The ranks of a training with TensorFlow: from ``TF_CONFIG``, or from a launcher's variables.
+
+Reading them, and the exchange of addresses where a launcher tells ranks only, belongs here; no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.comm.launcher_env import RankFacts, rank_facts
+from trainer.comm.own_address import is_loopback, own_address
+from trainer.comm.static_rendezvous import join_world
+from trainer.config import ConfigError, DistributedTrainingConfig
+
+TF_CONFIG = "TF_CONFIG"
+"""TensorFlow's variable: the addresses of all workers as JSON, and which of them this process is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The workers of one training."""
+
+    facts: RankFacts
+    workers: tuple[str, ...]
+    """HOST:PORT of each rank, in order; one of them for a process that is alone."""
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all workers are on this machine, as far as their addresses tell."""
+        hosts = {worker.rpartition(":")[0].strip("[]") for worker in self.workers}
+        return len(hosts) == 1 or all(map(is_loopback, hosts))
+
+    def variable(self) -> str:
+        """Return the value of ``TF_CONFIG``."""
+        place = {"type": "worker", "index": self.facts.rank}
+        return json.dumps({"cluster": {"worker": list(self.workers)}, "task": place})
+
+
+def read_tf_config(text: str) -> tuple[tuple[str, ...], int]:
+    """Return the workers' addresses and this one's rank. Raise `ConfigError` for what is no such cluster. Pure."""
+    try:
+        given: Any = json.loads(text)
+        cluster, task = given["cluster"], given["task"]
+        kinds = sorted(cluster)
+        workers = tuple(map(str, cluster.get("chief", []))) + tuple(map(str, cluster.get("worker", [])))
+        index = int(task["index"]) + (len(cluster.get("chief", [])) if task["type"] == "worker" else 0)
+        kind = str(task["type"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f'{TF_CONFIG} is none: it needs {{"cluster": {{"worker": ["HOST:PORT", …]}}, "task": {{"type": "worker", '
+            f'"index": 0}}}} ({type(error).__name__}: {error})'
+        ) from None
+    if other := [name for name in kinds if name not in ("chief", "worker")] or (
+        [kind] if kind not in ("chief", "worker") else []
+    ):
+        raise ConfigError(f"{TF_CONFIG} has tasks of the type {other[0]!r}: all ranks of this strategy are workers")
+    if not 0 <= index < len(workers):
+        raise ConfigError(f"{TF_CONFIG} has {len(workers)} workers and says that this one is number {index}")
+    return workers, index
+
+
+def choose_facts(
+    environment: Mapping[str, str], config: DistributedTrainingConfig
+) -> tuple[RankFacts, tuple[str, ...]]:
+    """Return this process's rank, and the workers where ``TF_CONFIG`` names them. Raise `ConfigError` where it and a
+    launcher's variables disagree. Pure."""
+    facts = rank_facts(environment, config)
+    if TF_CONFIG not in environment:
+        return facts, ()
+    workers, rank = read_tf_config(environment[TF_CONFIG])
+    if facts.world_size > 1 and (facts.rank, facts.world_size) != (rank, len(workers)):
+        raise ConfigError(
+            f"{TF_CONFIG} says rank {rank} of {len(workers)}, and the launcher's variables rank {facts.rank} of "
+            f"{facts.world_size}: give one of them only"
+        )
+    return replace(facts, rank=rank, world_size=len(workers)), workers
+
+
+def find_cluster(config: DistributedTrainingConfig, environment: Mapping[str, str]) -> Cluster:
+    """Return the cluster that the environment names. Without ``TF_CONFIG``, several ranks meet at MASTER_ADDR and tell
+    each other where they will listen: a collective. Raise `ConfigError` for an environment that cannot be used."""
+    facts, workers = choose_facts(environment, config)
+    if workers:
+        return Cluster(facts, workers)
+    host = own_address(environment, facts.master_addr)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:  # until all have theirs: no two of a host get the same
+        held.bind((host, 0))
+        mine = f"[{host}]" if family == socket.AF_INET6 else host
+        mine += f":{held.getsockname()[1]}"
+        if facts.world_size == 1:
+            return Cluster(facts, (mine,))
+        world = join_world(replace(config, backend="gloo", bind_cores=False), environment)
+        try:
+            return Cluster(facts, tuple(world.all_gather_object(mine)))
+        finally:
+            world.close()

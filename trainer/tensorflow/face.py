@@ -1,0 +1,272 @@
+"""`TensorFlowDistributedTrainer`: a Keras model, trained by the ranks that a launcher has started.
+
+What is asked for, and how a training that ends otherwise than well is told, belongs here; the loop is
+`trainer.tensorflow.loop`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trainer.checkpoint.manager import CheckpointError
+from trainer.config import (
+    SCRIPT,
+    ConfigError,
+    DatasetRef,
+    DistributedTrainingConfig,
+    FactoryConfig,
+    JobConfig,
+    TrackingConfig,
+    parse_job,
+)
+from trainer.data.dataset_data import DatasetData
+from trainer.data.shards import DatasetError
+from trainer.data.user_loaders import join_requests, read_request
+from trainer.engine.result import write_result
+from trainer.engine.run_job import INTERRUPTED, leave_process
+from trainer.engine.signals import Stopped
+from trainer.errors import DamagedError
+from trainer.exit_codes import EVICTED, FAILED, LOST, UNUSABLE
+from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, TrainingFailedError
+from trainer.observability.progress_line import ProgressLine
+from trainer.rundir import RESULT, RunDir
+from trainer.storage.base import StorageError
+from trainer.tensorflow.cluster import Cluster, choose_facts, find_cluster
+from trainer.tensorflow.settings import explain_settings
+
+if TYPE_CHECKING:
+    from trainer.tensorflow.loop import KerasTraining
+    from trainer.tensorflow.replica import Figure
+
+Data = Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KerasResult:
+    """How a training ended, the same on all ranks."""
+
+    model: Any
+    """The Keras model with the best weights by validation, the last where there was no validation."""
+    run_dir: str
+    steps: int
+    samples_seen: int
+    best_valid_loss: float | None
+    test: Mapping[str, float | None]
+    """``loss`` and metrics on the test split; on the validation split where there is no test split."""
+    train_seconds: float
+
+
+class TensorFlowDistributedTrainer:
+    """A trainer of a Keras model under `tf.distribute.MultiWorkerMirroredStrategy`.
+
+    It trains in one process, and in the ranks that torchrun, `dtrain launch`, SLURM, mpirun or ``TF_CONFIG`` name. Each
+    sample is used once per epoch, in the batches of PyTorch's loop with the same seed; training resumes from the latest
+    checkpoint of its run directory. Where a rank is lost, all end, and the job is submitted again.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], Any],
+        config: DistributedTrainingConfig | None = None,
+        *,
+        loss: Any = None,
+        metrics: Mapping[str, Figure] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        tracking: TrackingConfig | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """``make_model`` makes the Keras model, under the strategy. ``loss``: one of Keras (an object or a name), or
+        ``loss(target, outputs)`` with one figure per sample; None: that which the model was compiled with. ``metrics``:
+        further figures per sample, called alike, of which means are reported; without any, the cross entropy of classes
+        brings ``accuracy``. The others are those of `trainer.Trainer`. Raise `ConfigError` for settings that TensorFlow
+        cannot honour."""
+        self.make_model, self.config = make_model, config or DistributedConfig()
+        self._loss, self._metrics, self._name, self._tracking = loss, metrics, name, tracking
+        self._given_run_dir = run_dir
+        self._shows_progress = sys.stderr.isatty() if progress is None else progress
+        self._accuracies: list[float] = []
+        if why := explain_settings(self.config):
+            raise ConfigError(why)
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where none was measured."""
+        if not self._accuracies:
+            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
+        return max(self._accuracies)
+
+    def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> KerasResult:
+        """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
+
+        Data are map-style datasets, loaders of torch, or pairs of arrays (inputs, target). All ranks call this
+        together. Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the training ends otherwise
+        than well, and KeyboardInterrupt where a person ends it; a process that was told to end (SIGTERM) leaves with
+        its exit code (SystemExit)."""
+        _refuse_jobs_of_clusters()
+        data, config = self._read_data({"train": train, "valid": valid, "test": test})
+        facts, _ = choose_facts(os.environ, config)
+        if config.world_size == 1 and facts.world_size > 1:
+            config = replace(config, world_size=facts.world_size)
+        run_dir = self._choose_run_dir(facts.world_size)
+        cluster = find_cluster(config, os.environ)
+        if why := explain_settings(config, cluster.is_one_host):
+            raise ConfigError(why)
+        rundir = RunDir(run_dir)
+        rundir.make()
+        if facts.rank == 0:
+            rundir.storage.delete(RESULT)  # it is of an earlier start
+        line = ProgressLine()
+        try:
+            code, result, model = self._train(data, config, cluster, rundir, line)
+        finally:
+            line.close()
+        return self._result(rundir, code, result, model)
+
+    # Helpers of the methods above, in the order of their use.
+
+    def _read_data(self, given: Mapping[str, Data | None]) -> tuple[DatasetData, DistributedTrainingConfig]:
+        requests = {
+            split: read_request(as_dataset(part, split), split) for split, part in given.items() if part is not None
+        }
+        config, size = self.config, requests["train"].batch_size
+        if config.early_stopping_patience is not None and given["valid"] is None:
+            raise ConfigError("training.early_stopping_patience needs a validation split: call fit(train, valid)")
+        return join_requests(requests, self._name), config if size is None else replace(config, batch_size_per_gpu=size)
+
+    def _choose_run_dir(self, world_size: int) -> str:
+        if self._given_run_dir is not None:
+            return str(self._given_run_dir).rstrip("/")
+        if world_size > 1:
+            raise ConfigError(
+                "several ranks need TensorFlowDistributedTrainer(…, run_dir=…): one folder that all of them see"
+            )
+        return str(Path("runs") / f"keras-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+    def _train(
+        self, data: DatasetData, config: DistributedTrainingConfig, cluster: Cluster, rundir: RunDir, line: ProgressLine
+    ) -> tuple[int, dict[str, Any], Any]:
+        """Return the exit code, the result and the model."""
+        training: KerasTraining | None = None
+        lost: tuple[type[Exception], ...] = (StorageError,)
+        code, model = FAILED, None
+        try:
+            from trainer.tensorflow.loop import KerasTraining
+            from trainer.tensorflow.replica import LOST as COLLECTIVES
+            from trainer.tensorflow.replica import Replica, open_strategy
+            from trainer.tensorflow.task import choose_loss, choose_metrics
+
+            lost = (*COLLECTIVES, StorageError)
+            replica = Replica(self.make_model, open_strategy(cluster, config), config)
+            model = replica.model
+            loss, name = choose_loss(self._loss, model)
+            replica.set_task(loss, choose_metrics(self._metrics, name))
+            job = self._job(config, rundir, data, type(model).__qualname__, name)
+            if cluster.facts.rank == 0:
+                rundir.write_job(job)
+            shapes = [[variable.path, list(variable.shape)] for variable in model.trainable_variables]
+            identity = [data.dataset_id, data.count("train"), asdict(job.model), asdict(job.loss), shapes]
+            fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+            watch = line.take if self._shows_progress else None
+            training = KerasTraining(job, replica, data, cluster.facts, fingerprint, watch)
+            training.try_task()
+            training.begin()
+            result, code = training.train(), 0
+        except Stopped:
+            code, result = EVICTED, {"status": "stopped", "steps": training.progress.step if training else 0}
+        except (ConfigError, DamagedError, DatasetError, CheckpointError) as error:
+            code, result = UNUSABLE, {"status": "failed", "error": str(error)}
+        except lost as error:
+            told = str(error).strip().splitlines() or [""]
+            code, result = LOST, {"status": "failed", "error": f"{type(error).__name__}: {told[-1]}"}
+        except KeyboardInterrupt:
+            code, result = FAILED, {"status": "failed", "error": INTERRUPTED}
+        except Exception as error:
+            traceback.print_exc()
+            code, result = FAILED, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        self._end(training, rundir, code, result, cluster.facts.rank)
+        return code, result, model
+
+    def _end(
+        self, training: KerasTraining | None, rundir: RunDir, code: int, result: dict[str, Any], rank: int
+    ) -> None:
+        """Write how the training ended, and its last reports."""
+        if training is not None:
+            if "error" in result:
+                training.reports.emit("error", message=result["error"], fatal=code != LOST)
+            training.reports.emit("end", status=result["status"])
+            training.close(60.0 if code == 0 else 5.0)
+        if "error" in result:
+            print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        if (rank == 0 or "error" in result) and not write_result(rundir, result, None) and code == 0:
+            raise TrainingFailedError(f"could not write the result to {rundir.uri}: make room there, and resume", LOST)
+
+    def _job(
+        self, config: DistributedTrainingConfig, rundir: RunDir, data: DatasetData, model: str, loss: str
+    ) -> JobConfig:
+        """Return the job as its run directory describes it."""
+        name = "".join(sign if sign.isalnum() or sign in "._-" else "-" for sign in rundir.uri.rpartition("/")[2])
+        job = JobConfig(
+            job_id=name.lstrip("._-")[:200] or SCRIPT, run_dir=rundir.uri,
+            training=DistributedTrainingConfig(**asdict(config)),
+            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data.dataset_id),
+            model=FactoryConfig(factory=SCRIPT, args={"class": f"keras.{model}"}),
+            loss=FactoryConfig(factory=SCRIPT, args={"class": loss}), tracking=self._tracking or TrackingConfig(),
+        )  # fmt: skip
+        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
+        return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job
+
+    def _result(self, rundir: RunDir, code: int, result: dict[str, Any], model: Any) -> KerasResult:
+        if code == EVICTED:
+            sys.exit(leave_process(code))
+        if code != 0:
+            why = str(result["error"])
+            if why == INTERRUPTED:
+                raise KeyboardInterrupt(f"run_dir={rundir.uri!r} goes on from the last checkpoint")
+            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+        found = (event.get("metrics") or {} for event in rundir.events("evaluation"))
+        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
+        return KerasResult(
+            model=model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
+            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
+        )  # fmt: skip
+
+
+def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
+    """Return data as torch's datasets are. Raise `ConfigError` for what has no positions. Pure."""
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, np.ndarray) for part in given):
+        inputs, target = given
+        if len(inputs) != len(target):
+            raise ConfigError(f"{split}: {len(inputs)} inputs and {len(target)} targets; give one target for each")
+        return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(target))
+    if type(given).__module__.partition(".")[0] == "tensorflow":
+        raise ConfigError(
+            f"{split} is a {type(given).__name__}: its samples have no positions, so they cannot be dealt to ranks, "
+            "nor be used exactly once. Give a pair of arrays, or a map-style dataset (__getitem__ and __len__)"
+        )
+    return given  # type: ignore[return-value]
+
+
+def _refuse_jobs_of_clusters() -> None:
+    """Raise `ConfigError` under `dtrain train --script`, which trains PyTorch's models only."""
+    if RUN_DIR not in os.environ and DESCRIBE not in os.environ:
+        return
+    why = "`dtrain train --script` trains models of PyTorch: start this script by `dtrain launch --engine tensorflow`"
+    if describe := os.environ.get(DESCRIBE):
+        Path(describe).write_text(json.dumps({"error": why}))
+    raise ConfigError(why)

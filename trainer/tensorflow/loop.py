@@ -1,0 +1,344 @@
+"""`KerasTraining`: the loop that trains a Keras model, from the latest checkpoint to the report.
+
+The order of things belongs here: steps, evaluations, checkpoints, the end. What TensorFlow computes is
+`trainer.tensorflow.replica`; what users call is `trainer.tensorflow.face`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.checkpoint.manager import CheckpointError, CheckpointManager, check_fits
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
+from trainer.config import ConfigError, JobConfig
+from trainer.data.batches import Batch
+from trainer.data.dataset_data import DatasetData
+from trainer.data.sampler import micro_batch_seed
+from trainer.documents.events import FinishStage
+from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.lr_schedule import learning_rate
+from trainer.engine.reports import RankReports, Watch
+from trainer.engine.signals import Stopped
+from trainer.engine.state import Progress, read_progress
+from trainer.engine.step import NonFiniteError
+from trainer.engine.workload import make_sampler
+from trainer.evaluation.shared_work import SharedWork
+from trainer.observability.reporter import StepWindow
+from trainer.rundir import EVALUATION, RunDir
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+from trainer.tensorflow.replica import Replica
+from trainer.tensorflow.weights_file import write_model
+
+CPU = torch.device("cpu")
+"""Where samples are read; TensorFlow takes them from there."""
+State = dict[str, Any]
+
+
+class KerasTraining:
+    """One training in this rank, together with its peers. All ranks call `train`."""
+
+    def __init__(
+        self, job: JobConfig, replica: Replica, data: DatasetData, facts: RankFacts, fingerprint: str,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        self.job, self.config, self.replica, self.data, self.facts = job, job.training, replica, data, facts
+        self.rundir, self.fingerprint = RunDir(job.run_dir), fingerprint
+        self.reports = RankReports(job, self.rundir, watch)
+        self.faults = Faults(os.environ, facts.node_rank)
+        self.sampler = make_sampler(self.config, data.count("train"), facts.rank, facts.world_size)
+        steps = self.config.epochs * self.sampler.steps_per_epoch
+        self.total_steps = steps if self.config.max_steps is None else min(steps, self.config.max_steps)
+        self.progress = Progress()
+        self.best: State | None = None
+        self.saved_step = 0
+        self.window = StepWindow()
+        self._world = World(facts, CPU, "gloo")  # of this process alone: TensorFlow knows the others
+        self._checkpoints = CheckpointManager(
+            self.rundir, self.config.keep_checkpoints, fingerprint, lambda kind, **fields: self._emit(kind, **fields)
+        )
+        self._is_asked_to_stop = False
+        self._old_handler: Any = None
+        self._generation = 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or early stopping has ended the training."""
+        return self.progress.step >= self.total_steps or self.progress.early_stopped
+
+    def try_task(self) -> None:
+        """Judge the first samples. Raise `ConfigError` for a loss or a metric that is not one figure per sample; errors
+        of the caller's own code are raised as they are."""
+        positions = np.arange(min(2, self.data.count("train")), dtype=np.int64)
+        self.replica.judge(*split_pair(self.data.read("train", positions, CPU)))
+
+    def begin(self) -> None:
+        """Agree with the others on what is trained, load the checkpoint, and report from now on. A collective."""
+        self._refuse_differences()
+        [self._generation, *_] = self.replica.gather(self.facts, self.rundir.last_generation() + 1)
+        if self.facts.rank == 0:
+            self.reports.enter_world(replace(self._world, generation=self._generation))
+            self._checkpoints.fence(self._generation)
+        if self.config.resume:
+            self._resume()
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.reports.end_phase("startup")
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, and return the fields of ``result.json``. A collective. Raise `Stopped` when asked to end,
+        and one of `trainer.tensorflow.replica.LOST` when a peer is lost."""
+        loader = self.data.make_loader(
+            self.sampler, self._world, self.faults, StepTimer(False, CPU), self.config.prefetch_batches
+        )
+        self._catch_up()
+        while not self.is_over:
+            epoch, first_step = divmod(self.progress.step, self.sampler.steps_per_epoch)
+            self.window = StepWindow()
+            for batch in loader.batches(epoch, first_step):
+                self._step(batch, epoch)
+                if self.is_over:
+                    break
+            self.reports.end_phase("training")
+        loader.close()
+        return self._finish()
+
+    def close(self, tracking_seconds: float = 60.0) -> None:
+        """End all threads; all reports are on disk afterwards."""
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
+        self.data.close()
+        self._checkpoints.close(5.0)
+        self.reports.close(tracking_seconds)
+
+    # The beginning
+
+    def _refuse_differences(self) -> None:
+        """Raise `ConfigError` on all ranks unless they train on the same samples."""
+        mine = int(self.fingerprint[:15], 16)
+        for rank, found in enumerate(self.replica.gather(self.facts, mine)):
+            if found != mine:
+                raise ConfigError(
+                    f"rank {rank} has other training data or another model than rank {self.facts.rank}: all ranks must "
+                    "read the same samples in the same order. Data that differ from process to process need one seed"
+                )
+
+    def _resume(self) -> None:
+        """Load the latest checkpoint, the same on all ranks. Raise `ConfigError` for one of another training."""
+        found = self._checkpoints.load_latest()
+        steps = self.replica.gather(self.facts, found[1]["progress"]["step"] if found else 0)
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"the ranks found checkpoints of steps {steps}: they do not see one run directory")
+        if found is None:
+            return
+        state = found[1]
+        check_fits(state["model"], _as_tensors(self.replica.state()))
+        self.progress = read_progress(state["progress"])
+        self.replica.load(_as_arrays(state["model"]))
+        moments = {kind: _as_arrays(state["optimizer"][kind]) for kind in ("mean", "square")}
+        self.replica.load_moments(moments, state["optimizer"]["updates"])
+        self.best = _as_arrays(state["best"]) if "best" in state else None
+        if self.best is None and self.progress.best_step == self.progress.step > 0:
+            self.best = self.replica.state()
+        self.saved_step = self.progress.step
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._is_asked_to_stop = True  # the others are told in the next step
+
+    # A step
+
+    def _step(self, batch: Batch, epoch: int) -> None:
+        """Train on one global batch, and do what is due after it. A collective."""
+        step = self.progress.step
+        self.reports.watchdog.progress(step)
+        rate = learning_rate(self.config, step, self.total_steps)
+        gradient, loss_sum = None, 0.0
+        for part in batch.micro_batches:
+            self.faults.reach("forward", step)
+            inputs, target = split_pair(part.data)
+            seed = micro_batch_seed(self.config.seed, step, part.number)
+            loss, found = self.replica.differentiate(inputs, target, batch.samples, seed)
+            gradient = found if gradient is None else gradient + found
+            loss_sum += loss
+        counts = [int(not math.isfinite(loss_sum)), int(self._is_asked_to_stop), batch.local_samples, batch.digest]
+        broken, leaving, samples, digest = self.replica.sum_integers(counts)
+        norm = math.nan
+        if not broken:
+            self.faults.reach("optimizer", step)
+            norm = self.replica.update(self.replica.sum(gradient), rate)
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the loss or its gradient is not finite at step {step + 1} (learning rate {rate:.3g}): lower "
+                "training.learning_rate, raise training.warmup_steps, set training.clip_norm, or look for extreme "
+                "values in the data; the last checkpoint is untouched"
+            )
+        if samples != batch.samples:
+            raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
+        self.progress.commit(epoch, batch.samples, digest)
+        self.window.add(loss_sum, batch.local_samples)
+        if self.progress.step % self.config.log_frequency == 0 or self.progress.step == self.total_steps:
+            self._report_step(epoch, rate, norm)
+        paused_at = time.monotonic()
+        self._catch_up()
+        self.window.began += time.monotonic() - paused_at
+        if leaving:
+            if self.saved_step < self.progress.step:
+                self._save()
+            self._checkpoints.wait(COMMIT_SECONDS)
+            self.replica.gather(self.facts, 0)  # none ends before the checkpoint is written
+            raise Stopped(everybody=True)
+
+    def _report_step(self, epoch: int, rate: float, norm: float) -> None:
+        window, self.window = self.window, StepWindow()
+        loss_sum, samples = self.replica.sum_floats([window.loss_sum, window.samples])
+        seconds = (self.window.began - window.began) / window.steps
+        step = self.progress.step
+        self._emit(
+            "step", step=step, epoch=epoch, loss=loss_sum / samples, learning_rate=rate, grad_norm=norm,
+            samples_per_second=samples / (seconds * window.steps), step_seconds=seconds,
+            eta_seconds=seconds * (self.total_steps - step),
+        )  # fmt: skip
+
+    def _catch_up(self) -> None:
+        """Do what is due after the steps done so far: evaluation, checkpoint. A collective."""
+        config, progress, step = self.config, self.progress, self.progress.step
+        frequency = config.eval_frequency or self.sampler.steps_per_epoch
+        is_due = step and (step % frequency == 0 or step == self.total_steps)
+        if is_due and progress.evaluated_step < step and self.data.count("valid"):
+            self._validate()
+        if step and (step % config.checkpoint_frequency == 0 or self.is_over) and self.saved_step < step:
+            self._save()
+
+    def _validate(self) -> None:
+        self.reports.end_phase("training")
+        began, progress = time.monotonic(), self.progress
+        found = self._judge("valid")
+        loss = found.pop("loss")
+        seconds = time.monotonic() - began
+        self._emit("evaluation", step=progress.step, split="valid", loss=loss, metrics=found, seconds=seconds)
+        self.reports.end_phase("evaluation")
+        progress.evaluated_step = progress.step
+        if loss < progress.best_loss:
+            progress.best_loss, progress.best_step = loss, progress.step
+            progress.evaluations_without_improvement = 0
+            self.best = self.replica.state()
+            self._save(is_best=True)
+            return
+        progress.evaluations_without_improvement += 1
+        patience = self.config.early_stopping_patience
+        progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
+
+    def _judge(self, split: str) -> dict[str, float]:
+        """Return the means of loss and metrics over a split, each sample once. A collective."""
+        count, size = self.data.count(split), self.config.batch_size_per_gpu
+        work = SharedWork()
+        work.rank, work.size = self.facts.rank, self.facts.world_size
+        first, last = work.part(count, size)
+        sums = dict.fromkeys(["loss", *sorted(self.replica.metrics)], 0.0)
+        parts = [np.arange(start, min(start + size, last)) for start in range(first, last, size)]
+        for data in self.data.read_each(split, parts, CPU):
+            for name, value in self.replica.judge(*split_pair(data)).items():
+                sums[name] += value
+        totals = self.replica.sum_floats(list(sums.values()))
+        return {name: value / count for name, value in zip(sums, totals, strict=True)}
+
+    def _save(self, is_best: bool = False) -> None:
+        """Have rank 0 save a checkpoint, written in the background."""
+        self.reports.end_phase("training")
+        if self.facts.rank == 0:
+            self.faults.reach("save", self.progress.step)
+            state: State = {
+                "model": _as_tensors(self.replica.state()),
+                "optimizer": {
+                    "updates": self.replica.updates,
+                    **{kind: _as_tensors(part) for kind, part in self.replica.moments().items()},
+                },
+                "progress": asdict(self.progress),
+            }
+            if self.best is not None and self.progress.best_step != self.progress.step:
+                state["best"] = _as_tensors(self.best)
+            self._checkpoints.save(state, self.progress.step, self._generation, is_best, self.is_over)
+        self.saved_step = self.progress.step
+        self.reports.end_phase("checkpoint")
+
+    # The end
+
+    def _finish(self) -> dict[str, Any]:
+        """Evaluate and write the best model, and return the fields of ``result.json``. A collective."""
+        if self.best is not None:
+            self.replica.load(self.best)
+        digest = self.replica.digest()
+        digests = self.replica.gather(self.facts, int(digest[:15], 16))
+        if len(set(digests)) > 1:
+            raise RuntimeError("the final weights of the ranks differ: they must not be used")
+        report = self._report()
+        if self.facts.rank == 0:
+            self._begin_stage("model")
+            write_model(self.rundir, self.replica.model, self.job, digest)
+            if not self._checkpoints.wait(COMMIT_SECONDS):
+                self._emit("error", message="the last checkpoint is still being written", fatal=False)
+        self.reports.end_phase("finalise")
+        progress, phases = self.progress, self.reports.seconds
+        return {
+            "status": "succeeded", "steps": progress.step, "epochs": progress.step / self.sampler.steps_per_epoch,
+            "early_stopped": progress.early_stopped, "best_step": progress.best_step,
+            "best_valid_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
+            "test": report["model"], "world_size": self.facts.world_size, "backend": "tensorflow",
+            "device": self.replica.device, "samples_seen": progress.samples_seen,
+            "train_samples": self.data.count("train"), "consumed": [asdict(item) for item in progress.consumed],
+            "train_seconds": phases["training"], "phase_seconds": phases, "weights_sha256": digest,
+            "weights_equal_on_ranks": True,
+        }  # fmt: skip
+
+    def _report(self) -> dict[str, Any]:
+        """Judge the model on the test split, or on the validation split where there is none, and write the report. A
+        collective. Raise ValueError where the loss is not finite."""
+        self._begin_stage("test split")
+        split = next((name for name in ("test", "valid") if self.data.count(name)), None)
+        report: dict[str, Any] = {"model": {}, "baselines": {}, "notes": ["there is no test or validation split"]}
+        if split is not None:
+            found = self._judge(split)
+            if not math.isfinite(found["loss"]):
+                raise ValueError(f"the loss on the {split} split is {found['loss']}: lower training.learning_rate")
+            figures = {name: value if math.isfinite(value) else None for name, value in found.items()}
+            notes = ["the weights were chosen on this very split: there is no test split"] if split == "valid" else []
+            model = {**figures, "samples": self.data.count(split)}
+            report = {"model": model, "baselines": {}, "split": split, "notes": notes}
+        self._begin_stage("report")
+        if self.facts.rank == 0:
+            self.rundir.write_json(EVALUATION, report)
+        return report
+
+    def _begin_stage(self, stage: FinishStage) -> None:
+        self._emit("finish", stage=stage)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        """Report an event of rank 0; the others report none."""
+        self.reports.emit(kind, **fields)
+
+
+def split_pair(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and target of a batch as arrays. Raise `ConfigError` for a batch that is no such pair. Pure."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise ConfigError("samples must be pairs (inputs, target), each a tensor or a structure of tensors")
+    inputs, target = torch.utils._pytree.tree_map(lambda part: part.numpy(), list(batch))
+    return inputs, target
+
+
+def _as_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value).copy()) for name, value in arrays.items()}
+
+
+def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
