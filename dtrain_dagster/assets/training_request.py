@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import dagster as dg
@@ -73,7 +73,8 @@ class DatasetTraining:
         from dtrain_dagster.planning.check_job import check_job, check_strategy
 
         said = check_strategy(job.training.strategy, self.cluster.traits.is_this_machine)
-        return said + check_job(job, ranks, rehearses, hosts, self.cluster.have_gpus)
+        checked = check_job(job, ranks, rehearses, hosts, self.cluster.have_gpus)
+        return replace(checked, sentences=(*said, *checked.sentences))
 
 
 @dataclass(frozen=True, slots=True)
