@@ -85,8 +85,8 @@ def test_a_sample_is_measured_by_the_tensors_that_live_at_once() -> None:
         network(torch.zeros(samples, 4)).sum().backward()
 
     run(2)
-    least = 4 * 3 * 2 * 96  # what GELU gets and gives, in three blocks
-    assert least <= sample_bytes(run, 8, 16) <= 4 * least
+    blocks = 4 * 3 * (32 + 2 * 96)  # what each keeps: its input, and what GELU gets and gives
+    assert sample_bytes(run, 8, 16) == blocks + 4 * (4 + 32), "and the inputs of the other layers"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
