@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from trainer.frameworks.ray_node import RayNode
 NAME_PREFIX = "dtrain-of-ray-"
 LEAVE_SECONDS = 30.0
 """The seconds that the other processes wait for the first one to have ended, so that it is seen to end first."""
+MOST_LETTERS = 20
+"""The longest path of a folder for Ray's: a socket in it has some 80 letters more, and 107 are allowed."""
+POLL_SECONDS = 0.2
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -113,7 +117,7 @@ def run(
             meeting.gather(node.wait_until_ready())
             return _wait(meeting)
     finally:
-        if Path(head.folder).parent == Path(tempfile.gettempdir()) and Path(head.folder).name.startswith(NAME_PREFIX):
+        if Path(head.folder).name.startswith(NAME_PREFIX):
             shutil.rmtree(head.folder, ignore_errors=True)
 
 
@@ -128,7 +132,7 @@ def _lead(
         plain[VISIBLE] = gpus
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
     ports = {name: free_port(host) for name in names}
-    folder = tempfile.mkdtemp(prefix=NAME_PREFIX)
+    folder = tempfile.mkdtemp(prefix=NAME_PREFIX, dir=folder_of_folders(tempfile.gettempdir()))
     head = RayHead(address=f"{host}:{ports['port']}", folder=folder, token=own_token)
     try:
         options = [*head_options(ports, folder), *node_options(host, cpus_of(facts, one_machine))]
@@ -137,11 +141,22 @@ def _lead(
             meeting.gather(json.dumps(asdict(head)))
             if why := next(filter(None, [failed, *meeting.gather(failed)]), None):
                 raise ConfigError(f"the Ray of this job does not start: {why}")
-            code = Child(command, {**plain, "RAY_ADDRESS": head.address}).wait()
+            child = Child(command, {**plain, "RAY_ADDRESS": head.address})
+            while (code := child.poll()) is None:
+                if why := node.explain_end():  # the program would wait for it for ever
+                    child.kill()
+                    raise MeetingError(f"the Ray of this job has ended before its program: {why}")
+                time.sleep(POLL_SECONDS)
             meeting.tell(str(code))
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_of_folders(wanted: str) -> str:
+    """Return where Ray's folder is made: the usual place for temporary files, unless the paths of sockets in it would
+    be longer than the system allows, which Ray notices only once it runs. Pure."""
+    return wanted if len(wanted) <= MOST_LETTERS else "/tmp"
 
 
 def token_of(secret: LaunchSecret) -> str:

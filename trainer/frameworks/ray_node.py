@@ -48,6 +48,13 @@ class RayNode:
         """Wait until it has started; return why it has not, "" where it has."""
         if self._ready.wait(START_SECONDS) and self._process.poll() is None:
             return ""
+        return self._explain()
+
+    def explain_end(self) -> str:
+        """Return why it runs no more, as far as it has said so; "" while it does."""
+        return "" if self._process.poll() is None else self._explain()
+
+    def _explain(self) -> str:
         code = self._process.poll()
         how = f"`ray start` ended with exit code {code}" if code is not None else "`ray start` did not come up in time"
         return f"{how}: {' | '.join(line for line in self._said if line.strip())[-800:]}"
