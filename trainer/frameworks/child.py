@@ -21,6 +21,8 @@ class Child:
         )
         # The clusters of dtrain send a signal to every process of a job; other launchers to this one alone.
         self._passes_on = MARK not in environment
+        self.was_asked = False
+        """Whether it was asked to end."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -36,5 +38,6 @@ class Child:
         self._process.wait()
 
     def _on_signal(self, number: int, _: object) -> None:
+        self.was_asked = True
         if self._passes_on and self._process.poll() is None:
             self._process.send_signal(number)
