@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 
@@ -29,7 +30,8 @@ class RayNode:
 
     def __init__(self, options: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
-        self._ready = threading.Event()
+        self._heard = threading.Event()
+        self._is_ready = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options],
             env={**environment, "PYTHONUNBUFFERED": "1", "RAY_DISABLE_IMPORT_WARNING": "1"},
@@ -46,8 +48,10 @@ class RayNode:
 
     def wait_until_ready(self) -> str:
         """Wait until it has started; return why it has not, "" where it has."""
-        if self._ready.wait(START_SECONDS) and self._process.poll() is None:
+        if self._heard.wait(START_SECONDS) and self._is_ready:
             return ""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # it has closed its output, and has ended, or is about to
         return self._explain()
 
     def explain_end(self) -> str:
@@ -88,8 +92,9 @@ class RayNode:
         for line in self._process.stdout:  # to the end: a full pipe would stop it
             self._said.append(line.rstrip())
             if STARTED in line:
-                self._ready.set()
-        self._ready.set()  # it has ended
+                self._is_ready = True
+                self._heard.set()
+        self._heard.set()  # it has ended
 
 
 def _runs(process: psutil.Process) -> bool:
