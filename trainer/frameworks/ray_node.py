@@ -21,6 +21,9 @@ from trainer.runtime.parent_death import die_with
 START_SECONDS = 120.0
 END_SECONDS = 6.0
 """The seconds that a Ray has to end in order; a cluster allows a few more between SIGTERM and SIGKILL."""
+ATTEMPTS = 3
+TOO_BUSY = "timed out during startup"
+"""What it says where its parts were not up within half a minute, for which there is no setting."""
 STARTED = "Ray runtime started"
 KEPT_LINES = 40
 
@@ -29,16 +32,20 @@ class RayNode:
     """A node of Ray, as a context manager; when it is left nothing of it runs."""
 
     def __init__(self, options: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._options, self._environment = list(options), dict(environment)
+        self._spawn()
+
+    def _spawn(self) -> None:
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._heard = threading.Event()
         self._is_ready = False
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options],
-            env={**environment, "PYTHONUNBUFFERED": "1", "RAY_DISABLE_IMPORT_WARNING": "1"},
+            [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *self._options],
+            env={**self._environment, "PYTHONUNBUFFERED": "1", "RAY_DISABLE_IMPORT_WARNING": "1"},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
-        threading.Thread(target=self._read, name="ray", daemon=True).start()
+        threading.Thread(target=self._read, args=(self._process, self._heard), name="ray", daemon=True).start()
 
     def __enter__(self) -> RayNode:
         return self
@@ -47,11 +54,17 @@ class RayNode:
         self.end()
 
     def wait_until_ready(self) -> str:
-        """Wait until it has started; return why it has not, "" where it has."""
-        if self._heard.wait(START_SECONDS) and self._is_ready:
-            return ""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # it has closed its output, and has ended, or is about to
+        """Wait until it has started, where the machine was too busy at the second or third try; return why it has not,
+        "" where it has."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._heard.wait(START_SECONDS) and self._is_ready:
+                return ""
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # it has closed its output, and has ended, or is about to
+            if attempt == ATTEMPTS or not any(TOO_BUSY in line for line in self._said):
+                break
+            self.end()
+            self._spawn()
         return self._explain()
 
     def explain_end(self) -> str:
@@ -87,14 +100,14 @@ class RayNode:
         except psutil.Error:
             return set()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # to the end: a full pipe would stop it
+    def _read(self, process: subprocess.Popen[str], heard: threading.Event) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:  # to the end: a full pipe would stop it
             self._said.append(line.rstrip())
             if STARTED in line:
                 self._is_ready = True
-                self._heard.set()
-        self._heard.set()  # it has ended
+                heard.set()
+        heard.set()  # it has ended
 
 
 def _runs(process: psutil.Process) -> bool:

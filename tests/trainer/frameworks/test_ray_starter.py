@@ -19,6 +19,9 @@ ROOT = str(Path(__file__).parents[3])
 RAY = """
 import os, sys, time
 print("said", "RAY_AUTH_TOKEN" in os.environ, "RANK" in os.environ, *sys.argv[1:])
+if "busy" in os.environ["HOW"] and not os.path.exists(os.environ["TMPDIR"] + "/tried"):
+    open(os.environ["TMPDIR"] + "/tried", "w").close()
+    sys.exit("Exception: The current node timed out during startup. This could happen")
 if "refuse" in os.environ["HOW"]:
     sys.exit(3)
 print("Ray runtime started.")
@@ -95,6 +98,12 @@ def test_a_ray_that_ends_ends_the_script_that_would_wait_for_it(folder: Path):
     )
     assert "the process that runs the program has ended" in told
     assert left(folder) == []
+
+
+def test_a_machine_that_is_too_busy_at_first_is_tried_again(folder: Path):
+    (code, said), (other, _) = run_two(folder, "busy")
+    assert code == other == 5, said
+    assert (folder / "tmp" / "tried").exists()
 
 
 def test_a_ray_that_does_not_start_says_why(folder: Path):
