@@ -4,8 +4,8 @@
 # Its last release (June 2023) does not build as it is:
 # - its CMake files ask for C++14 where today's torch needs C++17; they put the option last but one, so a compiler that
 #   appends its own wins;
-# - it takes a torch that was built with CUDA for a machine that has the toolkit. Where there is none (no nvcc), this
-#   builds for CPUs: sums go over gloo.
+# - it takes a torch that was built with CUDA, and any nvcc, for a machine with the whole toolkit. This builds for CPUs,
+#   where sums go over gloo, unless HOROVOD_GPU_OPERATIONS=NCCL is set.
 # Needed: g++, cmake 3.13 or newer, and the network, or the source in DTRAIN_HOROVOD_SOURCE (horovod-0.28.1.tar.gz).
 # The wheel is kept in DTRAIN_TEST_CACHE (~/.cache/dtrain-tests) per Python and torch: the next environment takes it.
 set -euo pipefail
@@ -16,7 +16,7 @@ for program in g++ cmake; do
 done
 what=$("$PYTHON" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")') || {
   echo "build_horovod.sh: $PYTHON has no torch, for which Horovod would be built" >&2; exit 2; }
-gpu=$(command -v nvcc >/dev/null && echo cuda || echo cpu)
+gpu=${HOROVOD_GPU_OPERATIONS:-cpu}
 cache=${DTRAIN_TEST_CACHE:-$HOME/.cache/dtrain-tests}/horovod-$VERSION-$what-$gpu
 if ! compgen -G "$cache/*.whl" >/dev/null; then
   work=$(mktemp -d)
@@ -30,7 +30,7 @@ if ! compgen -G "$cache/*.whl" >/dev/null; then
   printf '#!/bin/sh\nexec %s "$@" -std=gnu++17\n' "$(command -v g++)" >"$work/bin/g++"
   chmod +x "$work/bin/g++"
   own=(HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1)
-  if test "$gpu" = cuda; then own+=(HOROVOD_GPU_OPERATIONS=NCCL); else
+  if test "$gpu" = cpu; then
     find="$work/horovod-$VERSION/cmake/Modules/FindPytorch.cmake"
     sed -i 's/print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)/print(False)/' "$find"
     grep -q 'import CUDA_HOME; print(False)' "$find"

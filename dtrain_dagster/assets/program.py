@@ -24,7 +24,7 @@ from dtrain_dagster.assets.training import totals_metadata
 from dtrain_dagster.assets.training_progress import log_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.costs.prices import Tier, tier_of
-from dtrain_dagster.jobs.program import order_program, processes_of, refuse_program
+from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
@@ -99,7 +99,8 @@ def run_program(
     nodes = config.nodes or cluster.node_count
     with refusing_mistakes():
         processes = processes_of(config.engine, config.processes_per_node, cluster.ranks_per_node)
-        refuse_program(config.engine, cluster.traits, processes, cluster.have_gpus)
+        gpus = has_gpus(cluster.traits, cluster.gpu_type, cluster.engine.get("gpus", 0))
+        refuse_program(config.engine, cluster.traits, processes, gpus)
     manager = cluster.manager(context.run.run_id)
     command = [sys.executable, pipeline.script, *config.arguments]
     digest = pipeline.names.mark(digest_program(config, nodes, processes, pipeline.script))

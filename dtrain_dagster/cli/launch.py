@@ -57,16 +57,15 @@ def launch(
     """
     from dtrain_dagster.cli.job_options import runnable
     from dtrain_dagster.cli.terminal import stream_job
-    from dtrain_dagster.clusters.ranks import have_gpus
     from dtrain_dagster.jobs.log_follower import FileFollower
-    from dtrain_dagster.jobs.program import SAME_PATH, order_program, processes_of, refuse_program
+    from dtrain_dagster.jobs.program import SAME_PATH, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.settings.engines import read_engine_options
 
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
     gpus = read_engine_options(settings.cluster).get("gpus", 0) if kind.has_engine else None
-    processes = processes_of(engine, settings.processes_per_node, ranks_of(settings))
-    refuse_program(engine, kind, processes, have_gpus(kind, settings.gpu_type, gpus))
+    processes = processes_of(engine, procs_per_node, ranks_of(settings))
+    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, gpus))
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "launch")

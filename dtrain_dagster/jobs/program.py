@@ -14,6 +14,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
 from trainer.config import ConfigError
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing, explain_size
+from trainer.node.gpus import visible_gpus
 
 STARTER = "trainer.frameworks"
 SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
@@ -47,6 +48,14 @@ def processes_of(engine: str, stated: int | None, usual: int) -> int:
     """Return the processes on each node: as stated, else one where one process of the engine takes all GPUs of a node,
     else the cluster's usual number. Pure."""
     return stated or (1 if FRAMEWORKS[engine].one_per_node else usual)
+
+
+def has_gpus(kind: ClusterKind, gpu_type: str, of_engine: int | None) -> bool:
+    """Return whether nodes are known to have GPUs, those of this machine included. ``of_engine``: those that an engine
+    is asked for. Raise `PriceError` for an unknown SKU."""
+    from dtrain_dagster.clusters.ranks import have_gpus
+
+    return bool(visible_gpus(os.environ)) if kind.is_this_machine else have_gpus(kind, gpu_type, of_engine)
 
 
 def refuse_program(engine: str, kind: ClusterKind, processes_per_node: int, has_gpus: bool) -> None:

@@ -60,15 +60,14 @@ def test_deepspeed_trains_with_zero_and_offload(shell: Shell, options: list[str]
 
 
 @needs("ray")
-def test_ray_train_runs_once_beside_a_ray_of_the_job_and_leaves_nothing(shell: Shell, tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("t")  # for the folders of Ray; sockets in it want a short path
-    shell.env["TMPDIR"] = str(folder)
+def test_ray_train_runs_once_beside_a_ray_of_the_job_and_leaves_nothing(shell: Shell, short_folder: Path):
+    shell.env["TMPDIR"] = str(short_folder)
     said = shell.launch("ray", "r", "ray_script.py", "--workers", "2", "--folder", str(shell.folder / "results"))
     assert said.count("Ray with 1 nodes at 127.0.0.1:") == 1, "the script ran once, beside a Ray on loopback"
     assert {f"worker {rank} of 2" for rank in range(2)} <= set(re.findall(r"worker \d of \d", said))
     assert re.search(r"loss 0\.\d+ checkpoint ", said)
     assert list((shell.folder / "results").glob("**/weights.pt"))
-    assert not list(folder.glob(f"{NAME_PREFIX}*"))
+    assert not list(short_folder.glob(f"{NAME_PREFIX}*"))
     shell.assert_accounted("r", nodes=2)
 
 

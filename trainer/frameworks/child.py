@@ -21,14 +21,23 @@ class Child:
         )
         # The clusters of dtrain send a signal to every process of a job; other launchers to this one alone.
         self._passes_on = MARK not in environment
+        self.was_asked = False
+        """Whether it was asked to end."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def wait(self) -> int:
-        """Return its exit code; of one that a signal has ended, 128 and the signal, as a shell does."""
-        code = self._process.wait()
-        return code if code >= 0 else 128 - code
+    def poll(self) -> int | None:
+        """Return its exit code, None while it runs; of one that a signal has ended, 128 and the signal, as a shell
+        does."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def kill(self) -> None:
+        """Kill it: what it needs is gone."""
+        self._process.kill()
+        self._process.wait()
 
     def _on_signal(self, number: int, _: object) -> None:
+        self.was_asked = True
         if self._passes_on and self._process.poll() is None:
             self._process.send_signal(number)

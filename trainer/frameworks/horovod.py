@@ -7,6 +7,7 @@ and otherwise to the address that the other nodes know.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) 
     """Return the variables to run a rank with; at rank 0, the server runs from here on until this process ends."""
     mine = own_address(environment, facts.master_addr)
     found = {name: [one.address for one in addresses] for name, addresses in psutil.net_if_addrs().items()}
-    interface = interface_of(mine, found)
+    interface = interface_of(mine if ":" in mine else socket.gethostbyname(mine), found)
     port = start_server(bind_address(facts, environment), hosts(facts)) if facts.rank == 0 else 0
     told = meeting.gather(str(port))
     return variables(facts, (facts.master_addr, int(told[0])), interface)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import select
 import socket
 import struct
 import time
@@ -29,7 +30,7 @@ RETRY_SECONDS = 0.05
 NAME = "meeting"
 MOST_BYTES = 1 << 20
 _SIZE = struct.Struct("!I")
-_ENDLESS = 10 * 365 * 86400.0
+LOOK_SECONDS = 3600.0
 
 
 class MeetingError(ConnectionError):
@@ -95,7 +96,9 @@ class Meeting:
     def hear(self) -> str:
         """Wait, as another rank, for what rank 0 says next, however long that takes. Raise `MeetingError` where it has
         ended."""
-        return self._hear(_ENDLESS)
+        while not select.select([self._links[0].connection], [], [], LOOK_SECONDS)[0]:
+            pass
+        return self._hear(self._seconds)
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait, as another rank, until rank 0 has left, at most this long."""
@@ -114,11 +117,8 @@ class Meeting:
         return heard[0]
 
     def _run(self, flows: Mapping[int, Flow], seconds: float) -> None:
-        until = time.monotonic() + seconds
         try:
-            # Poll takes no more milliseconds than an int holds.
-            run_flows([(self._links[rank], flow) for rank, flow in flows.items()], min(seconds, 2e6),
-                      until if seconds < 2e6 else None)  # fmt: skip
+            run_flows([(self._links[rank], flow) for rank, flow in flows.items()], 0.0, time.monotonic() + seconds)
         except PeerError as error:
             raise MeetingError(f"rank {error.rank} has left, or does not answer: {error}") from error
 

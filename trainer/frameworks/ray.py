@@ -13,7 +13,9 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import is_loopback, own_address
 from trainer.errors import ConfigError
+from trainer.exit_codes import EVICTED
 from trainer.frameworks.child import Child
 from trainer.frameworks.meeting import Meeting, MeetingError
 from trainer.frameworks.ray_node import RayNode
@@ -28,6 +31,10 @@ from trainer.frameworks.ray_node import RayNode
 NAME_PREFIX = "dtrain-of-ray-"
 LEAVE_SECONDS = 30.0
 """The seconds that the other processes wait for the first one to have ended, so that it is seen to end first."""
+MOST_LETTERS = 20
+"""The longest path of a folder for Ray's: a socket in it has some 80 letters more, and 107 are allowed."""
+POLL_SECONDS = 0.2
+AGENT_PORT = "dashboard-agent-listen-port"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -107,13 +114,13 @@ def run(
         meeting.gather("")
         return _wait(meeting)
     plain |= ray_variables(head.token or token_of(secret), one_machine)
-    ports = ["--dashboard-agent-listen-port", str(free_port(host))]
+    ports = [f"--{AGENT_PORT}", str(free_ports(host, (AGENT_PORT,))[AGENT_PORT])]
     try:
         with RayNode(["--address", head.address, *ports, *node_options(host, cpus_of(facts, False))], plain) as node:
             meeting.gather(node.wait_until_ready())
             return _wait(meeting)
     finally:
-        if Path(head.folder).parent == Path(tempfile.gettempdir()) and Path(head.folder).name.startswith(NAME_PREFIX):
+        if Path(head.folder).name.startswith(NAME_PREFIX):
             shutil.rmtree(head.folder, ignore_errors=True)
 
 
@@ -126,9 +133,8 @@ def _lead(
     plain |= ray_variables(own_token or token_of(secret), one_machine)
     if one_machine and (gpus := join_gpus(places)):
         plain[VISIBLE] = gpus
-    names = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
-    ports = {name: free_port(host) for name in names}
-    folder = tempfile.mkdtemp(prefix=NAME_PREFIX)
+    ports = free_ports(host, ("port", "ray-client-server-port", AGENT_PORT))
+    folder = tempfile.mkdtemp(prefix=NAME_PREFIX, dir=folder_of_folders(tempfile.gettempdir()))
     head = RayHead(address=f"{host}:{ports['port']}", folder=folder, token=own_token)
     try:
         options = [*head_options(ports, folder), *node_options(host, cpus_of(facts, one_machine))]
@@ -137,11 +143,24 @@ def _lead(
             meeting.gather(json.dumps(asdict(head)))
             if why := next(filter(None, [failed, *meeting.gather(failed)]), None):
                 raise ConfigError(f"the Ray of this job does not start: {why}")
-            code = Child(command, {**plain, "RAY_ADDRESS": head.address}).wait()
+            child = Child(command, {**plain, "RAY_ADDRESS": head.address})
+            while (code := child.poll()) is None:
+                if why := node.explain_end():  # the program would wait for it for ever
+                    child.kill()
+                    if child.was_asked:
+                        return EVICTED
+                    raise MeetingError(f"the Ray of this job has ended before its program: {why}")
+                time.sleep(POLL_SECONDS)
             meeting.tell(str(code))
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_of_folders(wanted: str) -> str:
+    """Return where Ray's folder is made: the usual place for temporary files, unless the paths of sockets in it would
+    be longer than the system allows, which Ray notices only once it runs. Pure."""
+    return wanted if len(wanted) <= MOST_LETTERS else "/tmp"
 
 
 def token_of(secret: LaunchSecret) -> str:
@@ -156,11 +175,15 @@ def cpus_of(facts: RankFacts, is_one_machine: bool) -> int:
     return max(facts.world_size if is_one_machine else facts.local_world_size, usable)
 
 
-def free_port(host: str) -> int:
-    """Return a free port at an address of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_ports(host: str, names: Sequence[str]) -> dict[str, int]:
+    """Return a free port at an address of this machine for each name."""
+    with ExitStack() as stack:  # held until all are found, so that no two are the same
+        found = {}
+        for name in names:
+            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            probe.bind((host, 0))
+            found[name] = int(probe.getsockname()[1])
+    return found
 
 
 def _wait(meeting: Meeting) -> int:

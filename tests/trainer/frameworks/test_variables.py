@@ -98,6 +98,14 @@ def test_ray_asks_for_a_token_of_this_launch_and_stays_on_loopback_where_it_can(
     assert options[options.index("--include-dashboard") + 1] == "false"
 
 
+def test_rays_folder_is_where_the_paths_of_its_sockets_are_short_enough():
+    assert ray.folder_of_folders("/var/tmp") == "/var/tmp"
+    wanted = ray.folder_of_folders("/tmp/pytest-of-somebody/pytest-276/t0")
+    assert wanted == "/tmp"
+    longest = f"{'x' * ray.MOST_LETTERS}/{ray.NAME_PREFIX}12345678/session_2026-11-26_03-10-03_601011_4194304/sockets/"
+    assert len(f"{longest}plasma_store") <= 107
+
+
 def test_what_is_missing_is_named_with_its_remedy():
     assert explain_missing(FRAMEWORKS["torchrun"], lambda name: False) == ""
     assert explain_missing(FRAMEWORKS["horovod"], lambda name: True) == ""
