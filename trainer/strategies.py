@@ -20,8 +20,8 @@ PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_
 PACKAGES = {"horovod": "horovod.torch", "deepspeed": "deepspeed"}
 """The module that a strategy needs beside torch."""
 REMEDIES = {
-    "horovod": "build Horovod 0.28.1 with PyTorch on all nodes, as docs/frameworks.md says",
-    "deepspeed": "pip install 'deepspeed>=0.19,<0.20' on all nodes",
+    "horovod": "it is built for the installed torch, on all nodes, as docs/frameworks.md says",
+    "deepspeed": "pip install 'deepspeed>=0.19,<0.20', on all nodes",
 }
 """How that module is installed."""
 
@@ -39,7 +39,7 @@ def explain_strategy(config: Any) -> str:
         return _explain_deepspeed(config)
     if config.cpu_offload:
         return (
-            "training.cpu_offload = True needs sharded parameters, or moments: set training.strategy to fsdp, hsdp or "
+            "training.cpu_offload = True needs sharded parameters: set training.strategy to fsdp or hsdp, or to "
             "deepspeed"
         )
     return _explain_horovod(config) if config.strategy == "horovod" else ""
@@ -117,6 +117,8 @@ ENGINES: Mapping[str, Strategy] = {
     "deepspeed": "deepspeed",
 }
 """The strategy that each engine's name stands for, where a backend is asked for."""
+_LOOPS = {"ray": "RayTrainer", "tensorflow": "TensorFlowDistributedTrainer"}
+"""The names in the package `trainer` of engines that are more than a strategy."""
 COMMUNICATION_BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -127,6 +129,8 @@ def settings_of_backend(name: str) -> dict[str, str]:
         return {"backend": name}
     if name in ENGINES:
         return {"strategy": ENGINES[name]}
+    if name in _LOOPS:
+        raise ConfigError(f"{name!r} is no strategy of this loop: train with trainer.{_LOOPS[name]} in a script")
     known = ", ".join([*ENGINES, *COMMUNICATION_BACKENDS])
     raise ConfigError(f"there is no backend {name!r}: choose one of {known}")
 

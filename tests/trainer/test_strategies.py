@@ -18,7 +18,7 @@ from trainer.strategies import require_package, settings_of_backend, settings_of
         ({"strategy": "horovod", "communication": "topk"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "communication": "auto"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "gather_precision": "bf16"}, "needs sharded parameters"),
-        ({"strategy": "horovod", "cpu_offload": True}, "fsdp, hsdp or deepspeed"),
+        ({"strategy": "horovod", "cpu_offload": True}, "fsdp or hsdp, or to deepspeed"),
         ({"strategy": "horovod", "zero_stage": 2}, "zero_stage = 2 is DeepSpeed's"),
         ({"strategy": "deepspeed", "compile": "default"}, "compile = 'off'"),
         ({"strategy": "deepspeed", "communication": "fp16"}, "set it to 'allreduce'"),
@@ -46,6 +46,8 @@ def test_a_backend_is_an_engine_or_what_ranks_communicate_by() -> None:
     assert settings_of_backend("nccl") == {"backend": "nccl"}
     with pytest.raises(ConfigError, match="no backend 'mpi': choose one of pytorch-ddp"):
         settings_of_backend("mpi")
+    with pytest.raises(ConfigError, match=r"'ray' is no strategy of this loop: train with trainer\.RayTrainer"):
+        settings_of_backend("ray")
 
 
 def test_deepspeeds_own_configuration_becomes_settings() -> None:
@@ -61,7 +63,7 @@ def test_a_missing_package_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPat
     require_package("ddp")
     for finder in (lambda _: None, _not_found):
         monkeypatch.setattr("importlib.util.find_spec", finder)
-        for package, remedy in (("horovod", "build"), ("deepspeed", "pip install")):
+        for package, remedy in (("horovod", "it is built"), ("deepspeed", "pip install")):
             with pytest.raises(ConfigError, match=f"'{package}', which is not installed: {remedy}.*; or set .* 'ddp'"):
                 require_package(package)
 
