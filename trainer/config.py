@@ -188,13 +188,16 @@ class DistributedTrainingConfig:
     strategy: Strategy = "ddp"
     """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
     ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md. With
-    ``horovod`` it holds all, and Horovod sums the gradients; see docs/frameworks-fit.md."""
+    ``horovod`` it holds all, and Horovod sums the gradients; with ``deepspeed`` DeepSpeed's ZeRO divides what
+    ``zero_stage`` says; see docs/frameworks.md."""
+    zero_stage: Literal[1, 2, 3] = 1
+    """With ``deepspeed``: what ranks divide among them: moments (1), gradients too (2), weights too (3)."""
     gather_precision: Literal["fp32", "bf16"] = "fp32"
     """With ``fsdp`` and ``hsdp``: the type in which parameters are gathered and computed with. Rows, moments and sums
     of gradients stay float32."""
     cpu_offload: bool = False
     """With ``fsdp`` and ``hsdp`` on a GPU: rows, gradients and moments lie in the host's memory between passes, and the
-    host updates them."""
+    host updates them. With ``deepspeed``: moments and updates (with stage 3 weights as well) are the host's."""
     activation_checkpointing: bool = False
     """Compute activations within blocks twice instead of keeping them, from the first step on."""
     encryption: Literal["auto", "required", "off"] = "auto"

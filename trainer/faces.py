@@ -22,7 +22,7 @@ from trainer.comm.own_address import own_address
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
 from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, FitResult, Trainer
 from trainer.rundir import RunDir
-from trainer.strategies import require_package, settings_of_backend
+from trainer.strategies import require_package, settings_of_backend, settings_of_deepspeed
 
 Data = Dataset[Any] | DataLoader[Any]
 _NAMES = {"batch_size": "batch_size_per_gpu", "gradient_clipping": "clip_norm", "resume_from_checkpoint": "resume"}
@@ -55,15 +55,18 @@ class PyTorchDDPTrainer:
         metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         num_gpus: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None,
         mixed_precision: bool = False, mlflow_tracking: bool = False, checkpoint_dir: str | None = None,
-        communication_backend: str | None = None, verbose: bool | None = None, **settings: Any,
+        communication_backend: str | None = None, verbose: bool | None = None, zero_stage: int | None = None,
+        deepspeed_config: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         """``optimizer``: AdamW, or Adam without weight decay, of one group, whose learning rate then stays constant;
         None: AdamW by the settings. ``loss_fn`` and ``metrics``: as `Trainer` takes them. ``num_gpus`` (in all),
         ``num_nodes`` and ``gpus_per_node``: only checked, since whoever starts this script decides.
         ``mixed_precision``: fp16 on GPUs, bf16 on CPUs. ``mlflow_tracking``: to the server that MLFLOW_TRACKING_URI
         names. ``checkpoint_dir``: the run directory. ``communication_backend``: gloo or nccl. ``verbose``: whether rank
-        0 shows its progress. ``settings``: any of `DistributedConfig`, some by the names ``batch_size``,
-        ``gradient_clipping`` and ``resume_from_checkpoint``; ``checkpoint_frequency`` counts optimizer steps.
+        0 shows its progress. ``zero_stage``: 1, 2 or 3, for DeepSpeed; ``deepspeed_config``: its own configuration, as
+        a mapping or as its ``DeepSpeedConfig``, of which what has no counterpart is refused. ``settings``: any of
+        `DistributedConfig`, some by the names ``batch_size``, ``gradient_clipping`` and ``resume_from_checkpoint``;
+        ``checkpoint_frequency`` counts optimizer steps.
 
         Raise `ConfigError` for what cannot be used."""
         self.model, self.loss_fn, self.metrics, self.verbose = model, loss_fn, metrics, verbose
@@ -81,7 +84,12 @@ class PyTorchDDPTrainer:
             found |= settings_of_backend(communication_backend)
         if mixed_precision:
             found["precision"] = "fp16" if torch.cuda.is_available() else "bf16"
+        if deepspeed_config is not None:
+            found = settings_of_deepspeed(getattr(deepspeed_config, "_param_dict", deepspeed_config)) | found
+        if zero_stage is not None:
+            found |= {"strategy": "deepspeed", "zero_stage": zero_stage}
         self._settings: dict[str, Any] = {"strategy": self.strategy} | found
+        require_package(self._settings["strategy"])
         self._tracking = _tracking(mlflow_tracking)
 
     def fit(

@@ -12,25 +12,36 @@ from typing import Any, Literal
 
 from trainer.errors import ConfigError
 
-Strategy = Literal["ddp", "fsdp", "hsdp", "horovod"]
+Strategy = Literal["ddp", "fsdp", "hsdp", "horovod", "deepspeed"]
 SHARDED = ("fsdp", "hsdp")
 """The strategies with which a rank holds rows of the parameters, and not all of them."""
-PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_offload": False}
+PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_offload": False, "zero_stage": 1}
 """The settings of a training as any process can try it, without the parts that belong to another strategy."""
-PACKAGES = {"horovod": "horovod.torch"}
+PACKAGES = {"horovod": "horovod.torch", "deepspeed": "deepspeed"}
 """The module that a strategy needs beside torch."""
-REMEDIES = {"horovod": "build Horovod 0.28.1 with PyTorch on all nodes, as docs/frameworks-fit.md says"}
+REMEDIES = {
+    "horovod": "it is built for the installed torch, on all nodes, as docs/frameworks.md says",
+    "deepspeed": "pip install 'deepspeed>=0.19,<0.20', on all nodes",
+}
 """How that module is installed."""
 
 
 def explain_strategy(config: Any) -> str:
     """Return why a training cannot have these settings with its ``strategy``, and the remedy; "" if it can. ``config``:
     a `trainer.config.DistributedTrainingConfig`, which calls this as it is made. Pure."""
+    if config.strategy != "deepspeed" and config.zero_stage != 1:
+        return f"training.zero_stage = {config.zero_stage} is DeepSpeed's: set training.strategy = 'deepspeed'"
     if config.strategy in SHARDED:
         return _explain_sharded(config)
-    for name, usual in (("gather_precision", "fp32"), ("cpu_offload", False)):
-        if (given := getattr(config, name)) != usual:
-            return f"training.{name} = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
+    if (given := config.gather_precision) != "fp32":
+        return f"training.gather_precision = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
+    if config.strategy == "deepspeed":
+        return _explain_deepspeed(config)
+    if config.cpu_offload:
+        return (
+            "training.cpu_offload = True needs sharded parameters: set training.strategy to fsdp or hsdp, or to "
+            "deepspeed"
+        )
     return _explain_horovod(config) if config.strategy == "horovod" else ""
 
 
@@ -55,6 +66,25 @@ def _explain_horovod(config: Any) -> str:
             f"{asked} sums gradients by Horovod's all-reduce, and not as training.communication = "
             f"{config.communication!r} asks: set it to 'allreduce', or to 'fp16' for half the bytes"
         )
+    return _explain_encryption(config)
+
+
+def _explain_deepspeed(config: Any) -> str:
+    asked = f"training.strategy = {config.strategy!r}"
+    if config.compile != "off":
+        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
+    if config.communication != "allreduce":
+        return (
+            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
+            "it to 'allreduce'"
+        )
+    if config.precision == "fp16":
+        return f"{asked} has no loss scaling here, which training.precision = 'fp16' needs: set it to 'bf16'"
+    return _explain_encryption(config)
+
+
+def _explain_encryption(config: Any) -> str:
+    asked = f"training.strategy = {config.strategy!r}"
     if config.tls is not None or config.encryption == "required":
         name = "training.tls is set" if config.tls is not None else "training.encryption = 'required'"
         return (
@@ -80,8 +110,15 @@ def require_package(strategy: str) -> None:
         )
 
 
-ENGINES: Mapping[str, Strategy] = {"pytorch-ddp": "ddp", "pytorch-fsdp": "fsdp", "horovod": "horovod"}
+ENGINES: Mapping[str, Strategy] = {
+    "pytorch-ddp": "ddp",
+    "pytorch-fsdp": "fsdp",
+    "horovod": "horovod",
+    "deepspeed": "deepspeed",
+}
 """The strategy that each engine's name stands for, where a backend is asked for."""
+_LOOPS = {"ray": "RayTrainer", "tensorflow": "TensorFlowDistributedTrainer"}
+"""The names in the package `trainer` of engines that are more than a strategy."""
 COMMUNICATION_BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -92,5 +129,46 @@ def settings_of_backend(name: str) -> dict[str, str]:
         return {"backend": name}
     if name in ENGINES:
         return {"strategy": ENGINES[name]}
+    if name in _LOOPS:
+        raise ConfigError(f"{name!r} is no strategy of this loop: train with trainer.{_LOOPS[name]} in a script")
     known = ", ".join([*ENGINES, *COMMUNICATION_BACKENDS])
     raise ConfigError(f"there is no backend {name!r}: choose one of {known}")
+
+
+def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``training`` that a configuration of DeepSpeed's own stands for. Pure. Raise `ConfigError`,
+    with the name, for what has no counterpart here."""
+    known: dict[str, str] = {
+        "train_micro_batch_size_per_gpu": "batch_size_per_gpu",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "clip_norm",
+    }
+    found: dict[str, Any] = {"strategy": "deepspeed"}
+    for name, value in config.items():
+        if name in known:
+            found[known[name]] = value
+        elif name == "zero_optimization":
+            found |= _settings_of_zero(value)
+        elif name == "bf16":
+            found["precision"] = "bf16" if value.get("enabled") else "fp32"
+        else:
+            raise ConfigError(f"DeepSpeed's {name!r} has no counterpart here: leave it out; known: {_KNOWN}")
+    return found
+
+
+_KNOWN = "zero_optimization, bf16, gradient_clipping, gradient_accumulation_steps and train_micro_batch_size_per_gpu"
+
+
+def _settings_of_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in zero.items():
+        if name == "stage" and value in (1, 2, 3):
+            found["zero_stage"] = value
+        elif name in ("offload_optimizer", "offload_param") and value.get("device") in ("cpu", "none"):
+            found["cpu_offload"] = found.get("cpu_offload", False) or value["device"] == "cpu"
+        else:
+            raise ConfigError(
+                f"DeepSpeed's zero_optimization.{name} = {value!r} has no counterpart here: known are stage (1, 2 or "
+                "3), and offload_optimizer and offload_param to the device 'cpu'"
+            )
+    return found

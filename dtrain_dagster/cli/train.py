@@ -74,7 +74,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @training_options
 @click.option("--script", metavar="FILE.PY", help="A script that calls Trainer(…).fit(…); its arguments come after --.")
-@click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp or horovod; or gloo or nccl.")
+@click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp, horovod or deepspeed; or gloo or nccl.")
 @click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
 @click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
 @click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")

@@ -86,11 +86,26 @@ def test_horovod_under_horovodrun(by_ddp: Path, tmp_path: Path, script_init: boo
     assert_equal(tmp_path / "run", by_ddp, 1e-6)
 
 
+@needs("deepspeed")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 3},
+        {"deepspeed_config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    ],
+)
+def test_deepspeed_by_its_stage_or_its_own_configuration(by_ddp: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    said = start(torchrun(2), tmp_path / "run", "PyTorchDDPTrainer", **options)
+    assert all(item["accuracy"] > 0.8 for item in said), said
+    assert RunDir(str(tmp_path / "run")).read_job().training.strategy == "deepspeed"
+    assert_equal(tmp_path / "run", by_ddp, 1e-5)
+
+
 @needs("horovod.torch")
 def test_a_script_of_ddp_trains_with_horovod_by_one_switch(by_ddp: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "dtrain_dagster.cli.main", "train", "--backend", "horovod", "--nodes", "2",
-        "--name", "switched", "--script",
+        sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", "train",
+        "--backend", "horovod", "--nodes", "2", "--name", "switched", "--script",
     ]  # fmt: skip
     given = [*command, str(SCRIPT), "--", "unused", "PyTorchDDPTrainer", "{}"]
     done = subprocess.run(given, env=environment(tmp_path), capture_output=True, text=True, timeout=200)

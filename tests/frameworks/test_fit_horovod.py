@@ -39,7 +39,7 @@ def test_losses_are_those_of_ddp(new_job: MakeJob, by_ddp: Job, ranks: int) -> N
 def test_half_precision_sends_half_the_bytes_and_rounds_the_losses_a_little(new_job: MakeJob, by_ddp: Job) -> None:
     job = new_job(strategy="horovod", communication="fp16")
     assert job.run(2) == [0, 0], job.log()
-    assert 0 < largest_difference(job, by_ddp) <= 1e-2
+    assert 0 < largest_difference(job, by_ddp) <= 2e-3
     whole, half = (one.events("timing")[0]["collectives"][0]["bytes"] for one in (by_ddp, job))
     assert half == whole / 2
 

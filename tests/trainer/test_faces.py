@@ -45,6 +45,9 @@ def test_a_training_by_the_names_of_ddp(tmp_path: Path) -> None:
     [
         ({"scaler_growth_interval": 5}, "scaler_growth_interval is always 2000"),
         ({"communication_backend": "mpi"}, "gloo or nccl"),
+        ({"deepspeed_config": {"flops_profiler": {}}}, "'flops_profiler' has no counterpart here"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": 0}}}, r"stage = 0 .*stage \(1, 2 or 3\)"),
+        ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}}, "to the device 'cpu'"),
         ({"mlflow_tracking": True}, "MLFLOW_TRACKING_URI"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD of 1 groups"),
     ],

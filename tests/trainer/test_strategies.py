@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.strategies import require_package, settings_of_backend
+from trainer.strategies import require_package, settings_of_backend, settings_of_deepspeed
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,13 @@ from trainer.strategies import require_package, settings_of_backend
         ({"strategy": "horovod", "communication": "topk"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "communication": "auto"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "gather_precision": "bf16"}, "needs sharded parameters"),
+        ({"strategy": "horovod", "cpu_offload": True}, "fsdp or hsdp, or to deepspeed"),
+        ({"strategy": "horovod", "zero_stage": 2}, "zero_stage = 2 is DeepSpeed's"),
+        ({"strategy": "deepspeed", "compile": "default"}, "compile = 'off'"),
+        ({"strategy": "deepspeed", "communication": "fp16"}, "set it to 'allreduce'"),
+        ({"strategy": "deepspeed", "precision": "fp16"}, "set it to 'bf16'"),
+        ({"strategy": "deepspeed", "gather_precision": "bf16"}, "needs sharded parameters"),
+        ({"strategy": "deepspeed", "encryption": "required"}, "unencrypted"),
         ({"strategy": "horovod", "encryption": "required"}, "unencrypted, and training.encryption = 'required'"),
         ({"strategy": "horovod", "tls": {"certificate": "a", "key": "b", "ca": "c"}}, "training.tls is set"),
     ],
@@ -39,14 +46,26 @@ def test_a_backend_is_an_engine_or_what_ranks_communicate_by() -> None:
     assert settings_of_backend("nccl") == {"backend": "nccl"}
     with pytest.raises(ConfigError, match="no backend 'mpi': choose one of pytorch-ddp"):
         settings_of_backend("mpi")
+    with pytest.raises(ConfigError, match=r"'ray' is no strategy of this loop: train with trainer\.RayTrainer"):
+        settings_of_backend("ray")
+
+
+def test_deepspeeds_own_configuration_becomes_settings() -> None:
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    given = {"zero_optimization": offload, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    found = settings_of_deepspeed(given | {"train_micro_batch_size_per_gpu": 4})
+    config = DistributedTrainingConfig(**found)
+    assert (config.strategy, config.zero_stage, config.cpu_offload, config.precision) == ("deepspeed", 3, True, "bf16")
+    assert (config.clip_norm, config.batch_size_per_gpu) == (0.5, 4)
 
 
 def test_a_missing_package_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     require_package("ddp")
     for finder in (lambda _: None, _not_found):
         monkeypatch.setattr("importlib.util.find_spec", finder)
-        with pytest.raises(ConfigError, match=r"'horovod', which is not installed: build .*; or set .* 'ddp'"):
-            require_package("horovod")
+        for package, remedy in (("horovod", "it is built"), ("deepspeed", "pip install")):
+            with pytest.raises(ConfigError, match=f"'{package}', which is not installed: {remedy}.*; or set .* 'ddp'"):
+                require_package(package)
 
 
 def _not_found(name: str) -> None:

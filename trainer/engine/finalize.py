@@ -31,6 +31,7 @@ def finalize(session: Session) -> dict[str, Any]:
     once they have nothing more to do; rank 0 then writes alone what is left."""
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
+    session.step.take_whole()
     module, last = session.state.module, None
     world, plan = session.world, session.workload.plan
     rows: dict[str, Any] | None = None

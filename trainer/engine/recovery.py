@@ -61,6 +61,8 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     elastic, progress, began = session.elastic, session.progress, time.monotonic()
     patience = STOP_SECONDS + COMMIT_SECONDS * (reason == LEAVING)
     old = elastic.generation
+    if old is not None and session.step.has_parts:
+        raise NoGenerationError(f"{reason}; with DeepSpeed all ranks start again from the latest checkpoint")
     if old is not None:
         session.reports.end_phase("training")
         session.faults.reach("regroup", progress.step)
@@ -250,7 +252,7 @@ def use_less_memory(session: Session, error: Exception) -> None:
 
 
 def _is_world_fixed(session: Session) -> bool:
-    return session.elastic is None and session.world.world_size > 1
+    return (session.elastic is None or session.step.has_parts) and session.world.world_size > 1
 
 
 def _give_up_memory(session: Session, error: Exception) -> NoReturn:

@@ -75,9 +75,12 @@ class Session:
 
     def as_whole(self) -> AbstractContextManager[None]:
         """Return a context in which the model is a whole on every rank, for evaluations. A collective of a sharded
-        model; of another, nothing changes."""
+        model, and of DeepSpeed's; of another, nothing changes."""
         plan = self.workload.plan
-        return nullcontext() if plan is None else as_whole(self.state, self.world, plan)
+        if plan is not None:
+            return as_whole(self.state, self.world, plan)
+        self.step.take_whole()
+        return nullcontext()
 
     @property
     def is_budget_due(self) -> bool:
@@ -97,16 +100,23 @@ class Session:
             taken = self._save_part(is_best, wait)
         elif self.world.rank == 0:
             self.faults.reach("save", step)
-            best_is_saved = self.progress.best_step in (step, self.best_saved_step)
-            state = self.state.capture(best_is_saved)
+            state = self._capture()
             taken = self.checkpoints.save(state, step, generation, is_best, self.is_over)
             if wait and self.checkpoints.wait(COMMIT_SECONDS) and not taken:
                 taken = self.checkpoints.save(state, step, generation, is_best)
                 self.checkpoints.wait(COMMIT_SECONDS)
+        elif self.step.has_parts:
+            self._capture()
         if taken:
             self.saved_step = step
         self.step.timer.mark("checkpoint")
         self.reports.end_phase("checkpoint")
+
+    def _capture(self) -> dict[str, Any]:
+        """Return the contents of a checkpoint. A collective where ranks hold parts of it."""
+        best_is_saved = self.progress.best_step in (self.progress.step, self.best_saved_step)
+        self.step.take_whole()
+        return self.state.capture(best_is_saved)
 
     def _save_part(self, is_best: bool, wait: bool) -> bool:
         """Save this rank's part of a sharded model's checkpoint, on all ranks of the first replica or on none. Return
@@ -132,7 +142,8 @@ class Session:
     def save_at_end(self, agreed: bool) -> None:
         """Save the checkpoint to resume from once the budget is raised, or memory suffices. ``agreed``: all ranks take
         part."""
-        is_possible = agreed or self.workload.plan is None or self.world.world_size == 1
+        is_apart = self.workload.plan is not None or self.step.has_parts
+        is_possible = agreed or not is_apart or self.world.world_size == 1
         if self.saved_step < self.progress.step and is_possible:  # parts of a checkpoint are of one step
             self.save(wait=True)
         self.checkpoints.wait(COMMIT_SECONDS)

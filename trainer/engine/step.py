@@ -26,14 +26,15 @@ from trainer.model.task import Task, per_sample
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.gradient_norm import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
+from trainer.parallel.packages import load_package
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
 from trainer.parallel.sharded_adamw import ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.parallel.zero_synchronizer import ZeroSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
-from trainer.strategies import require_package
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMMIT = "commit of the step"
@@ -42,6 +43,15 @@ _EPSILON = 1e-6
 
 class NonFiniteError(RuntimeError):
     """The loss or its gradient is not a finite number. The message names the step and the remedies."""
+
+
+def explain_non_finite(step: int, learning_rate: float, norm: float) -> NonFiniteError:
+    """Return the error of a step (0-based) whose loss or gradient is not finite."""
+    return NonFiniteError(
+        f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
+        f"gradient norm {norm:.3g}): lower training.learning_rate, raise training.warmup_steps, "
+        "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,9 @@ class StepResult:
 class TrainingStep:
     """An optimizer step on one model. `adopt` gives it a world, and a new one after each regroup."""
 
+    has_parts = False
+    """Whether ranks hold parts of the state that only all of them together can read, and cannot regroup."""
+
     def __init__(
         self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device,
         faults: Faults, flat: bool = True,
@@ -79,7 +92,7 @@ class TrainingStep:
         """``flat`` allows the weights to move together (`FlatAdamW`)."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        require_package(config.strategy)
+        load_package(config.strategy, device)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
@@ -96,7 +109,7 @@ class TrainingStep:
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
         """The world, which has only this process until `adopt`."""
-        self.sync: GradientSynchronizer | ShardSynchronizer
+        self.sync: GradientSynchronizer | ShardSynchronizer | ZeroSynchronizer
         self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
         self.awaits_commit: int | None = None
         """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
@@ -181,11 +194,7 @@ class TrainingStep:
                 raise peers.error from error  # autograd may have wrapped it
             raise
         if result is None:
-            raise NonFiniteError(
-                f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
-                f"gradient norm {grad_norm:.3g}): lower training.learning_rate, raise training.warmup_steps, "
-                "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
-            )
+            raise explain_non_finite(step, learning_rate, grad_norm)
         self.faults.reach("optimizer", step)
         self.update()
         self.timer.mark("optimizer")
@@ -227,9 +236,9 @@ class TrainingStep:
                 seed = micro_batch_seed(self.config.seed, step, part.number, place)
                 work.append((seed, rows.stop - rows.start, take_rows(part.data, rows, part.count)))
         real = len(work)
-        if isinstance(sync, ShardSynchronizer):  # all ranks make equally many passes, the last ones with a share of 0
-            most = sync.passes(batch.samples, self.config.micro_batches, self.limit.max_samples)
-            work += [work[-1]] * (most - real)
+        # Where passes are collectives, all ranks make equally many, the last ones with a share of 0.
+        most = sync.passes(batch.samples, self.config.micro_batches, self.limit.max_samples)
+        work += [work[-1]] * (most - real)
         self.timer.mark("other")
         for place, (seed, count, data) in enumerate(work):
             self._seed(seed)
@@ -246,12 +255,15 @@ class TrainingStep:
             sync.require_sync(is_last)
             if is_last and self.device.type == "cpu" and self.sharded is None:  # a GPU's losses are not there yet
                 sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
-            self.scaler.scale(loss).backward(share)
+            self._backward(loss, share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
         if len(work) > real:
             self._put_back(buffers)
         return sums
+
+    def _backward(self, loss: Tensor, share: Tensor) -> None:
+        self.scaler.scale(loss).backward(share)
 
     def _losses(self, model: Any, count: int, data: Any) -> Tensor:
         """Return the loss of each of ``count`` samples."""
@@ -312,6 +324,9 @@ class TrainingStep:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
         self.sync.drop_unused(without)
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
+
+    def take_whole(self) -> None:
+        """Let the module hold the present weights: it always does where a rank has all of them."""
 
     def run_alone(self, data: Any, count: int) -> None:
         """Put a batch of ``count`` samples through the model and back, without other ranks and without a step. Weights,

@@ -267,7 +267,8 @@ class DistributedTrainer:
         if elastic is None:
             return StepFlags(leaving=leaving, budget=spent)
         world = session.world
-        wants = world.rank == 0 and (bool(elastic.recovery_reason) or elastic.is_all_reduce_due(cut_off))
+        may_regroup = world.rank == 0 and not session.step.has_parts
+        wants = may_regroup and (bool(elastic.recovery_reason) or elastic.is_all_reduce_due(cut_off))
         misses = world.topology == "star" and elastic.is_cut_off
         return StepFlags(leaving, int(wants), int(misses), spent)
 

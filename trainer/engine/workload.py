@@ -14,6 +14,7 @@ from trainer.data.training_data import Loader
 from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import TrainingState
 from trainer.engine.step import TrainingStep
+from trainer.engine.zero_step import ZeroStep
 from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
@@ -46,7 +47,8 @@ class Workload:
         self.data, self.sampler = problem.data, sampler
         steps = self.config.epochs * sampler.steps_per_epoch
         self.total_steps = steps if self.config.max_steps is None else min(steps, self.config.max_steps)
-        self.step = TrainingStep(problem.module, problem.task, self.config, self.device, faults)
+        kind = ZeroStep if config.strategy == "deepspeed" else TrainingStep
+        self.step = kind(problem.module, problem.task, self.config, self.device, faults)
         self.state = TrainingState(problem.module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
         self.plan: ReplicaPlan | None = None

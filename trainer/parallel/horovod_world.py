@@ -13,14 +13,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainer.comm.group import GroupError
 from trainer.comm.own_address import interface_of, is_loopback, own_address
 from trainer.comm.world import World
+from trainer.elastic.membership import NoGenerationError
 
 _log = logging.getLogger(__name__)
 _FORMING = threading.Lock()
 """Held while Horovod starts or ends: a thread that was left behind may still be in there."""
 _OURS = False
 """Whether this process's Horovod was started here, and not by the caller's script."""
+_SPOILT = False
+"""Whether a start has failed: Horovod remembers that, and no later one in this process would succeed."""
 
 
 def horovod_variables(rank: int, nodes: Sequence[int], generation: int, host: str, port: int) -> dict[str, str]:
@@ -51,7 +55,8 @@ def form_horovod(world: World, timeout: float) -> None:
     caller's script has started with the same ranks is kept. A collective. ``timeout``: the seconds that one of
     Horovod's operations may wait for a peer.
 
-    Raise `trainer.comm.group.GroupError` where that fails, and `ConfigError` where Horovod cannot be used.
+    Raise `trainer.comm.group.GroupError` where that fails, and `NoGenerationError` where it failed within Horovod: then
+    this process must leave, since Horovod never starts again in it.
     """
     import horovod.torch as hvd
 
@@ -73,7 +78,12 @@ def form_horovod(world: World, timeout: float) -> None:
         variables = horovod_variables(world.rank, [node for _, node, *_ in found], world.generation, first, port)
         variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(1, round(timeout)))
         variables["HOROVOD_GLOO_IFACE"] = interface_of(host)
-        group.run("forming Horovod's world", lambda _: _start(hvd, variables))
+        try:
+            group.run("forming Horovod's world", lambda _: _start(hvd, variables))
+        except GroupError as error:
+            if _SPOILT:
+                raise NoGenerationError(f"Horovod did not start, and cannot again in this process: {error}") from error
+            raise
         world.all_gather_object(world.rank)  # until then others may need the server
     finally:
         if server is not None:
@@ -93,12 +103,13 @@ def leave_horovod() -> None:
 
 
 def _start(hvd: Any, variables: dict[str, str]) -> None:
-    global _OURS
+    global _OURS, _SPOILT
     with _FORMING:
         hvd.shutdown()
         os.environ.update(variables)
+        _SPOILT = True  # until it has started
         hvd.init()
-        _OURS = True
+        _OURS, _SPOILT = True, False
 
 
 def _serve(host: str) -> Any:

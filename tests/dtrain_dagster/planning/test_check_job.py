@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.planning.check_job import check_job
+from dtrain_dagster.planning.check_job import check_job, check_strategy
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig, parse_job
 from trainer.data.manifest import DatasetError
@@ -121,3 +121,12 @@ def test_gpus_on_several_hosts_are_refused_where_encryption_is_required(dataset:
     assert check_job(job, ranks=3, hosts=1, has_gpus=True).sentences == ()
     with pytest.raises(ConfigError, match="GPUs on 3 hosts sum by NCCL"):
         check_job(job, ranks=3, hosts=3, has_gpus=True)
+
+
+def test_a_package_that_nodes_of_this_machine_lack_is_told_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_strategy("ddp", is_here=True) == check_strategy("fsdp", is_here=False) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="needs the Python package 'horovod', which is not installed"):
+        check_strategy("horovod", is_here=True)
+    [said] = check_strategy("horovod", is_here=False)
+    assert "'horovod' on the nodes, which cannot be seen from here" in said

@@ -13,6 +13,7 @@ from trainer.comm.encryption import (
     open_contexts,
     refuse_nccl,
     refuse_open_traffic,
+    refuse_sharded_mesh,
     uses_nccl,
     warn_of_open_traffic,
 )
@@ -132,3 +133,11 @@ def test_the_setting_in_a_job() -> None:
         parse_job(text % '"encryption": "on"')
     with pytest.raises(ConfigError, match="leave one of the two out"):
         parse_job(text % f'{files}, "encryption": "off"')
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "horovod", "deepspeed"])
+def test_strategies_with_connections_of_their_own_are_refused_where_traffic_is_encrypted(strategy: str) -> None:
+    refuse_sharded_mesh(config(), is_mesh=True)
+    refuse_sharded_mesh(config(strategy=strategy), is_mesh=False)
+    with pytest.raises(ConfigError, match=r"do not encrypt, .*encryption = 'off' .*strategy = 'ddp'"):
+        refuse_sharded_mesh(config(strategy=strategy), is_mesh=True)
