@@ -16,7 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
-    "trainer": ("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"),
+    "trainer": (
+        "DistributedConfig",
+        "FitResult",
+        "RayTrainer",
+        "TensorFlowDistributedTrainer",
+        "Trainer",
+        "TrainingFailedError",
+    ),
     "trainer.fit": ("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"),
     "trainer.task": ("SupervisedTask", "Task"),
     "trainer.run": ("DistributedTrainer", "run_job"),

@@ -102,6 +102,7 @@ def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_
     assert read(tmp_path / "run", "result.json")["consumed"] == read(by_ddp, "result.json")["consumed"]
 
 
+@pytest.mark.long
 def test_a_second_call_goes_on_from_the_run_directory(by_ddp: Path, tmp_path: Path) -> None:
     fit(tmp_path / "run", max_steps=6, schedule="constant", warmup_steps=0)
     result = fit(tmp_path / "run", max_steps=8, schedule="constant", warmup_steps=0)
@@ -149,6 +150,7 @@ def test_trials_of_tune_train_in_place_and_are_compared_by_evaluations(tmp_path:
     assert ended == ["stopped", "stopped"]
 
 
+@pytest.mark.long
 def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path: Path) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -161,6 +163,7 @@ def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path:
     assert_same(tmp_path / "run", by_ddp)
 
 
+@pytest.mark.long
 def test_the_example_starts_a_ray_of_its_own(tmp_path: Path) -> None:
     script = ROOT / "examples" / "frameworks" / "ray_trainer.py"
     done = subprocess.run(

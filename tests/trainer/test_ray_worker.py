@@ -89,8 +89,6 @@ def test_classes_are_right_by_number_and_by_probability() -> None:
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", DESCRIBE])
 def test_other_launchers_are_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    pytest.importorskip("ray.tune")
     trainer = RayTrainer(network(), run_dir=tmp_path / "run")
     monkeypatch.setenv(variable, "2" if variable == "WORLD_SIZE" else str(tmp_path / "described"))
     with pytest.raises(ConfigError, match=r"python FILE\.PY"):
