@@ -32,7 +32,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfi
 from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.engine.result import write_result
 from trainer.errors import DamagedError
-from trainer.exit_codes import FAILED, LOST
+from trainer.exit_codes import FAILED, LOST, UNUSABLE
 from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.model.task import SupervisedTask, Task
 from trainer.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
@@ -234,12 +234,12 @@ class RayTrainer:
             ),
         )  # fmt: skip
         try:
-            group.fit()
+            ended: Any = group.fit()
         except ray.train.TrainingFailedError as error:
             failure = _failure(rundir, error)
             write_result(rundir, {"status": "failed", "error": str(failure)}, None)
             raise failure from error
-        return self._read_result(rundir)
+        return self._read_result(rundir, FAILED if ended.return_value is None else int(ended.return_value))
 
     def _choose_run_dir(self) -> str:
         """Return the address of the run directory, the same for processes with other working folders."""
@@ -252,11 +252,11 @@ class RayTrainer:
             path = next(others)
         return str(path)
 
-    def _read_result(self, rundir: RunDir) -> FitResult:
+    def _read_result(self, rundir: RunDir, code: int) -> FitResult:
         result = rundir.read_result()
         if result is None or result["status"] != "succeeded":
-            said = "the workers have ended without a result" if result is None else str(result.get("error"))
-            raise ConfigError(said) if result else TrainingFailedError(said, FAILED)
+            said = str((result or {}).get("error") or "the workers have ended without a result")
+            raise ConfigError(said) if code == UNUSABLE else TrainingFailedError(said, code or FAILED)
         data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
         if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
             raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it is not the file that its description says")

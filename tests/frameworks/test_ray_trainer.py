@@ -28,9 +28,10 @@ from tests.frameworks.small_windows import (
     valid_losses,
     windows,
 )
-from trainer import DistributedConfig, FitResult, RayTrainer
+from trainer import DistributedConfig, FitResult, RayTrainer, TrainingFailedError
 from trainer.config import ConfigError
 from trainer.data.coverage import find_coverage_errors
+from trainer.exit_codes import FAILED
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs("ray.train", "ray[train,tune]")]
@@ -100,6 +101,14 @@ def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_
     assert min(steps[max(steps)]) > len(losses(by_ddp)) // RANKS
     assert largest_difference(losses(tmp_path / "run"), losses(by_ddp)) <= SAME
     assert read(tmp_path / "run", "result.json")["consumed"] == read(by_ddp, "result.json")["consumed"]
+
+
+def test_what_would_happen_again_is_not_tried_again(tmp_path: Path) -> None:
+    """The loss is not finite on any rank."""
+    with pytest.raises(TrainingFailedError, match="not finite at step") as failed:
+        fit(tmp_path / "run", learning_rate=1e30, clip_norm=None, warmup_steps=0)
+    assert failed.value.code == FAILED
+    assert {event["generation"] for event in RunDir(str(tmp_path / "run")).events("end")} == {1}
 
 
 @pytest.mark.long
