@@ -21,6 +21,8 @@ PUBLIC = {
         "FitResult",
         "HorovodTrainer",
         "PyTorchDDPTrainer",
+        "RayTrainer",
+        "TensorFlowDistributedTrainer",
         "Trainer",
         "TrainingFailedError",
     ),

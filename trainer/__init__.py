@@ -14,8 +14,8 @@ from typing import Any
 
 _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
-    **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.faces"),
-    "RayTrainer": "trainer.ray_trainer",
+    **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.adapters.torch_trainers"),
+    "RayTrainer": "trainer.adapters.ray_trainer",
     "TensorFlowDistributedTrainer": "trainer.tensorflow.face",
 }
 """The public names, and the modules that they are of."""

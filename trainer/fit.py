@@ -197,10 +197,23 @@ class Trainer:
                 line.close()
         return self._result(rundir, leaving.code, result)
 
+    def try_problem(
+        self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
+    ) -> tuple[DistributedTrainingConfig, _GivenProblem]:
+        """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
+        used."""
+        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
+        data = join_requests(requests, self._name)
+        config = self._config_for(requests["train"], data)
+        task = self._choose_task(data)
+        check_task(task)
+        try_task(self.model, task, data)
+        return config, _GivenProblem(self.model, data, task)
+
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
         is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
-        config, problem = self._try_problem(given)
+        config, problem = self.try_problem(given)
         data, number = problem.data, next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
@@ -220,19 +233,6 @@ class Trainer:
         if _launcher_facts().rank == 0:
             rundir.write_job(job)
         return job, problem
-
-    def _try_problem(
-        self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
-    ) -> tuple[DistributedTrainingConfig, _GivenProblem]:
-        """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
-        used."""
-        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
-        data = join_requests(requests, self._name)
-        config = self._config_for(requests["train"], data)
-        task = self._choose_task(data)
-        check_task(task)
-        try_task(self.model, task, data)
-        return config, _GivenProblem(self.model, data, task)
 
     def _watch(self, line: ProgressLine) -> Watch | None:
         """Return what is called with each event of this process; None: nothing is."""

@@ -1,4 +1,4 @@
-"""The stock model on windows of a small market, given as objects: by DDP, in processes of its own, and by faces."""
+"""The stock model on windows of a small market, given as objects: by DDP, in processes of its own, and by adapters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ FIGURES = ("train", "valid", "test")
 
 def needs(package: str, missing: str) -> pytest.MarkDecorator:
     """Skips where a package is missing."""
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{missing} is not installed")
+    try:
+        is_there = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        is_there = False
+    return pytest.mark.skipif(not is_there, reason=f"{missing} is not installed")
 
 
 def windows(split: str) -> TensorDataset:

@@ -28,9 +28,10 @@ from tests.frameworks.small_windows import (
     valid_losses,
     windows,
 )
-from trainer import DistributedConfig, FitResult, RayTrainer
+from trainer import DistributedConfig, FitResult, RayTrainer, TrainingFailedError
 from trainer.config import ConfigError
 from trainer.data.coverage import find_coverage_errors
+from trainer.exit_codes import FAILED
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs("ray.train", "ray[train,tune]")]
@@ -102,6 +103,15 @@ def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_
     assert read(tmp_path / "run", "result.json")["consumed"] == read(by_ddp, "result.json")["consumed"]
 
 
+def test_what_would_happen_again_is_not_tried_again(tmp_path: Path) -> None:
+    """The loss is not finite on any rank."""
+    with pytest.raises(TrainingFailedError, match="not finite at step") as failed:
+        fit(tmp_path / "run", learning_rate=1e30, clip_norm=None, warmup_steps=0)
+    assert failed.value.code == FAILED
+    assert {event["generation"] for event in RunDir(str(tmp_path / "run")).events("end")} == {1}
+
+
+@pytest.mark.long
 def test_a_second_call_goes_on_from_the_run_directory(by_ddp: Path, tmp_path: Path) -> None:
     fit(tmp_path / "run", max_steps=6, schedule="constant", warmup_steps=0)
     result = fit(tmp_path / "run", max_steps=8, schedule="constant", warmup_steps=0)
@@ -149,6 +159,7 @@ def test_trials_of_tune_train_in_place_and_are_compared_by_evaluations(tmp_path:
     assert ended == ["stopped", "stopped"]
 
 
+@pytest.mark.long
 def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path: Path) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -161,6 +172,7 @@ def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path:
     assert_same(tmp_path / "run", by_ddp)
 
 
+@pytest.mark.long
 def test_the_example_starts_a_ray_of_its_own(tmp_path: Path) -> None:
     script = ROOT / "examples" / "frameworks" / "ray_trainer.py"
     done = subprocess.run(

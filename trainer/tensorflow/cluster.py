@@ -40,6 +40,10 @@ class Cluster:
         return json.dumps({"cluster": {"worker": list(self.workers)}, "task": place})
 
 
+_MET: dict[RankFacts, Cluster] = {}
+"""The clusters that this process has met: TensorFlow listens at one address as long as it runs."""
+
+
 def read_tf_config(text: str) -> tuple[tuple[str, ...], int]:
     """Return the workers' addresses and this one's rank. Raise `ConfigError` for what is no such cluster. Pure."""
     try:
@@ -82,10 +86,17 @@ def choose_facts(
 
 def find_cluster(config: DistributedTrainingConfig, environment: Mapping[str, str]) -> Cluster:
     """Return the cluster that the environment names. Without ``TF_CONFIG``, several ranks meet at MASTER_ADDR and tell
-    each other where they will listen: a collective. Raise `ConfigError` for an environment that cannot be used."""
+    each other where they will listen: a collective, once in a process. Raise `ConfigError` for an environment that
+    cannot be used."""
     facts, workers = choose_facts(environment, config)
     if workers:
         return Cluster(facts, workers)
+    if facts not in _MET:
+        _MET[facts] = _meet(facts, config, environment)
+    return _MET[facts]
+
+
+def _meet(facts: RankFacts, config: DistributedTrainingConfig, environment: Mapping[str, str]) -> Cluster:
     host = own_address(environment, facts.master_addr)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:  # until all have theirs: no two of a host get the same

@@ -179,7 +179,7 @@ class TensorFlowDistributedTrainer:
             job = self._job(config, rundir, data, type(model).__qualname__, name)
             if cluster.facts.rank == 0:
                 rundir.write_job(job)
-            shapes = [[variable.path, list(variable.shape)] for variable in model.trainable_variables]
+            shapes = [[variable.name, list(variable.shape)] for variable in model.trainable_variables]
             identity = [data.dataset_id, data.count("train"), asdict(job.model), asdict(job.loss), shapes]
             fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
             watch = line.take if self._shows_progress else None

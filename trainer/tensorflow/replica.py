@@ -98,9 +98,9 @@ class Replica:
         self.updates = 0
         self._seeds = [item for item in self.model.non_trainable_variables if _SEED_STATE in item.path]
         self._sizes = [int(np.prod(weight.shape)) for weight in self.weights]
-        self._judge = tf.function(self._judged, reduce_retracing=True)
-        self._differentiate = tf.function(self._differentiated, reduce_retracing=True)
-        self._update = tf.function(self._updated)
+        self._judge = tf.function(self._judged, autograph=False, reduce_retracing=True)
+        self._differentiate = tf.function(self._differentiated, autograph=False, reduce_retracing=True)
+        self._update = tf.function(self._updated, autograph=False)
         self.loss: Figure = lambda target, outputs: tf.constant(0.0)
         self.metrics: Mapping[str, Figure] = {}
 
@@ -226,8 +226,9 @@ class Replica:
         }
 
     def _named(self) -> list[tuple[str, Any]]:
+        # By place: Keras numbers layers without a name by how many it has made before in this process.
         kept = [variable for variable in self.model.variables if _SEED_STATE not in variable.path]
-        return [(f"{number:04d}/{variable.path}", variable) for number, variable in enumerate(kept)]
+        return [(f"{number:04d}/{variable.name}", variable) for number, variable in enumerate(kept)]
 
 
 def _adamw(weight: Any, gradient: Any, mean: Any, square: Any, decay: Any, rate: Any, root: Any) -> None:

@@ -1,7 +1,7 @@
 """`RayTrainer`: `trainer.Trainer` on Ray Train: a group of Ray's workers, each of which is a rank of the training.
 
 What is asked of Ray, and what of a driver's objects goes to its workers, belongs here; what a worker does is
-`trainer.ray_worker`. Inside a trial of Ray Tune, or a worker of a group that is there, it trains in place.
+`trainer.adapters.ray_worker`. Inside a trial of Ray Tune, or a worker of a group that is there, it trains in place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
 import time
 import uuid
@@ -29,15 +30,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
 from trainer.engine.finalize import MODEL, WEIGHTS
+from trainer.engine.result import write_result
 from trainer.errors import DamagedError
-from trainer.exit_codes import FAILED, LOST
+from trainer.exit_codes import FAILED, LOST, UNUSABLE
 from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.model.task import SupervisedTask, Task
-from trainer.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
 from trainer.rundir import RESULT, RunDir
 
 SHORT_NAMES = {"lr": "learning_rate", "batch_size": "batch_size_per_gpu"}
 """Names of a search's figures, and the settings that they are."""
+_OWN_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # else it tells its makers of each start
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes an address that others reach, and listens on it
+    "RAY_AUTH_MODE": "token",  # else other users of this machine could have it run their code
+}
+"""Variables that a Ray of this machine alone reads as it is imported."""
 _FITS = itertools.count(1)
 """Numbers the trainings of this process."""
 _log = logging.getLogger(__name__)
@@ -139,11 +147,11 @@ class RayTrainer:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result, as
         `trainer.Trainer.fit` does. Raise `ConfigError` for what cannot be used, also for what cannot be pickled, and
         `TrainingFailedError` where Ray has given up."""
+        self._refuse_other_launchers()
         _import_ray()
         given = {"train": train, "valid": valid, "test": test}
-        self._refuse_other_launchers()
         # Here, before Ray gets anything: what the workers would refuse one after the other.
-        task = Trainer(self.model, self.config, **self._options())._try_problem(given)[1].task
+        task = Trainer(self.model, self.config, **self._options()).try_problem(given)[1].task
         if judges_classes(task) and not self._parts["metrics"]:
             self._parts["metrics"] = {"accuracy": is_right}
         place, trial = find_worker_place(), find_trial_folder()
@@ -205,7 +213,7 @@ class RayTrainer:
         rundir.make()
         rundir.storage.delete(RESULT)
         if not ray.is_initialized():
-            ray.init(**({} if "RAY_ADDRESS" in os.environ else _local_ray()))
+            _start_ray()
         objects = {"model": self.model, "config": self.config, **self._options(), **given}
         parts = {name: _put(name, part) for name, part in objects.items() if part is not None}
         is_local = "://" not in rundir.uri
@@ -226,10 +234,12 @@ class RayTrainer:
             ),
         )  # fmt: skip
         try:
-            group.fit()
+            ended: Any = group.fit()
         except ray.train.TrainingFailedError as error:
-            raise _failure(rundir, error) from error
-        return self._read_result(rundir)
+            failure = _failure(rundir, error)
+            write_result(rundir, {"status": "failed", "error": str(failure)}, None)
+            raise failure from error
+        return self._read_result(rundir, FAILED if ended.return_value is None else int(ended.return_value))
 
     def _choose_run_dir(self) -> str:
         """Return the address of the run directory, the same for processes with other working folders."""
@@ -242,11 +252,11 @@ class RayTrainer:
             path = next(others)
         return str(path)
 
-    def _read_result(self, rundir: RunDir) -> FitResult:
+    def _read_result(self, rundir: RunDir, code: int) -> FitResult:
         result = rundir.read_result()
         if result is None or result["status"] != "succeeded":
-            said = "the workers have ended without a result" if result is None else str(result.get("error"))
-            raise ConfigError(said) if result else TrainingFailedError(said, FAILED)
+            said = str((result or {}).get("error") or "the workers have ended without a result")
+            raise ConfigError(said) if code == UNUSABLE else TrainingFailedError(said, code or FAILED)
         data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
         if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
             raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it is not the file that its description says")
@@ -260,7 +270,11 @@ class RayTrainer:
 
 
 def _import_ray() -> None:
-    """Raise `ConfigError`, with the remedy, where Ray Train is missing."""
+    """Import Ray such that one that is started here keeps to loopback. Raise `ConfigError`, with the remedy, where Ray
+    Train is missing."""
+    if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ:
+        for name, value in {**_OWN_RAY, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+            os.environ.setdefault(name, value)
     try:
         import ray.train
         import ray.tune  # noqa: F401
@@ -268,9 +282,19 @@ def _import_ray() -> None:
         raise ConfigError(f'RayTrainer needs Ray Train: pip install "ray[train,tune]>=2.60" ({error})') from None
 
 
-def _local_ray() -> dict[str, Any]:
-    """Return how Ray is started on this machine alone: none of its servers listens to others."""
-    return {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
+def _start_ray() -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine."""
+    import ray
+
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+        return
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        _log.warning(
+            "Ray was imported before, and will listen beyond this machine, for those who have its token: start this "
+            "process with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
+        )
+    ray.init(address="local", include_dashboard=False)
 
 
 def _backend() -> Any:

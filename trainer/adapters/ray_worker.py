@@ -1,7 +1,7 @@
 """What a worker of Ray Train and a trial of Ray Tune do for a training: they become ranks of ours, and tell Ray of each
 evaluation.
 
-The place of this process in Ray, and its end by Ray, belong here. Starting workers is `trainer.ray_trainer`.
+The place of this process in Ray, and its end by Ray, belong here. Starting workers is `trainer.adapters.ray_trainer`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainer.config import ConfigError
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
 from trainer.engine.signals import Stopped
-from trainer.exit_codes import EVICTED
-from trainer.fit import FitResult, Trainer
+from trainer.exit_codes import DONE, EVICTED, LOST, UNUSABLE
+from trainer.fit import FitResult, Trainer, TrainingFailedError
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RunDir
 
@@ -148,11 +148,12 @@ def be_rank(place: WorkerPlace) -> Iterator[None]:
             yield
 
 
-def work(order: dict[str, Any]) -> None:
-    """Train as a worker of a group that `trainer.ray_trainer` has started. ``order``: the parts of the training by
-    name, as references to Ray's store; the run directory, and the name of the script.
+def work(order: dict[str, Any]) -> int:
+    """Train as a worker of a group that `trainer.adapters.ray_trainer` has started, and return the exit code. ``order``: the
+    parts of the training by name, as references to Ray's store; the run directory, and the name of the script.
 
-    What cannot be used is written to the run directory, and no error for Ray, which would start the group again.
+    What would only happen again (settings that cannot be used, a loss that is not finite) is written to the run
+    directory, and is no error for Ray, which would start the group again. Raise `TrainingFailedError` for the rest.
     """
     import ray
     import ray.train
@@ -169,6 +170,12 @@ def work(order: dict[str, Any]) -> None:
             trainer.fit(*given)
         except ConfigError as error:
             write_result(RunDir(order["run_dir"]), {"status": "failed", "error": str(error)}, None)
+            return UNUSABLE
+        except TrainingFailedError as error:
+            if error.code == LOST:
+                raise
+            return error.code
+    return DONE
 
 
 def _free_port(host: str) -> int:

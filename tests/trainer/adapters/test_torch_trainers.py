@@ -13,7 +13,7 @@ from torch import nn
 
 import trainer
 from trainer.config import ConfigError
-from trainer.faces import HorovodTrainer, PyTorchDDPTrainer, check_sizes, name_of_compression, settings_of_optimizer
+from trainer.adapters.torch_trainers import HorovodTrainer, PyTorchDDPTrainer, check_sizes, name_of_compression, settings_of_optimizer
 from trainer.fit import DistributedConfig
 from trainer.rundir import RunDir
 

@@ -14,8 +14,8 @@ from trainer.comm.launcher_env import rank_facts
 from trainer.config import ConfigError
 from trainer.engine.signals import Stopped
 from trainer.fit import DESCRIBE
-from trainer.ray_trainer import is_right, plan_world, read_settings
-from trainer.ray_worker import Reporter, WorkerPlace
+from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
+from trainer.adapters.ray_worker import Reporter, WorkerPlace
 
 
 def test_values_of_a_search_are_settings_or_the_models() -> None:
@@ -89,8 +89,6 @@ def test_classes_are_right_by_number_and_by_probability() -> None:
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", DESCRIBE])
 def test_other_launchers_are_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    pytest.importorskip("ray.tune")
     trainer = RayTrainer(network(), run_dir=tmp_path / "run")
     monkeypatch.setenv(variable, "2" if variable == "WORLD_SIZE" else str(tmp_path / "described"))
     with pytest.raises(ConfigError, match=r"python FILE\.PY"):

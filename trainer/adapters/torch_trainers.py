@@ -1,7 +1,7 @@
 """`PyTorchDDPTrainer` and `HorovodTrainer`: a training by the names of the framework that sums its gradients.
 
 Each is `trainer.fit.Trainer` with a strategy; what it is given under other names becomes a setting of
-`trainer.fit.DistributedConfig`. Names that a launcher decides are checked against it. Faces of frameworks that have a
+`trainer.fit.DistributedConfig`. Names that a launcher decides are checked against it. Those of frameworks that have a
 loop of their own do not belong here.
 """
 
