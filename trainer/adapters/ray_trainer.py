@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
 from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.engine.result import write_result
@@ -35,7 +36,6 @@ from trainer.errors import DamagedError
 from trainer.exit_codes import FAILED, LOST, UNUSABLE
 from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.model.task import SupervisedTask, Task
-from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
 from trainer.rundir import RESULT, RunDir
 
 SHORT_NAMES = {"lr": "learning_rate", "batch_size": "batch_size_per_gpu"}

@@ -149,7 +149,7 @@ def be_rank(place: WorkerPlace) -> Iterator[None]:
 
 
 def work(order: dict[str, Any]) -> int:
-    """Train as a worker of a group that `trainer.adapters.ray_trainer` has started, and return the exit code. ``order``: the
+    """Train as a worker of a group that `RayTrainer` has started, and return the exit code. ``order``: the
     parts of the training by name, as references to Ray's store; the run directory, and the name of the script.
 
     What would only happen again (settings that cannot be used, a loss that is not finite) is written to the run

@@ -85,12 +85,17 @@ def choose_address(environment: Mapping[str, str], target: str | None, found: Ho
 
 
 def interface_of(address: str) -> str:
-    """Return the interface of this host that has an address. Raise `ConfigError` if there is none."""
-    wanted = LOOPBACK if address == "localhost" else address
-    for name, addresses in psutil.net_if_addrs().items():
+    """Return the name of the interface of this host that has an address, which may be given as a host's name. Raise
+    `ConfigError` if there is none."""
+    wanted = address if ":" in address else socket.gethostbyname(address)
+    found = psutil.net_if_addrs()
+    for name, addresses in found.items():
         if any(one.address == wanted for one in addresses):
             return name
-    raise ConfigError(f"no interface of this host has the address {address!r}: set {HOST} to one that has")
+    raise ConfigError(
+        f"no interface of this host has the address {wanted}, at which other nodes are told to reach it: set {HOST} to "
+        f"one that has, or {INTERFACE} to one of {', '.join(sorted(found))}"
+    )
 
 
 def is_loopback(address: str) -> bool:

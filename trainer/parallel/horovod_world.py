@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from trainer.comm.group import GroupError
+from trainer.comm.horovod_env import horovod_variables
 from trainer.comm.own_address import interface_of, is_loopback, own_address
 from trainer.comm.world import World
 from trainer.elastic.membership import NoGenerationError
@@ -25,29 +26,6 @@ _OURS = False
 """Whether this process's Horovod was started here, and not by the caller's script."""
 _SPOILT = False
 """Whether a start has failed: Horovod remembers that, and no later one in this process would succeed."""
-
-
-def horovod_variables(rank: int, nodes: Sequence[int], generation: int, host: str, port: int) -> dict[str, str]:
-    """Return the variables from which Horovod reads the place of a rank. ``nodes``: the node of each rank; ``host`` and
-    ``port``: of rank 0's server. Pure."""
-    node = nodes[rank]
-    here = [other for other, its in enumerate(nodes) if its == node]
-    place = here.index(rank)
-    # Its «cross» communicator: of each node that has so many ranks, the one at this place.
-    across = [its for its in sorted(set(nodes)) if nodes.count(its) > place]
-    return {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(nodes)),
-        "HOROVOD_LOCAL_RANK": str(place),
-        "HOROVOD_LOCAL_SIZE": str(len(here)),
-        "HOROVOD_CROSS_RANK": str(across.index(node)),
-        "HOROVOD_CROSS_SIZE": str(len(across)),
-        "HOROVOD_HOSTNAME": f"g{generation}-node{node}",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
 
 
 def form_horovod(world: World, timeout: float) -> None:
@@ -75,9 +53,9 @@ def form_horovod(world: World, timeout: float) -> None:
         _, _, first, port = found[0]
         if world.rank == 0 and not is_loopback(first):
             _log.warning("Horovod's connections are neither encrypted nor authenticated: use a private network")
-        variables = horovod_variables(world.rank, [node for _, node, *_ in found], world.generation, first, port)
+        nodes, name = [node for _, node, *_ in found], f"g{world.generation}-"
+        variables = horovod_variables(world.rank, nodes, (first, port), interface_of(host), name)
         variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(1, round(timeout)))
-        variables["HOROVOD_GLOO_IFACE"] = interface_of(host)
         try:
             group.run("forming Horovod's world", lambda _: _start(hvd, variables))
         except GroupError as error:

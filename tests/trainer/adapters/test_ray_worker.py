@@ -10,12 +10,12 @@ import torch
 from fit_jobs import network, points
 
 from trainer import DistributedConfig, RayTrainer
+from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
+from trainer.adapters.ray_worker import Reporter, WorkerPlace
 from trainer.comm.launcher_env import rank_facts
 from trainer.config import ConfigError
 from trainer.engine.signals import Stopped
 from trainer.fit import DESCRIBE
-from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
-from trainer.adapters.ray_worker import Reporter, WorkerPlace
 
 
 def test_values_of_a_search_are_settings_or_the_models() -> None:

@@ -12,8 +12,14 @@ from fit_jobs import network, points
 from torch import nn
 
 import trainer
+from trainer.adapters.torch_trainers import (
+    HorovodTrainer,
+    PyTorchDDPTrainer,
+    check_sizes,
+    name_of_compression,
+    settings_of_optimizer,
+)
 from trainer.config import ConfigError
-from trainer.adapters.torch_trainers import HorovodTrainer, PyTorchDDPTrainer, check_sizes, name_of_compression, settings_of_optimizer
 from trainer.fit import DistributedConfig
 from trainer.rundir import RunDir
 

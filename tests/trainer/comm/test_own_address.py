@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from trainer.comm.own_address import HostAddresses, choose_address, is_loopback, own_address
+from trainer.comm.own_address import HostAddresses, choose_address, interface_of, is_loopback, own_address
 from trainer.errors import ConfigError
 
 HOST = HostAddresses(
@@ -84,3 +84,9 @@ def test_loopback() -> None:
     assert [is_loopback(one) for one in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [
         True, True, True, False, False,
     ]  # fmt: skip
+
+
+def test_the_interface_of_an_address_is_found_and_of_a_foreign_one_named_as_missing():
+    assert interface_of("127.0.0.1") == interface_of("localhost")
+    with pytest.raises(ConfigError, match=r"has the address 192\.0\.2\.9, .* DTRAIN_INTERFACE to one of"):
+        interface_of("192.0.2.9")

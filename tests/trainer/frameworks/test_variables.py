@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.comm.horovod_env import horovod_variables
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
-from trainer.errors import ConfigError
 from trainer.frameworks import deepspeed, horovod, ray, tensorflow
 from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing, explain_size, is_there
 
@@ -26,24 +26,10 @@ def ranks(nodes: int, per_node: int) -> list[RankFacts]:
     ]  # fmt: skip
 
 
-def test_horovod_gets_what_its_own_launcher_gives():
-    told = [horovod.variables(facts, ("10.0.0.1", 4000), "eth0") for facts in ranks(2, 2)]
-    places = [tuple(int(each[f"HOROVOD_{name}"]) for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")) for each in told]
-    assert places == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
-    sizes = {tuple(each[f"HOROVOD_{name}"] for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")) for each in told}
-    assert sizes == {("4", "2", "2")}
-    assert {each["HOROVOD_GLOO_RENDEZVOUS_ADDR"] + ":" + each["HOROVOD_GLOO_RENDEZVOUS_PORT"] for each in told} == {
-        "10.0.0.1:4000"
-    }
-    assert [each["HOROVOD_HOSTNAME"] for each in told] == ["node-0", "node-0", "node-1", "node-1"]
-    assert horovod.hosts(ranks(2, 2)[0]) == "node-0:2,node-1:2", "what its server is told has the names of the ranks"
-
-
-def test_horovods_interface_is_the_one_with_the_address():
-    interfaces = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7", "fe80::1"]}
-    assert horovod.interface_of("10.0.0.7", interfaces) == "eth0"
-    with pytest.raises(ConfigError, match=r"DTRAIN_INTERFACE to one of eth0, lo"):
-        horovod.interface_of("10.0.0.8", interfaces)
+def test_horovods_server_knows_the_nodes_by_the_names_of_the_ranks():
+    facts = ranks(2, 2)[0]
+    assert horovod.hosts(facts) == "node-0:2,node-1:2"
+    assert horovod_variables(3, [0, 0, 1, 1], ("10.0.0.1", 4000), "eth0")["HOROVOD_HOSTNAME"] == "node-1"
 
 
 def test_tensorflow_gets_all_workers_and_its_own_place():
