@@ -10,6 +10,7 @@
 # The wheel is kept in DTRAIN_TEST_CACHE (~/.cache/dtrain-tests) per Python and torch: the next environment takes it.
 set -euo pipefail
 VERSION=0.28.1
+SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0  # of its source on PyPI
 PYTHON=${1:-python3}
 for program in g++ cmake; do
   command -v "$program" >/dev/null || { echo "build_horovod.sh: $program is missing (Debian: apt-get install g++ cmake)" >&2; exit 2; }
@@ -25,6 +26,7 @@ if ! compgen -G "$cache/*.whl" >/dev/null; then
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation \
       --dest "$work" "horovod==$VERSION"
   fi
+  echo "$SHA256  $(echo "$work"/horovod-*.tar.gz)" | sha256sum --check --quiet
   tar -xzf "$work"/horovod-*.tar.gz -C "$work"
   mkdir "$work/bin"
   printf '#!/bin/sh\nexec %s "$@" -std=gnu++17\n' "$(command -v g++)" >"$work/bin/g++"
