@@ -1,8 +1,9 @@
 """The GPU memory that a sample takes, and the samples that fit, from what the nodes measured. Pure.
 
 A process holds weights, gradients and the two moments of Adam, which do not grow with the batch, and activations, which
-do. What else it holds (the driver's context, the allocator's reserve) is counted with the activations, so a sample
-seems larger than it is, and a recommended batch is rather too small than too large.
+do. What else it holds (the driver's context, the allocator's reserve, what ranks that share a model gather of it) is
+counted with the activations, so a sample seems larger than it is, and a recommended batch is rather too small than too
+large.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.documents.events import NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
+from trainer.performance.memory import ModelBytes, count_sharing, rank_bytes
 
 MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
 """Shares of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
-STATE = 4
-"""Bytes of state by bytes of parameters: weights, gradients and the two moments of Adam."""
 MULTIPLE, MOST = 8, 64
 """Batches are multiples of the first, and at most the present one times the second."""
 
@@ -34,6 +34,8 @@ class GPUMemory:
     """Samples of a micro-batch."""
     ranks: int
     """Ranks that share the GPU."""
+    sharing: int = 1
+    """Ranks that hold one copy of the model together."""
 
     @property
     def fraction(self) -> float:
@@ -49,6 +51,10 @@ class GPUMemory:
         """Return the batch that fills this share of the memory; never smaller than now."""
         room = (target * self.total - self.state) / (self.bytes_per_sample * self.ranks)
         return max(self.batch, int(min(room, MOST * self.batch)) // MULTIPLE * MULTIPLE)
+
+    def used_with(self, sharing: int) -> float:
+        """Return the bytes that would be in use if so many ranks held one copy of the model together."""
+        return self.used + self.state * (self.sharing / sharing - 1)
 
 
 def gpu_memory(
@@ -72,11 +78,22 @@ def gpu_memory(
     here = {other.node_id for other in samples if other.machine == item.machine}
     ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item.gpus)))
     used = int(gpu["memory_used_bytes"])
-    state = STATE * ranks * float(world[-1].facts.get("parameters_bytes") or 0)
+    parameters = int(world[-1].facts.get("parameters_bytes") or 0)
+    sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"))
+    state = ranks * rank_bytes(ModelBytes(parameters=parameters, trained=parameters), sharing).held
     return GPUMemory(
         used=used,
         total=int(gpu["memory_total_bytes"]),
         state=min(state, 0.9 * used),
         batch=int(batch),
         ranks=ranks,
+        sharing=sharing,
     )
+
+
+def sharing_of(item: TimingEvent, strategy: str, nodes: int | None = None) -> int:
+    """Return how many ranks hold one copy of the model together, in the world of an event or on other ``nodes`` of its
+    kind."""
+    count = len(set(item.nodes)) or 1
+    each = max(1, item.world_size // count)
+    return count_sharing(strategy, (nodes or count) * each, each)

@@ -37,11 +37,12 @@ from dtrain_dagster.costs.estimate import (
     expected_slowdown,
 )
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory, sharing_of
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import OutOfMemoryEvent, TimingEvent, read_events
+from trainer.performance.memory import format_bytes
 
 OptionKind = Literal[
     "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
@@ -163,7 +164,7 @@ def build_options(
     now = now if now and now.samples else None
     memory = gpu_memory(world, events, training) if world else "no timing of its steps is known"
     return (
-        *_price_fewer_nodes(base, world, now, training),
+        *_price_fewer_nodes(base, world, now, memory, training),
         *_price_other_skus(base, now, memory, prices, today),
         *_price_low_priority(base),
         *_price_larger_batch(base, world, now, memory, events, training),
@@ -234,23 +235,46 @@ def _refused(
 
 
 def _price_fewer_nodes(
-    base: BaseRun, world: Sequence[TimingEvent], now: StepModel | None, training: Mapping[str, Any]
-) -> list[Option]:
+    base: BaseRun, world: Sequence[TimingEvent], now: StepModel | None, memory: GPUMemory | str,
+    training: Mapping[str, Any],
+) -> list[Option]:  # fmt: skip
     if now is None:
         return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
-    return [
-        _priced(
-            base,
-            "fewer nodes",
-            _nodes_setting(model.nodes, now, world, training),
-            base.seconds_with(now, model),
-            node_count=model.nodes,
-            assumptions=("planned micro-batches are divided among the nodes that are there",),
-            step=model,
+    found = []
+    for model in on_fewer_nodes(world):
+        if model.nodes >= base.node_count:
+            continue
+        change = _nodes_setting(model.nodes, now, world, training)
+        if why := _why_too_few(model.nodes, world, memory, training):
+            found.append(_refused(base, "fewer nodes", change, why))
+            continue
+        found.append(
+            _priced(
+                base,
+                "fewer nodes",
+                change,
+                base.seconds_with(now, model),
+                node_count=model.nodes,
+                assumptions=("planned micro-batches are divided among the nodes that are there",),
+                step=model,
+            )
         )
-        for model in on_fewer_nodes(world)
-        if model.nodes < base.node_count
-    ]
+    return found
+
+
+def _why_too_few(
+    nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]
+) -> str:  # fmt: skip
+    """Return why a model that ranks share does not fit on so many nodes, of which each holds more of it; "" if it
+    does, or that is not known."""
+    if not isinstance(memory, GPUMemory):
+        return ""
+    there = memory.used_with(sharing_of(world[-1], str(training.get("strategy") or "ddp"), nodes))
+    if there <= FITS * memory.total:
+        return ""
+    return (
+        f"each GPU would need {format_bytes(there)} of its {format_bytes(memory.total)}, as it holds more of the model"
+    )
 
 
 def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], training: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tape as tapes
 from network import NoNetworkError
+from play import Strategy
 from properties import describe
 from stage import Stage
 
@@ -32,6 +34,20 @@ def test_the_job_outlives_what_the_tape_does_to_it(stage: Stage, seed: int) -> N
         outcome, wrong = stage.run(tapes.make(seed))
     except NoNetworkError as error:
         pytest.skip(str(error))
+    assert wrong == [], describe(outcome)
+    assert outcome.happened, "nothing happened: the tape proves nothing"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "seed"), [("fsdp", 7), ("fsdp", 6), ("hsdp", 4)])
+def test_a_job_whose_ranks_share_the_model_outlives_it_too(
+    tmp_path: Path, strategy: Strategy, seed: int
+) -> None:  # fmt: skip
+    stage = Stage(tmp_path, strategy)
+    try:
+        outcome, wrong = stage.run(tapes.make(seed))
+    finally:
+        stage.close()
     assert wrong == [], describe(outcome)
     assert outcome.happened, "nothing happened: the tape proves nothing"
 

@@ -18,6 +18,7 @@ from properties import (
     wrong_codes,
     wrong_history,
     wrong_losses,
+    wrong_resumes,
     wrong_samples,
 )
 
@@ -28,10 +29,10 @@ from trainer.elastic.generation import Candidate, Generation
 COUNT = 1000
 
 
-def seat(node: int, was_in: int = 0, member: str | None = None, **fields: Any) -> Candidate:
+def seat(node: int, was_in: int = 0, member: str | None = None, local_rank: int = 0, **fields: Any) -> Candidate:
     return Candidate(
-        member=member or f"n{node}p0-a", node=node, local_rank=0, launch=fields.pop("launch", 1), host="h", port=1,
-        was_in=was_in, **fields,
+        member=member or f"n{node}p0-a", node=node, local_rank=local_rank, launch=fields.pop("launch", 1),
+        host="h", port=1, was_in=was_in, **fields,
     )  # fmt: skip
 
 
@@ -81,6 +82,27 @@ def test_a_completed_step_that_is_done_again_is_found() -> None:
     # With nobody left who has it, the step has to be done again, from the checkpoint.
     fresh = replace(again[1], members=(seat(1, member="n1p0-b"),))
     assert redone_steps(STEPS, [HISTORY[0], fresh]) == []
+
+
+def resumed(generation: int, step: int) -> dict[str, Any]:
+    return {"kind": "resume", "generation": generation, "step": step, "time": 3.0}
+
+
+def test_going_back_without_a_lost_row_is_found() -> None:
+    both = [seat(0), seat(0, local_rank=1), seat(1), seat(1, local_rank=1)]
+    both = [replace(item, member=f"n{item.node}p{item.local_rank}") for item in both]
+    before = Generation(number=1, launch=1, members=tuple(both))
+    kept = Generation(number=2, launch=1, members=tuple(replace(item, was_in=1) for item in both[:2]), step=10)
+    torn = replace(kept, members=(replace(both[0], was_in=1), replace(both[2], was_in=1)))
+    assert wrong_resumes([resumed(2, 5)], [before, kept], "hsdp"), "a whole copy is left"
+    assert wrong_resumes([resumed(2, 5)], [before, torn], "hsdp") == [], "of two copies the same half"
+    assert wrong_resumes([resumed(2, 5)], [before, kept], "fsdp") == []
+    assert wrong_resumes([resumed(2, 5)], [before, kept], "ddp")
+    saved = {"kind": "checkpoint", "generation": 1, "step": 8, "time": 1.0}
+    assert wrong_resumes([resumed(2, 5), saved], [before, replace(kept, formed_at=2.0)], "fsdp"), "8 was saved"
+    steps = [{"generation": 1, "step": 11, "loss": 1.0}]
+    assert redone_steps(steps, [before, kept], "hsdp")
+    assert redone_steps(steps, [before, kept], "fsdp") == []
 
 
 def test_two_groups_that_take_a_generation_for_theirs_are_found() -> None:

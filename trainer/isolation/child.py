@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,16 @@ def main(order_file: str) -> None:
     else:
         import trainer.model.parts_by_kind
         import trainer.model.saved_model  # noqa: F401 - all that is trusted, before anything else
+
+        if order["kind"] == "count":  # what computes without memory is loaded by its first use, and asks for folders
+            tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.getcwd()
+            with torch.device("meta"):
+                torch.nn.Linear(1, 1)(torch.zeros(1, 1))
     if sandbox.forbid_calls():
         held.append("calls")
     Path(order["held"]).write_text(json.dumps(held))
     sys.path[:0] = order["path"]
-    ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal}[order["kind"]]
+    ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal, "count": _count}[order["kind"]]
     answers = ask(order, windows)
     with open(order["answers"], "wb") as file:
         np.savez(file, **answers)
@@ -61,28 +67,43 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
 
 
 def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
-    """Build the loss and the model that a job names, as a rank does, and return the losses of a training step and the
-    bytes of the model; where the order asks for its bytes alone, these. One figure is a column of equal values."""
-    from dataclasses import asdict
+    """Build the loss and the model that a job names, as a rank does, and return the losses of a training step, and the
+    bytes of the model."""
+    from trainer.model.parts_by_kind import training_step
 
-    import numpy as np
+    kind, model, loss, spec = _parts_of(order)
+    losses, found = training_step(kind, model, loss, spec, windows, tuple(order["modules"]))
+    return {"loss": losses.double().numpy()} | _columns(found, len(windows))
+
+
+def _count(order: dict[str, Any], windows: Any) -> dict[str, Any]:
+    """Return the bytes of the model that a job names, which is built without its memory."""
+    from trainer.model.parts_by_kind import count_bytes
+
+    kind, model, loss, spec = _parts_of(order)
+    return _columns(count_bytes(kind, model, loss, spec, tuple(order["modules"])), len(windows))
+
+
+def _parts_of(order: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the kind of data, the sections of the model and the loss, and what describes the data."""
     from pydantic import TypeAdapter
 
     from trainer.config import FactoryConfig
-    from trainer.model.parts_by_kind import PARTS, count_bytes, training_step
+    from trainer.model.parts_by_kind import PARTS
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
     description: Any = PARTS[document["kind"]].spec
     spec = TypeAdapter(description).validate_python(document["spec"])
-    model, loss = (FactoryConfig(**document[name]) for name in ("model", "loss"))
-    kind, modules = document["kind"], tuple(order["modules"])
-    if document["counts_only"]:
-        found, answers = count_bytes(kind, model, loss, spec, modules), {}
-    else:
-        losses, found = training_step(kind, model, loss, spec, windows, modules)
-        answers = {"loss": losses.double().numpy()}
-    figures = {name: value for name, value in asdict(found).items() if value is not None}
-    return answers | {name: np.full(len(windows), float(value)) for name, value in figures.items()}
+    return document["kind"], *(FactoryConfig(**document[name]) for name in ("model", "loss")), spec
+
+
+def _columns(found: Any, count: int) -> dict[str, Any]:
+    """Return figures as columns of equal values."""
+    from dataclasses import asdict
+
+    import numpy as np
+
+    return {name: np.full(count, float(value)) for name, value in asdict(found).items() if value is not None}
 
 
 def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,24 +56,28 @@ def rehearse(
     kind, inputs = random_inputs(spec)
     document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
     try:
-        return _ask({**document, "counts_only": False}, inputs, modules, path)
+        return _ask("rehearsal", document, inputs, modules, path)
     except IsolationError as error:
         said = str(error).removeprefix("the model could not be asked: ")
         if said.startswith(UNSURE) or any(words in said for words in _GIVEN_UP):
             unsure = UnsureRehearsalError(said)
             with suppress(IsolationError):
-                unsure.model = _ask({**document, "counts_only": True}, inputs, modules, path)
+                unsure.model = _ask("count", document, inputs, modules, path)
             raise unsure from None
         name, _, rest = said.partition("ConfigError: ")
         raise RehearsalError(rest if rest and not name else f"one training step of this model failed: {said}") from None
 
 
 def _ask(
-    document: Mapping[str, Any], inputs: NDArray[np.float32], modules: tuple[str, ...], path: Sequence[Path]
+    kind: Literal["rehearsal", "count"],
+    document: Mapping[str, Any],
+    inputs: NDArray[np.float32],
+    modules: tuple[str, ...],
+    path: Sequence[Path],
 ) -> ModelBytes:
     with scratch_folder("rehearsal") as folder:
         (folder / "rehearsal.json").write_text(json.dumps(document))
-        isolated = Isolated(folder=folder, kind="rehearsal", modules=modules, path=tuple(path), seconds=SECONDS)
+        isolated = Isolated(folder=folder, kind=kind, modules=modules, path=tuple(path), seconds=SECONDS)
         answers = isolated.predict(inputs)
     figures = {name: max(0.0, float(values[0])) for name, values in answers.items()}
     whole = {name: int(figures.get(name, 0)) for name in ("parameters", "trained", "block", "rest")}

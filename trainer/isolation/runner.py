@@ -52,7 +52,7 @@ class Isolated:
     folder: Path
     """``model.json`` and ``weights.pt``, what MLflow has packed, or ``rehearsal.json``. Only it and ``path`` can be
     read."""
-    kind: Literal["job", "mlflow", "rehearsal"] = "job"
+    kind: Literal["job", "mlflow", "rehearsal", "count"] = "job"
     modules: tuple[str, ...] = ()
     """Modules of which the factories of a job may be."""
     path: tuple[Path, ...] = ()

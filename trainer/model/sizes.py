@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.model.blocks import find_blocks, separate_blocks
 from trainer.performance.memory import ModelBytes
-from trainer.runtime.live_storages import peak_of
 
 
 def model_bytes(module: nn.Module, sample: float | None = None) -> ModelBytes:
@@ -28,7 +28,20 @@ def model_bytes(module: nn.Module, sample: float | None = None) -> ModelBytes:
 
 
 def sample_bytes(run: Callable[[int], object], few: int, many: int) -> float:
-    """Return what one more sample keeps in a pass. ``run`` makes a pass of this many samples on the CPU, with gradients
-    that are there already."""
-    low, high = (peak_of(partial(run, count)) for count in (few, many))
-    return max(0.0, (high - low) / (many - few))
+    """Return what a pass keeps for its backward pass of one more sample. ``run`` makes a pass of this many samples."""
+    return max(0.0, (kept_bytes(partial(run, many)) - kept_bytes(partial(run, few))) / (many - few))
+
+
+def kept_bytes(run: Callable[[], object]) -> int:
+    """Return the bytes of the tensors that autograd keeps while this runs one pass, parameters among them. What lives
+    within an operation alone is not counted (`trainer.runtime.live_storages` does, and takes seconds to load)."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum(kept.values())

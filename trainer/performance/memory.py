@@ -36,11 +36,11 @@ class ModelBytes:
 
     def gathered(self, is_half: bool = False) -> int:
         """Return the most that a rank has of the model as a whole at once, where ranks share it: what lies outside of
-        the blocks, and of two blocks (one computes, one is fetched or summed) the parameters as they came, as they are
-        used, and their gradients; at the end of a pass, the gradients of what lies outside, twice. ``is_half``:
-        parameters are gathered as bf16."""
+        the blocks, and of two blocks (one computes, one is fetched or summed) the parameters and as much again, their
+        gradients or the copy that they came in; at the end of a pass, the gradients of what lies outside, twice.
+        ``is_half``: parameters are gathered as bf16."""
         share = HALF if is_half else 1.0
-        blocks = 2 * (2 * share + 1) * self.block
+        blocks = 2 * (share + 1) * self.block
         return round(share * self.rest + max(blocks, (1 + share) * self.rest))
 
 
@@ -103,4 +103,6 @@ def most_samples(
 
 def format_bytes(count: float) -> str:
     """Return a size in words."""
+    if count >= 1000 * GIB:
+        return f"{count / GIB:,.0f} GiB"
     return f"{count / GIB:.3g} GiB" if count >= GIB else f"{count / (1 << 20):.3g} MiB"

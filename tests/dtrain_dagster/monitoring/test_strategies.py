@@ -17,7 +17,7 @@ from dtrain_dagster.monitoring.alerts import (
     describe_strategy,
     keep,
 )
-from dtrain_dagster.monitoring.gpu_memory import GPUMemory
+from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import Strategy, step_model
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
@@ -269,3 +269,21 @@ def test_of_a_long_job_only_the_latest_windows_are_kept():
     assert kept[-1] == events[-1]
     saves = [event("checkpoint", 0, 1, step=step) for step in range(KEPT_EVENTS + 9)]
     assert len(keep((), saves)) == KEPT_EVENTS, "nor does what is kept grow where no timing is recorded"
+
+
+def test_a_model_that_ranks_share_leaves_room_for_a_larger_batch():
+    gpu = {"memory_used_bytes": 8e9, "memory_total_bytes": 16e9}
+    node = event("node", 0, 1, node_id=0, gpu_memory_percent=50, gpus=[gpu])
+    made = {}
+    for strategy in ("ddp", "hsdp", "fsdp"):
+        world = [
+            replace(item, facts={**item.facts, "parameters_bytes": 10**9}) for item in settled(windows(LARGE.events()))
+        ]
+        found = gpu_memory(world, [node], {"batch_size_per_gpu": 64, "strategy": strategy})
+        assert isinstance(found, GPUMemory)
+        made[strategy] = found
+    assert made["ddp"].state == 4e9
+    assert made["fsdp"].state == pytest.approx(4e9 / 3)
+    assert made["hsdp"].state == 4e9, "one rank on each node"
+    assert made["fsdp"].batch_at() < made["ddp"].batch_at(), "what is in use is activations then"
+    assert made["fsdp"].used_with(1) == pytest.approx(8e9 + 4e9 * 2 / 3)

@@ -1,0 +1,171 @@
+"""Whether a model fits into the memory of the nodes is said before they are bought, with what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
+from dtrain_dagster.planning.check_job import Checked, check_job, check_memory
+from dtrain_dagster.planning.choices import Baseline, choices
+from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
+from dtrain_dagster.planning.plan_memory import memory_of
+from dtrain_dagster.settings.cluster_kinds import KINDS
+from tests.dtrain_dagster.planning.test_check_job import job_of
+from tests.dtrain_dagster.planning.test_options import NODES, TODAY, Known
+from tests.dtrain_dagster.small_job import write_dataset
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.performance.memory import GIB, ModelBytes
+
+A100, V100, T4 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
+MODEL = ModelBytes(parameters=5 * GIB, trained=5 * GIB, block=GIB // 10, rest=GIB // 10, sample=GIB / 64)
+"""20 GiB with gradients and moments."""
+
+
+VAST = """
+import torch
+
+def make(spec, outputs):
+    sizes = spec.window * len(spec.features), 1 << 20, 1 << 20, outputs
+    return torch.nn.Sequential(torch.nn.Flatten(), *(torch.nn.Linear(*pair) for pair in zip(sizes, sizes[1:])))
+"""
+
+
+def config(**fields: Any) -> DistributedTrainingConfig:
+    return DistributedTrainingConfig(**{"batch_size_per_gpu": 64, **fields})
+
+
+def room(nodes: int = 1, sku: str = T4, ranks: int = 1) -> MemoryRoom:
+    price = price_of(sku, "eastus")
+    return room_of_sku(price, nodes, ranks, price.usd_per_hour("dedicated"))
+
+
+def test_what_cannot_fit_is_refused_with_the_fewest_ranks_that_suffice_and_their_price() -> None:
+    usd = price_of(T4, "eastus").usd_per_hour("dedicated")
+    said = judge_memory(MODEL, config(), room()).refusal
+    assert "does not fit: 20 GiB a rank with training.strategy = 'ddp'" in said
+    assert f"{T4} has 16 GiB for each GPU" in said
+    assert "20 GiB a rank" in said
+    assert (
+        'training.strategy = "fsdp" on 2 ranks would, 10.5 GiB each (11.5 GiB with the activations of 64 samples)'
+        in said
+    )
+    assert f"(DTRAIN_NODES = 2: ${2 * usd:.2f} an hour instead of ${usd:.2f})" in said
+    here = judge_memory(MODEL, config(), room(nodes=3)).refusal
+    assert 'training.strategy = "fsdp" on 3 ranks would' in here
+    assert "DTRAIN_NODES" not in here, "no more nodes than are planned"
+    larger = judge_memory(MODEL, config(), room(), [price_of(A100, "eastus")]).refusal
+    assert f"a SKU with 20 GiB would, as {A100} (80 GiB for each GPU" in larger
+
+
+def test_a_shared_model_is_refused_where_its_ranks_are_too_few() -> None:
+    large = replace(MODEL, parameters=20 * GIB, trained=20 * GIB)
+    said = judge_memory(large, config(strategy="fsdp"), room(nodes=4)).refusal
+    assert "512 MiB of it gathered" in said
+    assert 'training.strategy = "fsdp" on 6 ranks would' in said
+    own = judge_memory(MODEL, config(strategy="hsdp"), room(nodes=4)).refusal
+    assert "with training.strategy = 'hsdp'" in own, "each node of one rank holds all of it"
+    assert 'training.strategy = "fsdp" on 4 ranks would' in own
+    assert judge_memory(MODEL, config(strategy="fsdp"), room(nodes=4)) == judge_memory(MODEL, config(), room(sku=A100))
+
+
+def test_where_a_node_has_several_gpus_a_copy_on_each_node_comes_first() -> None:
+    price = replace(price_of(T4, "eastus"), sku="Standard_of_4", gpus=4)
+    said = judge_memory(MODEL, config(), room_of_sku(price, 2, 4)).refusal
+    assert 'training.strategy = "hsdp" would, 5.5 GiB each' in said
+    assert "fsdp" not in said
+
+
+def test_what_no_number_of_ranks_would_hold_is_said_as_well() -> None:
+    block = replace(MODEL, block=4 * GIB)
+    said = judge_memory(block, config(), room()).refusal
+    assert "fsdp" not in said
+    assert "train a smaller model" in said
+
+
+def test_the_largest_micro_batch_that_fits_depends_on_the_strategy() -> None:
+    model = replace(MODEL, parameters=2 * GIB, trained=2 * GIB)  # 8 GiB
+    assert judge_memory(model, config(), room(nodes=4)).warning == "", "1 GiB of activations"
+    said = judge_memory(model, config(batch_size_per_gpu=700), room(nodes=4)).warning
+    assert "memory is short: 18.9 GiB a rank with 700 samples at once" in said
+    assert "At most about 409 with ddp and 761 with fsdp fit (training.batch_size_per_gpu)" in said
+    assert "training.activation_checkpointing = true" in said
+    half = judge_memory(model, config(batch_size_per_gpu=700, precision="bf16"), room(nodes=4))
+    assert half.warning == "", "activations of half the size"
+
+
+def test_with_offloading_a_gpu_has_to_hold_what_is_gathered_alone() -> None:
+    offloaded = config(strategy="fsdp", cpu_offload=True)
+    large = replace(MODEL, parameters=40 * GIB, trained=40 * GIB)
+    assert why_too_small(large, config(strategy="fsdp"), room(nodes=4))
+    assert not why_too_small(large, offloaded, room(nodes=4))
+
+
+def test_ranks_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.runtime.host_memory.machine_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr("trainer.node.gpus._gpu_count", lambda: 0)
+    found = room_of(KINDS["local"], price_of(T4), "dedicated", 4, 1)
+    assert found is not None
+    assert found.bytes == 8 * GIB
+    assert found.on_nodes(2).bytes == 16 * GIB
+    said = judge_memory(MODEL, config(), found).refusal
+    assert "this machine has 32 GiB for 4 ranks" in said
+    assert 'training.strategy = "fsdp" on 4 ranks would, 5.5 GiB each' in said
+    assert room_of(KINDS["slurm"], price_of(T4), "dedicated", 4, 1) is None, "the site knows"
+
+
+def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
+    price = price_of(T4)
+    planned: Any = SimpleNamespace(
+        price=price, tier="dedicated", node_count=NODES, kind=KINDS["azure_ml"], script=None,
+        sizes=SimpleNamespace(processes_per_node=1), job=SimpleNamespace(training=config(strategy="fsdp")),
+    )  # fmt: skip
+    too_small, sentences = memory_of(planned, Checked(("unsure",), MODEL))
+    assert sentences == ("unsure",)
+    baseline = Baseline(price=price, node_count=NODES, tier="dedicated", ranks_per_node=1, batch_size_per_rank=64)
+    table = choices(
+        Known(), baseline, [price, price_of(A100)], [1, 2, 3], ["dedicated"], epochs=1, today=TODAY,
+        too_small=too_small,
+    )  # fmt: skip
+    assert {(row.sku, row.node_count) for row in table.rows} == {(T4, 2), (T4, 3), (A100, 1), (A100, 2), (A100, 3)}
+    alone = choices(Known(), baseline, [price], [1], ["dedicated"], epochs=1, today=TODAY, too_small=too_small)
+    assert [item.why.startswith("does not fit: 20 GiB") for item in alone.not_available] == [True]
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        memory_of(planned, Checked((), replace(MODEL, parameters=40 * GIB, trained=40 * GIB)))
+    known, _ = memory_of(planned, Checked())
+    assert not known(price, 1), "of a model whose bytes are not known nothing is refused"
+
+
+def test_the_rehearsal_of_a_training_counts_its_model(tmp_path: Path) -> None:
+    """The stock model with arguments runs in a process of its own, which counts it and measures a sample."""
+    job = job_of(write_dataset(tmp_path / "dataset"), model={"factory": "tcn", "args": {"channels": 8}})
+    checked = check_job(job, ranks=1, room=room())
+    assert checked.sentences == ()
+    model = checked.model
+    assert model is not None
+    assert model.parameters == model.trained > 4 * 8
+    assert model.block + model.rest <= model.parameters
+    assert model.sample is not None
+    assert model.sample > 0
+    with pytest.raises(ConfigError, match=r"the model does not fit: .* a rank with training\.strategy = 'ddp'"):
+        check_memory(checked, job.training, replace(room(), bytes=1000.0))
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_counted_without_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vast_parts.py").write_text(VAST)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "vast_parts")
+    job = job_of(write_dataset(tmp_path / "dataset"), model={"factory": "vast_parts:make"})
+    with pytest.raises(ConfigError, match=r"does not fit: 16,386 GiB a rank"):
+        check_job(job, ranks=1, room=room())
+
+
+def test_each_gpu_of_the_price_table_has_a_memory() -> None:
+    prices: list[SkuPrice] = list(price_table("eastus").values())
+    assert all(price.gpu_memory_gib >= 8 for price in prices if price.gpus)
