@@ -32,6 +32,13 @@ def _silence(saved: Saved) -> str:
     return f"{times} | {p50:.1f} s | {p95:.1f} s | {saved['ours_steps_redone_max']} |"
 
 
+def _tapes(saved: Saved) -> str:
+    return (
+        f"{saved['tapes']} tapes, {sum(saved['faults'].values())} faults, {saved['violations']} violations; largest "
+        f"difference {saved['largest_weight_difference']:.1e}"
+    )
+
+
 def _of_20(saved: Saved) -> str:
     within = round(saved["trainings"] * saved["coverage_90_percent"] / 100)
     return (
@@ -63,6 +70,8 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/losing-nodes.md", "chaos", lambda r: (
         f"{r['tapes']} fault sequences (tapes)\nwith {sum(r['faults'].values())} faults, {r['violations']} violations"
     )),
+    ("docs/large-models.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
+    ("docs/large-models.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
     ("README.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times as fast as plain DDP (geometric mean of ")
         + _word(len(r["cells"]))
