@@ -154,7 +154,7 @@ def judge_memory(
         said += f". {_largest_batches(model, training, room)}"
         if not training.activation_checkpointing:
             said += "; training.activation_checkpointing = true takes less"
-    ways = _ways_to_share(model, training, room)
+    ways = _ways_to_share(model, training, room, batch)
     return Fit(warning=f"{said}; {'; '.join(ways)}" if ways else said)
 
 
@@ -177,7 +177,7 @@ def _most_samples(model: ModelBytes, training: DistributedTrainingConfig, room: 
 def _ways(
     model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, prices: Iterable[SkuPrice]
 ) -> list[str]:
-    ways = _ways_to_share(model, training, room)
+    ways = _ways_to_share(model, training, room, 1)
     needed = need_of(model, training, room, 0).least
     memory: Mapping[str, Any] = {"needed_bytes": needed, "device": "cuda" if room.on_gpu else "cpu"}
     if larger := name_larger_skus(prices, memory, room.ranks_per_node):
@@ -187,12 +187,14 @@ def _ways(
     return ways
 
 
-def _ways_to_share(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom) -> list[str]:
-    """Return how ranks could share the model so that passes of a sample fit: on these nodes, else on the fewest that
-    suffice."""
+def _ways_to_share(
+    model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int
+) -> list[str]:  # fmt: skip
+    """Return how ranks could share the model so that passes of this many samples fit: on these nodes, else on the
+    fewest that suffice."""
 
     def fits(strategy: str, there: MemoryRoom) -> bool:
-        return need_of(model, training, there, 1, strategy).total <= FITS * there.bytes
+        return need_of(model, training, there, samples, strategy).total <= FITS * there.bytes
 
     if training.strategy == "ddp" and room.ranks_per_node > 1 and fits("hsdp", room):
         return [f'training.strategy = "hsdp" would, {_told(model, training, room, "hsdp")}']

@@ -94,6 +94,9 @@ def test_the_largest_micro_batch_that_fits_depends_on_the_strategy() -> None:
     assert "memory is short: 18.9 GiB a rank with 700 samples at once" in said
     assert "At most about 409 with ddp and 761 with fsdp fit (training.batch_size_per_gpu)" in said
     assert "training.activation_checkpointing = true" in said
+    assert '"fsdp" on 4 ranks would, 2.5 GiB each (13.4 GiB with the activations of 700 samples)' in said
+    many = judge_memory(model, config(batch_size_per_gpu=1000), room(nodes=4)).warning
+    assert "would" not in many, "with no number of ranks do so many samples fit"
     half = judge_memory(model, config(batch_size_per_gpu=700, precision="bf16"), room(nodes=4))
     assert half.warning == "", "activations of half the size"
 
