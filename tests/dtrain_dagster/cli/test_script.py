@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain_dagster.cli.script_job import explain_end
+from dtrain_dagster.jobs.script_job import explain_end
 from trainer.data.coverage import find_coverage_errors
 
 ROOT = Path(__file__).parents[3]
