@@ -10,7 +10,7 @@ import pytest
 
 from dtrain_dagster.assets.program import Engine, ProgramOptions, files_table
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
+from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset, build_training_assets
 from trainer.frameworks.catalogue import FRAMEWORKS
 from trainer.rundir import RunDir
 
@@ -103,6 +103,19 @@ def test_what_makes_no_sense_is_refused_where_it_is_defined(tmp_path: Path):
         build_program_asset("own", script, engine="ray", processes_per_node=2)
     with pytest.raises(PipelineError, match="actors of a Ray already"):
         build_program_asset("own", script, engine="ray", cluster=Cluster(kind="ray"))
+
+
+def test_it_goes_together_with_other_graphs(program: dg.Definitions, tmp_path: Path):
+    script = tmp_path / "s.py"
+    merged = dg.Definitions.merge(
+        program, build_program_asset("other", script, engine="ray"), build_training_assets("fit", script=script)
+    )
+    dg.Definitions.validate_loadable(merged)
+    keys = {key.to_user_string() for key in merged.resolve_asset_graph().get_all_asset_keys()}
+    assert {"own/program_run", "other/program_run", "fit/trained_checkpoint"} <= keys
+    assert merged.resolve_job_def("other_run").asset_layer.selected_asset_keys == {
+        dg.AssetKey(["other", "program_run"])
+    }
 
 
 def test_many_files_are_not_all_listed(tmp_path: Path):
