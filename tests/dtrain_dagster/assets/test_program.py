@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +82,30 @@ def test_a_failure_has_the_log_and_the_cost(program: dg.Definitions):
     found = failure.user_failure_data.metadata
     assert "rank 1 of 2 fail" in str(found["log"].value)
     assert found["cost_usd"].value > 0
+
+
+@pytest.mark.slow
+def test_interrupting_the_run_cancels_the_job(program: dg.Definitions, tmp_path: Path):
+    (tmp_path / "s.py").write_text("import time; print('begun', flush=True); time.sleep(500)")
+    code = (
+        "import dagster as dg, sys; from dtrain_dagster.pipelines import build_program_asset;"
+        "made = build_program_asset('own', sys.argv[1], nodes=2, processes_per_node=1);"
+        "made.resolve_job_def('own_run').execute_in_process(instance=dg.DagsterInstance.ephemeral())"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "s.py")], env=os.environ | {"DTRAIN_HOME": str(tmp_path / "home")},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    jobs = tmp_path / "home" / "storage" / "jobs"
+    while not any("begun" in log.read_text() for log in jobs.glob("*/logs/node-1.log")):
+        assert run.poll() is None
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) != 0
+    [folder] = jobs.iterdir()
+    status = RunDir(str(folder)).read_json("status.json")
+    assert status
+    assert status["state"] == "cancelled"
 
 
 def test_a_job_of_the_same_program_that_still_runs_is_followed(program: dg.Definitions):
