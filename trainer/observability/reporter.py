@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +37,7 @@ AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percen
 first."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job continues it."""
-TENSORBOARD = "tensorboard"
+TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
@@ -246,6 +248,9 @@ class TensorBoardSink:
     def __init__(self, storage: Storage) -> None:
         """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
         other storage they are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
+        # TensorBoard's own switch: else it loads TensorFlow, where that is installed, to write a file. That takes
+        # seconds, and a process that then loads triton, as torch's compiler does, crashes.
+        sys.modules.setdefault(_WITHOUT_TENSORFLOW, types.ModuleType(_WITHOUT_TENSORFLOW))
         from torch.utils.tensorboard import SummaryWriter
 
         self._remote = None if storage.is_local else storage
