@@ -88,6 +88,7 @@ def test_two_workers_learn_bit_for_bit_what_two_ranks_of_ddp_do(by_ddp: Path, tm
     assert Path(sys.argv[0]).name in read(tmp_path / "run", "job.json")["dataset"]["uri"]
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_path: Path) -> None:
     """In the last epoch: what was done before is not done again."""
     mark, per_epoch = tmp_path / "mark", len(windows("train")) // RANKS
@@ -103,6 +104,7 @@ def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_
     assert read(tmp_path / "run", "result.json")["consumed"] == read(by_ddp, "result.json")["consumed"]
 
 
+@pytest.mark.long
 def test_what_would_happen_again_is_not_tried_again(tmp_path: Path) -> None:
     """The loss is not finite on any rank."""
     with pytest.raises(TrainingFailedError, match="not finite at step") as failed:
@@ -129,6 +131,7 @@ def test_what_no_worker_could_read_is_refused_by_name(tmp_path: Path) -> None:
         fit(tmp_path / "run", Locked())
 
 
+@pytest.mark.long
 def test_trials_of_tune_train_in_place_and_are_compared_by_evaluations(tmp_path: Path) -> None:
     """As in a script: the values of the search are settings and the model's, and Tune ends a trial early."""
     from ray import tune
