@@ -22,6 +22,16 @@ class LearningRateScaling(Enum):
     sqrt = "sqrt"
 
 
+class Strategy(Enum):
+    """What a rank holds of the model, and what sums gradients."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+    horovod = "horovod"
+    deepspeed = "deepspeed"
+
+
 class Precision(Enum):
     """The autocast type of the forward pass."""
 
@@ -86,6 +96,8 @@ class TrainingOptions(PlanOptions):
     """Optimizer steps between checkpoints."""
     precision: Precision = Precision(_DEFAULT.precision)
     """Type of the forward pass; fp16 needs a GPU. Weights stay fp32."""
+    strategy: Strategy = Strategy(_DEFAULT.strategy)
+    """All of the model on each rank (ddp, horovod), or parts of it (fsdp, hsdp, deepspeed)."""
     seed: int = _of_training("seed")
     """Seed of the first weights and of the order of samples."""
     settings_file: str = ""

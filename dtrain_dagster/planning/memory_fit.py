@@ -25,6 +25,7 @@ from trainer.performance.memory import (
     format_bytes,
     most_samples,
     rank_bytes,
+    zero_rank_bytes,
 )
 
 FITS = 0.9
@@ -113,7 +114,14 @@ def need_of(
     model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int, strategy: str = ""
 ) -> RankBytes:  # fmt: skip
     """Return what each rank of these nodes needs, for passes of this many samples. ``strategy``: instead of the
-    training's own. With ``cpu_offload`` a GPU has what is gathered alone."""
+    training's own. With ``cpu_offload`` a GPU has what is gathered alone; DeepSpeed leaves the whole model there too."""
+    if (strategy or training.strategy) == "deepspeed":
+        ranks = room.node_count * room.ranks_per_node
+        need = zero_rank_bytes(model, training.zero_stage, ranks, samples, training.precision)
+        if training.cpu_offload and room.on_gpu:
+            copies = 2 if training.zero_stage < 3 else 1
+            return replace(need, parameters=copies * model.parameters, gradients=0, moments=0)
+        return need
     sharing = _sharing(room, strategy or training.strategy)
     need = rank_bytes(model, sharing, samples, training.precision, training.gather_precision)
     if training.cpu_offload and room.on_gpu and sharing > 1:
@@ -170,8 +178,7 @@ def _largest_batches(model: ModelBytes, training: DistributedTrainingConfig, roo
 
 
 def _most_samples(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, strategy: str) -> int:
-    sharing = _sharing(room, strategy)
-    return most_samples(model, sharing, FITS * room.bytes, training.precision, training.gather_precision) or 0
+    return most_samples(need_of(model, training, room, 1, strategy), FITS * room.bytes) or 0
 
 
 def _ways(
@@ -196,7 +203,7 @@ def _ways_to_share(
     def fits(strategy: str, there: MemoryRoom) -> bool:
         return need_of(model, training, there, samples, strategy).total <= FITS * there.bytes
 
-    if training.strategy == "ddp" and room.ranks_per_node > 1 and fits("hsdp", room):
+    if training.strategy in ("ddp", "horovod") and room.ranks_per_node > 1 and fits("hsdp", room):
         return [f'training.strategy = "hsdp" would, {_told(model, training, room, "hsdp")}']
     least = room.node_count + (training.strategy == "fsdp")
     for count in range(least, (room.node_count if room.is_shared else MOST_NODES) + 1):

@@ -20,11 +20,15 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names of the moments, as torch calls them."""
+MOST_IN_BUCKET = 50_000_000
+"""The most gradients that DeepSpeed sums at once."""
 
 
-def zero_config(config: DistributedTrainingConfig, ranks: int) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration for these settings. Pure."""
-    zero: dict[str, Any] = {"stage": config.zero_stage}
+def zero_config(config: DistributedTrainingConfig, ranks: int, trained: int) -> dict[str, Any]:
+    """Return DeepSpeed's own configuration for these settings. ``trained``: the number of weights that are trained.
+    Pure."""
+    # DeepSpeed makes a buffer for a whole bucket of gradients, which by default is 2 GB for the smallest model.
+    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": min(MOST_IN_BUCKET, max(1, trained))}
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
@@ -66,9 +70,10 @@ class ZeroEngine:
             ) from error
         self.config, self.rank, self.ranks, self.device = config, rank, ranks, device
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        count = sum(parameter.numel() for parameter in trained)
         optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self._engine, self._zero, *_ = deepspeed.initialize(
-            model=self.module, optimizer=optimizer, config=zero_config(config, ranks), dist_init_required=False
+            model=self.module, optimizer=optimizer, config=zero_config(config, ranks, count), dist_init_required=False
         )
         self._adamw = optimizer
 

@@ -71,7 +71,8 @@ class RankBytes:
 
 
 def count_sharing(strategy: str, ranks: int, ranks_per_node: int) -> int:
-    """Return how many ranks hold one copy of the model together; 1 where each holds all of it."""
+    """Return how many ranks hold one copy of the model together; 1 where each holds all of it, as with ``ddp`` and
+    ``horovod``. Of ``deepspeed``, see `zero_rank_bytes`."""
     return {"fsdp": ranks, "hsdp": ranks_per_node}.get(strategy, 1)
 
 
@@ -90,12 +91,24 @@ def rank_bytes(
     )
 
 
-def most_samples(
-    model: ModelBytes, sharing: int, room: float, precision: str = "fp32", gather_precision: str = "fp32"
-) -> int | None:
+def zero_rank_bytes(model: ModelBytes, stage: int, ranks: int, samples: int = 0, precision: str = "fp32") -> RankBytes:
+    """Return what each rank needs at least with DeepSpeed's ZeRO of this stage, as `trainer.parallel.zero_engine` uses
+    it: the model itself, and DeepSpeed's copy, which is whole up to stage 2; this rank's part of what is updated, of
+    the gradients and of the moments. Its buckets, whole gradients of a pass with stage 1, and what stage 3 gathers at
+    once are not counted."""
+    share = HALF if precision != "fp32" else 1.0
+    part = math.ceil(model.trained / ranks)
+    return RankBytes(
+        parameters=model.parameters + (model.parameters if stage < 3 else math.ceil(model.parameters / ranks)) + part,
+        gradients=part,
+        moments=MOMENTS * part,
+        activations=round(samples * share * (model.sample or 0.0)),
+    )
+
+
+def most_samples(one: RankBytes, room: float) -> int | None:
     """Return the most samples at once that fit into ``room`` bytes of a rank, 0 if not even one does; None where what a
-    sample takes is not known."""
-    one = rank_bytes(model, sharing, 1, precision, gather_precision)
+    sample takes is not known. ``one``: what the rank needs for passes of one sample."""
     if not one.activations:
         return None
     return max(0, math.floor((room - one.least) / one.activations))

@@ -28,7 +28,7 @@ from trainer.parallel.replicas import plan_replicas
 from trainer.parallel.shard_collectives import ShardCollectives
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
 from trainer.parallel.sharding import ShardedModel
-from trainer.performance.memory import GIB, ModelBytes, count_sharing, most_samples, rank_bytes
+from trainer.performance.memory import GIB, ModelBytes, count_sharing, most_samples, rank_bytes, zero_rank_bytes
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -54,10 +54,22 @@ def test_how_many_share_follows_from_the_strategy(strategy: str, sharing: int) -
 
 
 def test_the_largest_micro_batch_depends_on_how_many_share() -> None:
-    assert most_samples(MODEL, 1, 3 * GIB) == 32
-    assert most_samples(MODEL, 4, 3 * GIB) == 120
-    assert most_samples(MODEL, 1, 2 * GIB) == 0
-    assert most_samples(ModelBytes(parameters=1, trained=1), 1, GIB) is None, "what a sample takes is not known"
+    assert most_samples(rank_bytes(MODEL, 1, 1), 3 * GIB) == 32
+    assert most_samples(rank_bytes(MODEL, 4, 1), 3 * GIB) == 120
+    assert most_samples(rank_bytes(MODEL, 1, 1), 2 * GIB) == 0
+    assert most_samples(rank_bytes(ModelBytes(parameters=1, trained=1), 1, 1), GIB) is None, (
+        "what a sample takes is not known"
+    )
+
+
+def test_zero_holds_the_model_twice_up_to_stage_2_and_parts_of_the_rest():
+    """Counted once by the tensors of four ranks after an update, when gradients are gone: 2.75 of the weights with
+    stages 1 and 2."""
+    model = ModelBytes(parameters=400, trained=400)
+    for stage, weights in ((1, 900), (2, 900), (3, 600)):
+        need = zero_rank_bytes(model, stage, 4)
+        assert (need.parameters, need.gradients, need.moments, need.gathered) == (weights, 100, 200, 0)
+    assert zero_rank_bytes(model, 2, 4).held - 100 == 2.75 * 400
 
 
 class Network(nn.Module):
