@@ -33,7 +33,7 @@ LEAVE_SECONDS = 30.0
 """The seconds that the other processes wait for the first one to have ended, so that it is seen to end first."""
 MOST_LETTERS = 20
 """The longest path of a folder for Ray's: a socket in it has some 80 letters more, and 107 are allowed."""
-POLL_SECONDS = 0.2
+POLL_SECONDS, HURRY_SECONDS = 0.2, 1.0
 AGENT_PORT = "dashboard-agent-listen-port"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_TORCHRUN = (
@@ -148,10 +148,13 @@ def _lead(
                 if why := node.explain_end():  # the program would wait for it for ever
                     child.kill()
                     if child.was_asked:
+                        node.end(HURRY_SECONDS)
                         return EVICTED
                     raise MeetingError(f"the Ray of this job has ended before its program: {why}")
                 time.sleep(POLL_SECONDS)
             meeting.tell(str(code))
+            if child.was_asked:  # the cluster kills this process soon, and its folder would stay
+                node.end(HURRY_SECONDS)
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)

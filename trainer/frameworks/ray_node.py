@@ -76,12 +76,12 @@ class RayNode:
         how = f"`ray start` ended with exit code {code}" if code is not None else "`ray start` did not come up in time"
         return f"{how}: {' | '.join(line for line in self._said if line.strip())[-800:]}"
 
-    def end(self) -> None:
-        """End the node and all that it started: with SIGTERM, then by force."""
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """End the node and all that it started: with SIGTERM, then, after these seconds, by force."""
         started = self._started()
         if self._process.poll() is None:
             self._process.terminate()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (self._process.poll() is None or any(map(_runs, started))):
             time.sleep(0.05)
         for process in started | self._started():
