@@ -81,6 +81,7 @@ def test_survivors_go_on_when_a_node_is_lost_within_a_sum(begin: Callable[..., N
     codes = nodes.wait(0, 2)
     assert codes == [0, 0], nodes.log()
     assert [len(members) for members in nodes.members()][-1] == 2
+    assert {item.topology for item in nodes.history()} == {"mesh"}, "without Horovod, by a parameter server"
     assert_equal(nodes.job, by_ddp, SAME)
     assert not nodes.job.events("resume")
     if kind == "kill":
