@@ -114,7 +114,7 @@ def need_of(
     model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int, strategy: str = ""
 ) -> RankBytes:  # fmt: skip
     """Return what each rank of these nodes needs, for passes of this many samples. ``strategy``: instead of the
-    training's own. With ``cpu_offload`` a GPU has what is gathered alone; DeepSpeed leaves the whole model there too."""
+    training's own. With ``cpu_offload`` a GPU has what is gathered alone, and the whole model with DeepSpeed."""
     if (strategy or training.strategy) == "deepspeed":
         ranks = room.node_count * room.ranks_per_node
         need = zero_rank_bytes(model, training.zero_stage, ranks, samples, training.precision)
