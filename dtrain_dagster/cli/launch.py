@@ -60,6 +60,7 @@ def launch(
     from dtrain_dagster.jobs.log_follower import FileFollower
     from dtrain_dagster.jobs.program import SAME_PATH, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.settings.engines import read_engine_options
+    from trainer.frameworks.catalogue import FRAMEWORKS
 
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
@@ -76,8 +77,9 @@ def launch(
     )  # fmt: skip
     if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
-    if not kind.is_this_machine:
-        say(SAME_PATH, err=True)
+    for note in (FRAMEWORKS[engine].open_ports, "" if kind.is_this_machine else SAME_PATH):
+        if note:
+            say(f"note: {note}", err=True)
     manager.provision_cluster(node_count, cluster.sku)
     follower = FileFollower(rundir.storage.local_path("logs"))
     follower.skip_to_end()

@@ -30,9 +30,7 @@ ON_AZURE = (
     "and start `dtrain train --model package.module:factory` (docs/own-model-and-data.md), or run the program on "
     "another kind of cluster"
 )
-SAME_PATH = (
-    "note: the script and what it imports must be at the same path on the nodes, and its packages installed there"
-)
+SAME_PATH = "the script and what it imports must be at the same path on the nodes, and its packages installed there"
 
 
 def explain_refusal(engine: str, kind: ClusterKind, processes_per_node: int, has_gpus: bool) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.frameworks.shell import Shell, needs
 from trainer.frameworks.ray import NAME_PREFIX
+from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -94,7 +95,30 @@ def test_tensorflow_trains_one_model_on_two_nodes(shell: Shell):
     assert losses[-1] < losses[0] / 3
     ends = dict(re.findall(r"worker (\d) loss [\d.]+ weights ([\d.]+)", said))
     assert ends["0"] == ends["1"]
+    assert "listens on all addresses" in said, "what is open is told before it opens"
     shell.assert_accounted("t", nodes=2)
+
+
+@needs("tensorflow")
+@pytest.mark.long
+def test_a_training_of_keras_with_our_run_directory_is_launched(shell: Shell):
+    """`TensorFlowDistributedTrainer` takes the workers that the engine names in TF_CONFIG."""
+    said = shell.launch("tensorflow", "t", "tensorflow_trainer.py", str(shell.folder / "run"))
+    assert len(set(re.findall(r"test loss (-?[\d.]+) after \d+ steps", said))) == 1
+    result = RunDir(str(shell.folder / "run")).read_result()
+    assert result is not None
+    assert (result["world_size"], result["status"]) == (2, "succeeded")
+
+
+@needs("ray")
+@pytest.mark.long
+def test_a_ray_trainer_uses_the_ray_of_its_job(shell: Shell, short_folder: Path):
+    shell.env["TMPDIR"] = str(short_folder)
+    said = shell.launch("ray", "r", "ray_trainer.py", str(shell.folder / "run"))
+    assert said.count("Ray with 1 nodes at 127.0.0.1:") == 1
+    result = RunDir(str(shell.folder / "run")).read_result()
+    assert result is not None
+    assert result["weights_equal_on_ranks"]
 
 
 @needs("tensorflow")

@@ -29,6 +29,8 @@ class Framework:
     """Whether one process of it takes all GPUs of a node."""
     runs_once: bool = False
     """Whether its program runs once, on the first node, and not once per rank."""
+    open_ports: str = ""
+    """What of it listens beyond loopback even where all nodes are on this machine; empty where nothing does."""
 
 
 _EXTRA = "pip install 'dtrain[frameworks]' (`make test-engines` makes an environment of it)"
@@ -45,7 +47,9 @@ FRAMEWORKS: dict[str, Framework] = {
             name="ray", words="Ray Train", package="ray.train", remedy=_EXTRA, one_per_node=True, runs_once=True
         ),
         Framework(
-            name="tensorflow", words="TensorFlow", package="tensorflow", remedy=_EXTRA, one_per_node=True
+            name="tensorflow", words="TensorFlow", package="tensorflow", remedy=_EXTRA, one_per_node=True,
+            open_ports="the server of each of TensorFlow's workers listens on all addresses of its node and trusts "
+            "whoever connects, which it has no setting for: keep its ports behind a firewall",
         ),
     )
 }  # fmt: skip
