@@ -119,7 +119,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "work": ["command"],
         "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
-            *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
+            *("--backend", "--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
             *("--procs-per-node", "--script", "--set", "--settings", "arguments"),
         ],
         "tune": [
