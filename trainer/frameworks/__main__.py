@@ -26,7 +26,7 @@ A cluster of dtrain or torchrun starts this once per process, with torchrun's va
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the command as its framework wants; return the exit code where this process does not become it."""
+    """Start the command as its framework wants; return the exit code where that is impossible."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.frameworks",
         description="Run one rank of a program that uses Horovod, DeepSpeed, Ray Train or TensorFlow.",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("give the command after --")
     try:
-        return start(options.engine, command, os.environ)
+        start(options.engine, command, os.environ)
     except ConfigError as error:
         return _fail(str(error), UNUSABLE)
     except MeetingError as error:
@@ -52,9 +52,9 @@ class _TerminatedError(BaseException):
     """This process was asked to end before there was a program to ask."""
 
 
-def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Become the command under this framework, or run it and return its exit code. Raise `ConfigError` where it cannot
-    be started, `MeetingError` where the ranks do not find each other."""
+def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become the command under this framework, or run it and leave with its exit code. Raise `ConfigError` where it
+    cannot be started, `MeetingError` where the ranks do not find each other."""
     framework = FRAMEWORKS[name]
     if missing := explain_missing(framework):
         raise ConfigError(f"{missing} (the Python of this node is {sys.executable})")
@@ -69,7 +69,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
         if framework.runs_once:
             # Variables that name the secret stay out of what a framework's own servers inherit.
             plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, SECRET_URI)}
-            return int(doing.run(facts, meeting, plain, command, secret))
+            leave(int(doing.run(facts, meeting, plain, command, secret)))
         added: dict[str, str] = doing.prepare(facts, meeting, environment)
     signal.signal(signal.SIGTERM, before)
     become(command, {**environment, **added})
@@ -92,6 +92,13 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command[0], list(command), dict(environment))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with its connections open: the others take their end for the end of this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _terminate(*_: object) -> None:

@@ -29,8 +29,9 @@ from trainer.frameworks.meeting import Meeting, MeetingError
 from trainer.frameworks.ray_node import RayNode
 
 NAME_PREFIX = "dtrain-of-ray-"
-LEAVE_SECONDS = 30.0
-"""The seconds that the other processes wait for the first one to have ended, so that it is seen to end first."""
+LEAVE_SECONDS = 600.0
+"""The seconds that the other processes wait for the first one to have ended, so that it is seen to end first. It ends
+its Ray before, which takes a minute on a busy machine."""
 MOST_LETTERS = 20
 """The longest path of a folder for Ray's: a socket in it has some 80 letters more, and 107 are allowed."""
 POLL_SECONDS, HURRY_SECONDS = 0.2, 1.0
