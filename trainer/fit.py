@@ -93,10 +93,13 @@ class DistributedConfig(DistributedTrainingConfig):
     def _know_engines(cls, given: Any) -> Any:
         """Let ``backend`` name an engine, such as ``horovod`` or ``pytorch-ddp``: then it stands for ``strategy``."""
         settings = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(settings, dict) or settings.get("backend") not in ENGINES:
+        if not isinstance(settings, dict) or settings.get("backend") not in (*ENGINES, "ray", "tensorflow"):
             return given
         others = {name: value for name, value in settings.items() if name != "backend"}
-        return others | settings_of_backend(settings["backend"])
+        meant = settings_of_backend(settings["backend"])
+        if (other := others.get("strategy", meant.get("strategy"))) != meant.get("strategy"):
+            raise ValueError(f"backend = {settings['backend']!r} and strategy = {other!r} are two engines: give one")
+        return others | meant
 
 
 class TrainingFailedError(RuntimeError):
@@ -217,7 +220,6 @@ class Trainer:
         data, number = problem.data, next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
-            require_package(job.training.strategy)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
             described = {"job": asdict(job), "samples": samples, "model": asdict(model_bytes(self.model))}
             Path(describe).write_text(json.dumps(described))

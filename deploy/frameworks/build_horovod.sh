@@ -23,8 +23,10 @@ if ! compgen -G "$cache/*.whl" >/dev/null; then
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   if test -n "${DTRAIN_HOROVOD_SOURCE:-}"; then cp "$DTRAIN_HOROVOD_SOURCE" "$work/"; else
+    # By its hash: pip runs a source package's setup.py to learn its name, so it is checked before that.
+    echo "horovod==$VERSION --hash=sha256:$SHA256" >"$work/requirements.txt"
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation \
-      --dest "$work" "horovod==$VERSION"
+      --require-hashes --dest "$work" --requirement "$work/requirements.txt"
   fi
   echo "$SHA256  $(echo "$work"/horovod-*.tar.gz)" | sha256sum --check --quiet
   tar -xzf "$work"/horovod-*.tar.gz -C "$work"

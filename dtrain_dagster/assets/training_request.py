@@ -72,8 +72,9 @@ class DatasetTraining:
         """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
         from dtrain_dagster.planning.check_job import check_job, check_strategy
 
-        said = check_strategy(job.training.strategy, self.cluster.traits.is_this_machine)
-        checked = check_job(job, ranks, rehearses, hosts, self.cluster.have_gpus)
+        has_gpus, is_here = self.cluster.have_gpus, self.cluster.traits.is_this_machine
+        said = check_strategy(job.training, hosts, has_gpus, is_here)
+        checked = check_job(job, ranks, rehearses, hosts, has_gpus)
         return replace(checked, sentences=(*said, *checked.sentences))
 
 
@@ -101,13 +102,14 @@ class ScriptTraining:
         return Wanted(found.job, found.samples, found)
 
     def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
-        """Return no sentence: `on_nodes` has run the script up to its first batch. Raise `ConfigError` where the
-        encryption that it requires cannot be had."""
-        from dtrain_dagster.planning.check_job import Checked
+        """Return what could not be checked of its strategy: `on_nodes` has run the script up to its first batch. Raise
+        `ConfigError` where the encryption that it requires cannot be had, or a package is missing."""
+        from dtrain_dagster.planning.check_job import Checked, check_strategy
         from trainer.comm.encryption import refuse_nccl
 
         refuse_nccl(job.training, hosts, self.cluster.have_gpus)
-        return Checked()
+        is_here = self.cluster.traits.is_this_machine
+        return Checked(tuple(check_strategy(job.training, hosts, self.cluster.have_gpus, is_here)))
 
 
 def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:

@@ -39,9 +39,11 @@ def order_script(
 ) -> ScriptJob:  # fmt: skip
     """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does, and where its
     model does not fit into their memory."""
+    from dtrain_dagster.clusters.ranks import have_gpus, hosts_of
     from dtrain_dagster.costs.prices import price_of
-    from dtrain_dagster.planning.check_job import Checked, check_memory
+    from dtrain_dagster.planning.check_job import Checked, check_memory, check_strategy
     from dtrain_dagster.planning.memory_fit import room_of
+    from dtrain_dagster.settings.engines import read_engine_options
 
     if settings.kind.code != "in place" and not settings.kind.is_this_machine:
         say("note: the script and what it imports must be at the same path on the nodes", err=True)
@@ -53,9 +55,13 @@ def order_script(
     found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
     )
+    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
     price, each = price_of(settings.gpu_type), ranks_of(settings)
     room = room_of(settings.kind, price, settings.tiers[0], nodes or settings.nodes, each)
-    for sentence in check_memory(Checked(model=found.model), found.job.training, room).sentences:
+    hosts = hosts_of(settings.kind, nodes or settings.nodes)
+    has_gpus = have_gpus(settings.kind, settings.gpu_type, gpus)
+    said = check_strategy(found.job.training, hosts, has_gpus, settings.kind.is_this_machine)
+    for sentence in (*said, *check_memory(Checked(model=found.model), found.job.training, room).sentences):
         say(sentence, err=True)
     return found
 

@@ -249,7 +249,7 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
     hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    said = check_strategy(job.training.strategy, settings.kind.is_this_machine)
+    said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
     room, prices = room_of(settings.kind, price, settings.tiers[0], node_count, ranks), alternatives_to(price.sku)
     checked = check_job(
         job, node_count * ranks, rehearses, hosts, has_gpus, room, prices.values() if settings.kind.buys_nodes else ()

@@ -15,7 +15,7 @@ from dtrain_dagster.planning.job_data import data_of
 from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
-from trainer.comm.encryption import refuse_nccl
+from trainer.comm.encryption import refuse_nccl, refuse_own_connections
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.sampler import Sampler
 from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
@@ -38,9 +38,13 @@ class Checked:
     """The bytes of its model; None if they are not known."""
 
 
-def check_strategy(strategy: str, is_here: bool) -> list[str]:
-    """Return sentences on what could not be checked of the package that a strategy needs. ``is_here``: whether nodes
-    are on this machine, and have what this Python has. Raise `ConfigError` where it is known to be missing."""
+def check_strategy(training: DistributedTrainingConfig, hosts: int, has_gpus: bool, is_here: bool) -> list[str]:
+    """Return sentences on what could not be checked of the package that a strategy needs. ``hosts``, ``has_gpus``: as
+    for `check_job`. ``is_here``: whether nodes are on this machine, and have what this Python has. Raise `ConfigError`
+    where the package is known to be missing, or where traffic between hosts would be encrypted, which it is not."""
+    strategy = training.strategy
+    if hosts > 1 and not has_gpus and training.encryption != "off":  # between GPUs NCCL's is not encrypted either
+        refuse_own_connections(training)
     if is_here:
         require_package(strategy)
     elif strategy in PACKAGES:

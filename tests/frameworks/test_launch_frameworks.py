@@ -115,7 +115,7 @@ def test_a_training_of_keras_with_our_run_directory_is_launched(shell: Shell):
 def test_a_ray_trainer_uses_the_ray_of_its_job(shell: Shell, short_folder: Path):
     shell.env["TMPDIR"] = str(short_folder)
     said = shell.launch("ray", "r", "ray_trainer.py", str(shell.folder / "run"))
-    assert said.count("Ray with 1 nodes at 127.0.0.1:") == 1
+    assert "Connecting to existing Ray cluster at address: 127.0.0.1:" in said
     result = RunDir(str(shell.folder / "run")).read_result()
     assert result is not None
     assert result["weights_equal_on_ranks"]

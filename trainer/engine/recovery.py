@@ -272,12 +272,17 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
         raise OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {}) from error
     need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
-    together = (
-        "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
-        "`dtrain train`"
-        if _is_world_fixed(session)
-        else ""
-    )
+    together = ""
+    if session.step.has_parts and session.world.world_size > 1:
+        together = (
+            "; with DeepSpeed its ranks cannot agree on smaller parts of a micro-batch: lower "
+            "training.batch_size_per_gpu"
+        )
+    elif _is_world_fixed(session):
+        together = (
+            "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
+            "`dtrain train`"
+        )
     raise OutOfMemoryError(
         f"{what} ({str(error).splitlines()[0]}){together}; {explain_need(need, config)}", need.facts()
     ) from error

@@ -98,6 +98,8 @@ class Session:
         taken = True
         if self.workload.plan is not None:
             taken = self._save_part(is_best, wait)
+        elif self.step.has_parts and self._is_left_out(is_best, wait):
+            taken = False
         elif self.world.rank == 0:
             self.faults.reach("save", step)
             state = self._capture()
@@ -111,6 +113,15 @@ class Session:
             self.saved_step = step
         self.step.timer.mark("checkpoint")
         self.reports.end_phase("checkpoint")
+
+    def _is_left_out(self, is_best: bool, wait: bool) -> bool:
+        """Return whether rank 0 still writes others, so that this checkpoint is left out on all ranks: taking it is a
+        collective, which none may enter alone. Waits for those others where it is not to be left out. A collective."""
+        writes = self.world.rank == 0
+        if writes and (wait or is_best or self.is_over):
+            self.checkpoints.wait(COMMIT_SECONDS)
+        [is_full] = self.world.any(writes and not self.checkpoints.has_room)
+        return is_full
 
     def _capture(self) -> dict[str, Any]:
         """Return the contents of a checkpoint. A collective where ranks hold parts of it."""

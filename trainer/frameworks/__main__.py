@@ -102,6 +102,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would break off what ends the first's processes
     raise _TerminatedError
 
 

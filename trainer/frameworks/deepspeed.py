@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.comm.launcher_env import RankFacts
+from trainer.errors import ConfigError
 from trainer.frameworks.meeting import Meeting
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
@@ -46,7 +47,13 @@ def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) 
     if EXTENSIONS not in environment:
         cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = Path(cache, "dtrain", "torch_extensions")
-        hold_extensions(folder)
+        try:
+            hold_extensions(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}, where DeepSpeed compiles, cannot be used ({error}): set {EXTENSIONS} to a folder of this "
+                "node"
+            ) from error
         found[EXTENSIONS] = str(folder)
     return found
 

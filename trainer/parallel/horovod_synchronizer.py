@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.comm.group import CollectiveResult, CompletedCollective, InterruptibleGroup, shorten_error
 from trainer.comm.torch_transport import Transport
 from trainer.parallel.buckets import Bucket
-from trainer.parallel.horovod_world import form_horovod
+from trainer.parallel.horovod_world import form_horovod, leave_horovod
 from trainer.parallel.synchronizer import GradientSynchronizer
 
 MOST_SECONDS = 10
@@ -34,6 +34,8 @@ class HorovodSynchronizer(GradientSynchronizer):
         """Sum the gradients of each later backward pass over ranks, after Horovod's world has formed."""
         if self.world.group is not None and self.world.topology != "star":
             form_horovod(self.world, min(MOST_SECONDS, math.ceil(self.config.collective_timeout_seconds / 2)))
+        else:
+            leave_horovod()
         super().wrap(module, flat)
 
     def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:

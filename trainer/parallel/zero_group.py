@@ -18,8 +18,6 @@ from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.world import World
 
-_OURS: AuthenticatedStore | None = None
-
 
 def form_default_group(world: World, timeout: float) -> None:
     """Make torch's default process group of the ranks of this world, unless there is one of the same ranks already. A

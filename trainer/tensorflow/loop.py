@@ -193,6 +193,7 @@ class KerasTraining:
         self._catch_up()
         self.window.began += time.monotonic() - paused_at
         if leaving:
+            self._checkpoints.wait(COMMIT_SECONDS)
             if self.saved_step < self.progress.step:
                 self._save()
             self._checkpoints.wait(COMMIT_SECONDS)
@@ -254,9 +255,12 @@ class KerasTraining:
         return {name: value / count for name, value in zip(sums, totals, strict=True)}
 
     def _save(self, is_best: bool = False) -> None:
-        """Have rank 0 save a checkpoint, written in the background."""
+        """Have rank 0 save a checkpoint, written in the background. If two others are still being written, this one is
+        left out, unless it is the best or the last."""
         self.reports.end_phase("training")
         if self.facts.rank == 0:
+            if is_best or self.is_over:
+                self._checkpoints.wait(COMMIT_SECONDS)
             self.faults.reach("save", self.progress.step)
             state: State = {
                 "model": _as_tensors(self.replica.state()),
@@ -268,8 +272,8 @@ class KerasTraining:
             }
             if self.best is not None and self.progress.best_step != self.progress.step:
                 state["best"] = _as_tensors(self.best)
-            self._checkpoints.save(state, self.progress.step, self._generation, is_best, self.is_over)
-        self.saved_step = self.progress.step
+            if self._checkpoints.save(state, self.progress.step, self._generation, is_best, self.is_over):
+                self.saved_step = self.progress.step
         self.reports.end_phase("checkpoint")
 
     # The end

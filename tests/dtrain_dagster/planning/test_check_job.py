@@ -12,7 +12,7 @@ import pytest
 
 from dtrain_dagster.planning.check_job import check_job, check_strategy
 from tests.dtrain_dagster.small_job import write_dataset
-from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig, parse_job
+from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, parse_job
 from trainer.data.manifest import DatasetError
 
 OWN = '''
@@ -124,9 +124,13 @@ def test_gpus_on_several_hosts_are_refused_where_encryption_is_required(dataset:
 
 
 def test_a_package_that_nodes_of_this_machine_lack_is_told_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_strategy("ddp", is_here=True) == check_strategy("fsdp", is_here=False) == []
+    ddp, fsdp, horovod = (DistributedTrainingConfig(strategy=name) for name in ("ddp", "fsdp", "horovod"))
+    assert check_strategy(ddp, 1, False, is_here=True) == check_strategy(fsdp, 2, False, is_here=False) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs the Python package 'horovod', which is not installed"):
-        check_strategy("horovod", is_here=True)
-    [said] = check_strategy("horovod", is_here=False)
+        check_strategy(horovod, 1, False, is_here=True)
+    [said] = check_strategy(horovod, 1, False, is_here=False)
     assert "'horovod' on the nodes, which cannot be seen from here" in said
+    with pytest.raises(ConfigError, match=r"connections of its own, which are not encrypted, .*encryption = 'off'"):
+        check_strategy(horovod, 2, False, is_here=False)
+    assert check_strategy(replace(horovod, encryption="off"), 2, False, is_here=False) == [said]

@@ -13,7 +13,7 @@ from trainer.comm.encryption import (
     open_contexts,
     refuse_nccl,
     refuse_open_traffic,
-    refuse_sharded_mesh,
+    refuse_own_connections,
     uses_nccl,
     warn_of_open_traffic,
 )
@@ -135,9 +135,9 @@ def test_the_setting_in_a_job() -> None:
         parse_job(text % f'{files}, "encryption": "off"')
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "horovod", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["horovod", "deepspeed"])
 def test_strategies_with_connections_of_their_own_are_refused_where_traffic_is_encrypted(strategy: str) -> None:
-    refuse_sharded_mesh(config(), is_mesh=True)
-    refuse_sharded_mesh(config(strategy=strategy), is_mesh=False)
-    with pytest.raises(ConfigError, match=r"do not encrypt, .*encryption = 'off' .*strategy = 'ddp'"):
-        refuse_sharded_mesh(config(strategy=strategy), is_mesh=True)
+    for ours in ("ddp", "fsdp", "hsdp"):
+        refuse_own_connections(config(strategy=ours))
+    with pytest.raises(ConfigError, match=r"connections of its own, .*encryption = 'off' .*strategy = 'ddp'"):
+        refuse_own_connections(config(strategy=strategy))

@@ -75,14 +75,14 @@ def test_who_does_not_know_the_secret_is_turned_away():
 
     def stranger() -> None:
         try:
-            Meeting(facts_of(1, 2, port), LaunchSecret(b"t" * 32), {}, seconds=5)
+            Meeting(facts_of(1, 2, port), LaunchSecret(b"t" * 32), {}, seconds=30)
         except MeetingError as error:
             said.append(str(error))
 
     thread = threading.Thread(target=stranger)
     thread.start()
     with pytest.raises(MeetingError, match=r"ranks \[1\] did not come"):
-        Meeting(facts_of(0, 2, port), SECRET, {}, seconds=1.5)
+        Meeting(facts_of(0, 2, port), SECRET, {}, seconds=4)
     thread.join()
     assert "is not rank 0" in said[0]
 

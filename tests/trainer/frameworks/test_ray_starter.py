@@ -15,6 +15,7 @@ import pytest
 
 from trainer.frameworks.ray import NAME_PREFIX
 
+pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).parents[3])
 RAY = """
 import os, sys, time
