@@ -6,7 +6,9 @@ For those who build them without the data: a rehearsal, and a saved model. A ran
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,9 @@ from trainer.model.stock import build_model
 from trainer.model.tokens import build_token_loss, build_token_model
 from trainer.performance.memory import ModelBytes
 from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
+
+QUICK_SECONDS = 8.0
+"""What a pass may take so that two more are made to measure a sample: a rehearsal has a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def training_step(
     kind: str, model: FactoryConfig, loss: FactoryConfig, spec: Any, inputs: NDArray[Any], modules: tuple[str, ...]
 ) -> tuple[Tensor, ModelBytes]:
     """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,) and the
-    bytes of the model, with those of a sample where it can do a pass of half as many."""
+    bytes of the model, with those of a sample where it does a pass quickly and can do one of half as many."""
     parts = PARTS[kind]
     criterion: Any = parts.build_loss(loss, spec, modules)
     module = parts.build_model(model, spec, int(criterion.outputs), modules)
@@ -71,11 +76,12 @@ def training_step(
         losses.sum().backward()
         return losses.detach()
 
+    began = time.monotonic()
     losses = run(len(given))
-    try:
-        sample = sample_bytes(run, len(given) // 2, len(given))
-    except Exception:  # such as of a layer that wants a batch of a certain size
-        sample = None
+    sample = None
+    if time.monotonic() - began < QUICK_SECONDS:
+        with suppress(Exception):  # such as of a layer that wants a batch of a certain size
+            sample = sample_bytes(run, len(given) // 2, len(given))
     return losses, model_bytes(module, sample)
 
 
