@@ -61,12 +61,12 @@ class PyTorchDDPTrainer:
         """``optimizer``: AdamW, or Adam without weight decay, of one group, whose learning rate then stays constant;
         None: AdamW by the settings. ``loss_fn`` and ``metrics``: as `Trainer` takes them. ``num_gpus`` (in all),
         ``num_nodes`` and ``gpus_per_node``: only their number of ranks is checked, since whoever starts this script
-        decides. ``mixed_precision``: fp16 on GPUs, bf16 on CPUs. ``mlflow_tracking``: to the server that MLFLOW_TRACKING_URI
-        names. ``checkpoint_dir``: the run directory. ``communication_backend``: gloo or nccl. ``verbose``: whether rank
-        0 shows its progress. ``zero_stage``: 1, 2 or 3, for DeepSpeed; ``deepspeed_config``: its own configuration, as
-        a mapping or as its ``DeepSpeedConfig``, of which what has no counterpart is refused. ``settings``: any of
-        `DistributedConfig`, some by the names ``batch_size``, ``gradient_clipping`` and ``resume_from_checkpoint``;
-        ``checkpoint_frequency`` counts optimizer steps.
+        decides. ``mixed_precision``: fp16 on GPUs, bf16 on CPUs. ``mlflow_tracking``: to the server that
+        MLFLOW_TRACKING_URI names. ``checkpoint_dir``: the run directory. ``communication_backend``: gloo or nccl.
+        ``verbose``: whether rank 0 shows its progress. ``zero_stage``: 1, 2 or 3, for DeepSpeed; ``deepspeed_config``:
+        its own configuration, as a mapping or as its ``DeepSpeedConfig``, of which what has no counterpart is refused.
+        ``settings``: any of `DistributedConfig`, some by the names ``batch_size``, ``gradient_clipping`` and
+        ``resume_from_checkpoint``; ``checkpoint_frequency`` counts optimizer steps.
 
         Raise `ConfigError` for what cannot be used."""
         self.model, self.loss_fn, self.metrics, self.verbose = model, loss_fn, metrics, verbose
