@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 from dtrain_dagster.assets import plan_options
-from dtrain_dagster.jobs import program
-from trainer import fit
 from trainer.strategies import PACKAGES, REMEDIES, Strategy
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +22,3 @@ def test_each_package_has_a_remedy_and_deepspeeds_is_that_of_the_extra() -> None
     [wanted] = [item for item in extras["frameworks"] if item.startswith("deepspeed")]
     assert wanted in REMEDIES["deepspeed"]
     assert wanted in (ROOT / "docs" / "horovod-and-deepspeed.md").read_text()
-
-
-def test_a_program_finds_its_run_directory_by_the_variable_of_a_script() -> None:
-    assert program.SCRIPT_FOLDER == fit.SCRIPT_FOLDER

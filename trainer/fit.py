@@ -54,13 +54,11 @@ from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task, unreduced
 from trainer.observability.progress_line import ProgressLine
-from trainer.rundir import RunDir
+from trainer.rundir import SCRIPT_FOLDER, RunDir
 from trainer.strategies import ENGINES, require_package, settings_of_backend
 
 RUN_DIR = "DTRAIN_RUN_DIR"
 """Variable: the run directory of the one training of this script, where a cluster has ordered it."""
-SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
-"""Variable: the folder for the run directories of scripts that name none."""
 DESCRIBE = "DTRAIN_DESCRIBE_JOB"
 """Variable: a file to which the job is written, with the numbers of its samples and the bytes of its model; the
 script then ends untrained. Where it cannot be trained, the file says why."""

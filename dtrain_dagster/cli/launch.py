@@ -45,7 +45,8 @@ def launch(
     once, beside a Ray of all nodes. A path that ends in .py is run with the Python that runs dtrain. The exit code is
     that of the process that failed first, 0 if none did. Ctrl-C cancels the job.
 
-    On nodes of other machines the script must be at the same path; Azure ML runs none.
+    On SLURM, Kubernetes and Ray the script must be at the same path; to nodes of Azure ML it goes along with what it
+    imports.
 
     \b
     Examples:
@@ -57,8 +58,8 @@ def launch(
     """
     from dtrain_dagster.cli.job_options import runnable
     from dtrain_dagster.cli.terminal import stream_job
-    from dtrain_dagster.jobs.log_follower import FileFollower
-    from dtrain_dagster.jobs.program import SAME_PATH, has_gpus, order_program, processes_of, refuse_program
+    from dtrain_dagster.jobs.log_follower import follow_logs
+    from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.settings.engines import read_engine_options
     from trainer.frameworks.catalogue import FRAMEWORKS
 
@@ -77,12 +78,13 @@ def launch(
     )  # fmt: skip
     if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
-    for note in (FRAMEWORKS[engine].open_ports, "" if kind.is_this_machine else SAME_PATH):
+    for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)
     manager.provision_cluster(node_count, cluster.sku)
-    follower = FileFollower(rundir.storage.local_path("logs"))
-    follower.skip_to_end()
+    follower = follow_logs(manager, rundir, kind.shares_home)
+    if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
+        follower.skip_to_end()
     take_over(rundir)
     with cancelled_by_signals(manager, job_id, unless=detach):
         manager.submit_job(spec)

@@ -130,7 +130,7 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
     With --follow, Ctrl-C ends the following, not the job.
     """
     from dtrain_dagster.cli.terminal import stream_job
-    from dtrain_dagster.jobs.log_follower import FileFollower, LogFollower, LogPoller
+    from dtrain_dagster.jobs.log_follower import follow_logs
 
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
@@ -138,9 +138,7 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
         say(manager.job_logs(job_id, node_id=node, tail=tail))
         return
     manager.job_status(job_id)
-    follower: LogFollower = LogPoller(lambda: manager.job_logs(job_id), manager.poll_seconds)
-    if settings.kind.shares_home:
-        follower = FileFollower(run_dir(settings, job_id).storage.local_path("logs"))
+    follower = follow_logs(manager, run_dir(settings, job_id), settings.kind.shares_home)
     if tail is not None:
         follower.skip_to_end(keep_lines=tail)
     try:

@@ -124,6 +124,9 @@ class JobSpec:
     """Variables added to the environment of every process. They are written to ``launch.json``: no secrets here."""
     master_port: int | None = None
     """Port of rank 0; None picks a free one."""
+    script: str = ""
+    """The path of a script of this machine that the command runs by its name; it goes along, with what it imports,
+    where code is sent to nodes. Empty where nodes have what the command needs."""
     elastic: bool = False
     """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
     its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_INCARNATION`` in their environment. If not, any process that fails

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from trainer.documents.reader import LOG_BYTES
 from trainer.node.line_log import logs_of, open_log, readable
+from trainer.rundir import LOGS, RunDir
 
 PIECE_BYTES = 4 << 20
 """Bytes of a log that are read at once."""
@@ -104,6 +105,15 @@ class LogPoller:
             if new and node_id in (None, part[0]):
                 self._given[part] = finished
                 yield from ((part[0], line) for line in new)
+
+
+def follow_logs(manager: GPUClusterManager, rundir: RunDir, shares_home: bool) -> LogFollower:
+    """Return a follower of a job's logs: of its files, where nodes write them to this home, else of what the cluster
+    says."""
+    if shares_home:
+        return FileFollower(rundir.storage.local_path(LOGS))
+    job_id = rundir.uri.rstrip("/").rpartition("/")[2]
+    return LogPoller(lambda: manager.job_logs(job_id), manager.poll_seconds)
 
 
 def by_part(text: str) -> dict[Part, list[str]]:

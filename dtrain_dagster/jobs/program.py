@@ -15,28 +15,26 @@ from dtrain_dagster.settings.cluster_kinds import ClusterKind
 from trainer.config import ConfigError
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing, explain_size
 from trainer.node.gpus import visible_gpus
+from trainer.rundir import SCRIPT_FOLDER
 
 STARTER = "trainer.frameworks"
-SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
-"""As `trainer.fit` reads it, which imports torch."""
 RAY_IN_RAY = (
     "--engine ray on DTRAIN_CLUSTER=ray: its nodes are actors of a Ray already, and another one within them would "
     "count the same CPUs and GPUs again; give the script to that Ray (`ray job submit -- python SCRIPT`), or start it "
     "on another kind of cluster, where the job gets a Ray of its own"
 )
-ON_AZURE = (
-    "DTRAIN_CLUSTER=azure_ml: a job there takes along the trainer and the modules of its model and loss, and its costs "
-    "follow from what the trainer writes about its node; a program of your own has neither: make your model a module "
-    "and start `dtrain train --model package.module:factory` (docs/own-model-and-data.md), or run the program on "
-    "another kind of cluster"
+NO_SCRIPT = (
+    "DTRAIN_CLUSTER=azure_ml: the command must be a Python script of this machine, which goes along with what it "
+    "imports: `dtrain launch -- python my_script.py …`"
+)
+IN_IMAGE = (
+    "the script and what it imports go along; the packages that it needs must be in the image (DTRAIN_AZURE_IMAGE)"
 )
 SAME_PATH = "the script and what it imports must be at the same path on the nodes, and its packages installed there"
 
 
 def explain_refusal(engine: str, kind: ClusterKind, processes_per_node: int, has_gpus: bool) -> str:
     """Return why a program of this engine cannot run on such a cluster, with the remedy; "" where it can. Pure."""
-    if kind.code == "uploaded":
-        return ON_AZURE
     if engine == "ray" and kind.name == "ray":
         return RAY_IN_RAY
     return explain_size(FRAMEWORKS[engine], processes_per_node, has_gpus)
@@ -68,29 +66,42 @@ def refuse_program(engine: str, kind: ClusterKind, processes_per_node: int, has_
         raise ConfigError(why)
 
 
-def command_on_nodes(command: Sequence[str], python: str) -> tuple[str, ...]:
-    """Return a command as nodes of other machines run it: with their Python, and the path of a script that is here made
-    absolute. Raise `ConfigError` for a script that is not here, and has no absolute path to be found there by."""
+def describe_needs(kind: ClusterKind) -> str:
+    """Return what nodes of a kind of cluster must have of a program, in words; "" where they are this machine. Pure."""
+    if kind.is_this_machine:
+        return ""
+    return IN_IMAGE if kind.code == "uploaded" else SAME_PATH
+
+
+def command_on_nodes(command: Sequence[str], python: str, goes_along: bool = False) -> tuple[tuple[str, ...], str]:
+    """Return a command as nodes of other machines run it, with their Python, and the path of the script that goes along
+    with it: none, and the script of the command by its absolute path; with ``goes_along``, by its name. Raise
+    `ConfigError` for a script that is not here, and has no absolute path to be found there by."""
     program, *rest = command
     if program.endswith(".py"):
         program, rest = python, [program, *rest]
     elif program in ("python", "python3", sys.executable):
         program = python
-    if Path(program).name.startswith("python") and rest and rest[0].endswith(".py"):
-        if not Path(rest[0]).is_file() and not os.path.isabs(rest[0]):
-            raise ConfigError(
-                f"there is no script {rest[0]!r} in {os.getcwd()}; one that only nodes have needs its path"
-            )
-        rest[0] = os.path.abspath(rest[0])
-    return (program, *rest)
+    has_script = Path(program).name.startswith("python") and bool(rest) and rest[0].endswith(".py")
+    if goes_along and not has_script:
+        raise ConfigError(NO_SCRIPT)
+    if not has_script:
+        return (program, *rest), ""
+    script = os.path.abspath(rest[0])
+    if not Path(script).is_file() and (goes_along or not os.path.isabs(rest[0])):
+        raise ConfigError(f"there is no script {rest[0]!r} in {os.getcwd()}; one that only nodes have needs its path")
+    rest[0] = os.path.basename(script) if goes_along else script
+    return (program, *rest), script if goes_along else ""
 
 
-def start_command(engine: str, command: Sequence[str], python: str, is_this_machine: bool) -> tuple[str, ...]:
+def start_command(engine: str, command: Sequence[str], python: str, kind: ClusterKind) -> tuple[str, ...]:
     """Return what each process of a job runs: the command, with the starter of its engine before it. On other machines
-    that says as well what a node lacks. Pure."""
-    if engine == TORCHRUN and is_this_machine:
+    that says as well what a node lacks, and records presence where nodes do so themselves. Pure."""
+    if engine == TORCHRUN and kind.is_this_machine:
         return tuple(command)
-    return (python, "-P", "-m", STARTER, "--engine", engine, "--", *command)
+    # The code that goes along is in the working directory of a node; elsewhere that folder is anybody's.
+    safe = () if kind.code == "uploaded" else ("-P",)
+    return (python, *safe, "-m", STARTER, "--engine", engine, "--", *command)
 
 
 def order_program(
@@ -108,13 +119,15 @@ def order_program(
     """Return the job of a program. ``command``: as it runs on this machine. Raise `ConfigError` as `command_on_nodes`
     does."""
     here = kind.is_this_machine
-    found = tuple(command) if here else command_on_nodes(command, manager.python)
+    along = kind.code == "uploaded"
+    found, script = (tuple(command), "") if here else command_on_nodes(command, manager.python, along)
     return JobSpec(
         job_id=job_id,
         run_dir=run_dir,
-        command=start_command(engine, found, sys.executable if here else manager.python, here),
+        command=start_command(engine, found, sys.executable if here else manager.python, kind),
         node_count=node_count,
         processes_per_node=processes_per_node,
         env={**env, SCRIPT_FOLDER: run_dir},
+        script=script,
         master_port=master_port,
     )

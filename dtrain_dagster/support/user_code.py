@@ -20,6 +20,7 @@ from dtrain_dagster.support.user_sources import (
     StagingError,
     outermost_package,
     resolve_user_sources,
+    script_sources,
 )
 
 
@@ -31,13 +32,17 @@ class StagedCode:
     requirements: tuple[str, ...]
 
 
-def stage_for_nodes(folder: Path, factories: Iterable[str]) -> list[str]:
+def stage_for_nodes(folder: Path, factories: Iterable[str], script: str = "") -> list[str]:
     """Copy the code that runs on the nodes into ``folder``; return the relative paths of all files, sorted.
 
-    ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own. Raise
-    `StagingError` for a module that cannot be found.
+    ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own. ``script``:
+    the path of one that goes along, with what it imports. Raise `StagingError` for what cannot be found.
     """
     sources = {**trainer_sources(), **resolve_user_sources(factories).files}
+    if script:
+        if not Path(script).is_file():
+            raise StagingError(f"the script {script} is no longer here, so it cannot be taken along")
+        sources |= script_sources(Path(script))
     stage_files(sources, folder)
     return sorted(name.as_posix() for name in sources)
 

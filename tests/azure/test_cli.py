@@ -106,7 +106,7 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
     few = ("--dataset", "latest", "--nodes", "2", "--model", "my_model:make", "--set", "training.log_frequency=1")
     assert shell("jobs") == f"no jobs in {JOBS}\n"
-    assert "no script" in shell("launch", "train.py", code=2)
+    assert "there is no script 'train.py'" in shell("launch", "train.py", code=2)
     assert "no job 'first' on cluster 'dtrain'" in shell("cancel", "first", code=2)
 
     first = shell.start("train", *few, "--name", "first", "--set", "training.max_steps=4")
@@ -159,3 +159,35 @@ def _wait(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
     while not condition():
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
+
+
+PROGRAM = """
+import os, sys
+from helper import WORDS
+
+print(WORDS, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_program_goes_along_with_what_it_imports_and_is_paid_for(shell: Shell) -> None:
+    (shell.folder / "program.py").write_text(PROGRAM)
+    (shell.folder / "helper.py").write_text("WORDS = 'a program of my own'\n")
+    assert "must be a Python script of this machine" in shell("launch", "--", "bash", "run.sh", code=2)
+
+    done = shell.start("launch", "--nodes", "2", "--name", "own", "program.py", "0")
+    out, err = done.communicate(timeout=120)
+    assert done.returncode == 0, out + err
+    assert "must be in the image" in err
+    for rank in (0, 1):
+        assert f"a program of my own rank {rank} of 2 0" in shell("logs", "own")
+    assert "job own: succeeded" in shell("status", "own")
+    nodes = RunDir(f"{JOBS}/own").nodes()
+    assert sorted((node.node_id, node.exit_codes) for node in nodes) == [(0, (0,)), (1, (0,))]
+    assert json.loads(shell("cost", "own", "--json"))["total_usd"] > 0
+
+    failed = shell.start("launch", "--nodes", "1", "--name", "bad", "program.py", "7")
+    out, err = failed.communicate(timeout=120)
+    assert failed.returncode != 0, out + err
+    assert "job bad: failed" in shell("status", "bad")
+    assert [node.exit_codes for node in RunDir(f"{JOBS}/bad").nodes()] == [(7,)]

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import psutil
 
-from trainer.comm.launcher_env import rank_facts
+from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.config import ConfigError, JobConfig
 from trainer.documents.presences import NodePresence, heartbeat_seconds
 from trainer.exit_codes import EVICTED
@@ -24,6 +24,8 @@ from trainer.rundir import RunDir
 from trainer.runtime import clock
 
 PRESENCE = "DTRAIN_PRESENCE"
+LAUNCH_NUMBER = "DTRAIN_LAUNCH_NUMBER"
+"""Variable: the number of the launch of a program that cannot regroup, which DTRAIN_LAUNCH would promise."""
 LAST_WORD_SECONDS = 15.0
 """The seconds for which the end of a process waits for its record of it."""
 _log = logging.getLogger(__name__)
@@ -85,11 +87,23 @@ def write_last_presence(code: int) -> None:
 
 @contextmanager
 def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[BlockExit]:
-    """Record this node while the block runs, if the environment asks for it and this process is its local rank 0. The
-    block sets ``code`` of what it gets."""
+    """Record this node of a training while the block runs, as `record_presence_in` does."""
+    try:
+        facts = rank_facts(environment, job.training)
+    except ConfigError:  # the trainer refuses it, and says why
+        yield BlockExit()
+        return
+    with record_presence_in(job.run_dir, facts, environment) as leaving:
+        yield leaving
+
+
+@contextmanager
+def record_presence_in(run_dir: str, facts: RankFacts, environment: Mapping[str, str]) -> Iterator[BlockExit]:
+    """Record this node in a run directory while the block runs, if the environment asks for it and this process is its
+    local rank 0. The block sets ``code`` of what it gets."""
     global _of_this_process
     leaving = BlockExit()
-    watch = _of_this_process = _begin(job, environment)
+    watch = _of_this_process = _begin(run_dir, facts, environment)
     if watch is None:
         yield leaving
         return
@@ -117,14 +131,11 @@ class BlockExit:
     code: int = 1
 
 
-def _begin(job: JobConfig, environment: Mapping[str, str]) -> PresenceRecorder | None:
-    if environment.get(PRESENCE) != "1":
+def _begin(run_dir: str, facts: RankFacts, environment: Mapping[str, str]) -> PresenceRecorder | None:
+    if environment.get(PRESENCE) != "1" or facts.local_rank != 0:
         return None
     try:
-        facts = rank_facts(environment, job.training)
-        launch = int(environment.get("DTRAIN_LAUNCH", "1"))
-    except (ConfigError, ValueError):
+        launch = int(environment.get("DTRAIN_LAUNCH") or environment.get(LAUNCH_NUMBER) or 1)
+    except ValueError:
         return None  # the trainer refuses it, and says why
-    if facts.local_rank != 0:
-        return None
-    return PresenceRecorder(RunDir(job.run_dir), facts.node_rank, launch, psutil.Process().create_time())
+    return PresenceRecorder(RunDir(run_dir), facts.node_rank, launch, psutil.Process().create_time())

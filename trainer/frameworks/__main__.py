@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.comm.launch_secret import SECRET_FILE, SECRET_URI, read_launch_secret
-from trainer.comm.launcher_env import rank_facts
+from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.elastic.node_presence import PRESENCE, record_presence_in
 from trainer.exit_codes import EVICTED, LOST, UNUSABLE
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing
+from trainer.frameworks.child import Child
 from trainer.frameworks.meeting import Meeting, MeetingError
+from trainer.rundir import SCRIPT_FOLDER
 
 _EPILOG = """
 A cluster of dtrain or torchrun starts this once per process, with torchrun's variables. The exit code is the command's;
@@ -61,7 +64,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
     refuse_missing(command)
     facts = rank_facts(environment, DistributedTrainingConfig())
     if name == TORCHRUN:
-        become(command, environment)
+        run_or_become(command, environment, facts)
     before = signal.signal(signal.SIGTERM, _terminate)
     doing = importlib.import_module(f"trainer.frameworks.{name}")
     secret = read_launch_secret(environment)
@@ -69,10 +72,12 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
         if framework.runs_once:
             # Variables that name the secret stay out of what a framework's own servers inherit.
             plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, SECRET_URI)}
-            leave(int(doing.run(facts, meeting, plain, command, secret)))
+            with record_presence_in(environment.get(SCRIPT_FOLDER, ""), facts, environment) as leaving:
+                leaving.code = int(doing.run(facts, meeting, plain, command, secret))
+            leave(leaving.code)
         added: dict[str, str] = doing.prepare(facts, meeting, environment)
     signal.signal(signal.SIGTERM, before)
-    become(command, {**environment, **added})
+    run_or_become(command, {**environment, **added}, facts)
 
 
 def refuse_missing(command: Sequence[str]) -> None:
@@ -85,6 +90,15 @@ def refuse_missing(command: Sequence[str]) -> None:
             f"there is no script {script} on this node, in {os.getcwd()}: only the trainer is sent to the nodes of a "
             "cluster; put it on storage that they share, or into their image, at the same path"
         )
+
+
+def run_or_become(command: Sequence[str], environment: Mapping[str, str], facts: RankFacts) -> NoReturn:
+    """Run the command, where this process has to record the presence of its node meanwhile; else become it."""
+    if environment.get(PRESENCE) != "1" or facts.local_rank or SCRIPT_FOLDER not in environment:
+        become(command, environment)
+    with record_presence_in(environment[SCRIPT_FOLDER], facts, environment) as leaving:
+        leaving.code = Child(command, environment).wait()
+    leave(leaving.code)
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

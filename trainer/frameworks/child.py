@@ -32,6 +32,13 @@ class Child:
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 
+    def wait(self) -> int:
+        """Return its exit code once it has ended, as `poll` does."""
+        self._process.wait()
+        code = self.poll()
+        assert code is not None
+        return code
+
     def kill(self) -> None:
         """Kill it: what it needs is gone."""
         self._process.kill()

@@ -34,6 +34,7 @@ from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
+from trainer.elastic.node_presence import LAUNCH_NUMBER
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -73,6 +74,9 @@ class Jobs:
 
     def __init__(self, service: Service, audit: AuditLog) -> None:
         self.service, self.options, self.audit = service, service.options, audit
+        self.scripts: dict[str, str] = {}
+        """The scripts that go along, by job, of those that this process was asked to submit. They are in no record,
+        since nodes write the run directory, and could choose a file of this machine."""
 
     def get(self, name: str, patience_seconds: float | None = None) -> ServiceJob | None:
         """Return the job, None where the service says of this very job that there is none, which may be wrong for a
@@ -138,7 +142,7 @@ class Jobs:
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             try:
-                stage_for_nodes(Path(folder), factories_of(rundir))
+                stage_for_nodes(Path(folder), factories_of(rundir), self._script_of(record))
             except StagingError as error:
                 raise ClusterError(str(error)) from error
             with self.audit.operation("job.submit", record["job_name"], **details):
@@ -147,6 +151,16 @@ class Jobs:
                     f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
                 )
         return _read(made)
+
+    def _script_of(self, record: Record) -> str:
+        """Return the path of the script that goes along with a launch, "" if there is none. Raise `StagingError` where
+        only another process knows it."""
+        if record.get("has_script") and record["job_id"] not in self.scripts:
+            raise StagingError(
+                f"job {record['job_id']} runs a script that only the process which submitted it knows: start it again "
+                "with `dtrain launch`, under another name"
+            )
+        return self.scripts.get(record["job_id"], "")
 
     def _describe(self, record: Record, folder: str) -> Any:
         from azure.ai.ml import command
@@ -179,8 +193,7 @@ class Jobs:
     def _variables(self, record: Record) -> dict[str, str]:
         own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
         own[SECRET_URI] = "/".join(self._secret_of(record))  # only where: job variables are readable
-        if record["elastic"]:
-            own["DTRAIN_LAUNCH"] = str(record["launch"])
+        own["DTRAIN_LAUNCH" if record["elastic"] else LAUNCH_NUMBER] = str(record["launch"])
         if self.options.identity_client_id:
             own["AZURE_CLIENT_ID"] = self.options.identity_client_id
         # Folders of this machine mean nothing on a node; the code that goes along is in the working directory there.

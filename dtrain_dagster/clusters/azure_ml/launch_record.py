@@ -26,6 +26,7 @@ Record = dict[str, Any]
 
 job_id, command, node_count, processes_per_node, env, elastic, cluster_name, sku, launch, token, submitted_at: as on the
 local cluster. ``token``: marks this launch in the service.
+has_script: whether a script of the user's goes along with the code. Old documents lack it.
 run_dir, asked_nodes: nodes that were asked for; node_count is what this launch has.
 tier, compute, job_name, studio_url: where it runs, and under which name the service knows it.
 first_launch, first_submitted_at: since when its resubmissions are counted.
@@ -144,6 +145,7 @@ def _asked(spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str 
         "asked_nodes": spec.node_count,
         "processes_per_node": spec.processes_per_node,
         "env": dict(env),
+        "has_script": bool(spec.script),
         "elastic": spec.elastic,
         "dagster_run_id": run_id,
         "cancel_asked_at": None,

@@ -165,6 +165,8 @@ class AzureMLClusterManager(GPUClusterManager):
         if spec.node_count < 1 or spec.processes_per_node < 1:
             raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it takes one or more")
         refuse_secrets(spec.env)
+        if spec.script:
+            self.jobs.scripts[spec.job_id] = spec.script
         if self._got() is not None:
             self._use.begin(spec.job_id)
         got = self._got()

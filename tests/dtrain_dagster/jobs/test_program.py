@@ -28,7 +28,7 @@ def test_the_command_line_offers_what_there_is():
 @pytest.mark.parametrize("engine", sorted(FRAMEWORKS))
 def test_only_pairs_that_make_sense_are_accepted(kind: str, engine: str):
     said = explain_refusal(engine, KINDS[kind], 1, has_gpus=True)
-    assert bool(said) == (kind == "azure_ml" or (kind, engine) == ("ray", "ray")), said
+    assert bool(said) == ((kind, engine) == ("ray", "ray")), said
     if said:
         assert f"DTRAIN_CLUSTER={kind}" in said
     several = explain_refusal(engine, KINDS["slurm"], 4, has_gpus=True)
@@ -55,22 +55,35 @@ def test_on_other_machines_a_script_goes_by_its_path_and_their_python(tmp_path: 
     monkeypatch.chdir(tmp_path)
     Path("s.py").touch()
     here = str(tmp_path / "s.py")
-    wanted = ("/opt/python3", here, "--epochs", "3")
+    wanted = ("/opt/python3", here, "--epochs", "3"), ""
     assert command_on_nodes(["s.py", "--epochs", "3"], "/opt/python3") == wanted
     assert command_on_nodes(["python", "s.py", "--epochs", "3"], "/opt/python3") == wanted
     assert command_on_nodes([sys.executable, "s.py", "--epochs", "3"], "/opt/python3") == wanted
-    assert command_on_nodes(["/usr/bin/python3.9", here], "/opt/python3") == ("/usr/bin/python3.9", here)
-    assert command_on_nodes(["/image/s.py"], "/opt/python3") == ("/opt/python3", "/image/s.py")
-    assert command_on_nodes(["python", "-m", "pack"], "/opt/python3") == ("/opt/python3", "-m", "pack")
+    assert command_on_nodes(["/usr/bin/python3.9", here], "/opt/python3") == (("/usr/bin/python3.9", here), "")
+    assert command_on_nodes(["/image/s.py"], "/opt/python3") == (("/opt/python3", "/image/s.py"), "")
+    assert command_on_nodes(["python", "-m", "pack"], "/opt/python3") == (("/opt/python3", "-m", "pack"), "")
     with pytest.raises(ConfigError, match=f"no script 'other.py' in {tmp_path}"):
         command_on_nodes(["other.py"], "/opt/python3")
 
 
+def test_where_code_is_sent_the_script_goes_along_and_is_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("below").mkdir()
+    Path("below/s.py").touch()
+    found = command_on_nodes(["python", "below/s.py", "-x"], "/opt/python3", goes_along=True)
+    assert found == (("/opt/python3", "s.py", "-x"), str(tmp_path / "below" / "s.py"))
+    with pytest.raises(ConfigError, match=r"no script '/image/s\.py'"):
+        command_on_nodes(["/image/s.py"], "/opt/python3", goes_along=True)
+    with pytest.raises(ConfigError, match="must be a Python script of this machine"):
+        command_on_nodes(["bash", "run.sh"], "/opt/python3", goes_along=True)
+
+
 def test_the_starter_comes_first_but_for_plain_scripts_of_this_machine():
     command = ("python", "s.py")
-    assert start_command("torchrun", command, "py", is_this_machine=True) == command
-    assert start_command("torchrun", command, "py", is_this_machine=False)[-5:] == (
-        *("--engine", "torchrun", "--"), *command,
-    )  # fmt: skip
-    started = start_command("ray", command, "py", is_this_machine=True)
+    assert start_command("torchrun", command, "py", KINDS["local"]) == command
+    assert start_command("torchrun", command, "py", KINDS["slurm"])[-5:] == ("--engine", "torchrun", "--", *command)
+    started = start_command("ray", command, "py", KINDS["local"])
     assert started == ("py", "-P", "-m", "trainer.frameworks", "--engine", "ray", "--", "python", "s.py")
+    assert "-P" not in start_command("torchrun", command, "py", KINDS["azure_ml"]), "the code is in the working folder"
