@@ -41,12 +41,13 @@ def order_script(
     model does not fit into their memory."""
     from dtrain_dagster.clusters.ranks import have_gpus, hosts_of
     from dtrain_dagster.costs.prices import price_of
+    from dtrain_dagster.jobs.program import describe_needs
     from dtrain_dagster.planning.check_job import Checked, check_memory, check_strategy
     from dtrain_dagster.planning.memory_fit import room_of
     from dtrain_dagster.settings.engines import read_engine_options
 
-    if settings.kind.code != "in place" and not settings.kind.is_this_machine:
-        say("note: the script and what it imports must be at the same path on the nodes", err=True)
+    if needs := describe_needs(settings.kind):
+        say(f"note: {needs}", err=True)
     job_id = new_job_id(name, "train")
     ranks = (nodes or settings.nodes) * ranks_of(settings)
     share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None

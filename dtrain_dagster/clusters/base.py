@@ -125,8 +125,8 @@ class JobSpec:
     master_port: int | None = None
     """Port of rank 0; None picks a free one."""
     script: str = ""
-    """The path of a script of this machine that the command runs by its name; it goes along, with what it imports,
-    where code is sent to nodes. Empty where nodes have what the command needs."""
+    """The path of a script of this machine that the command runs. Where code is sent to nodes, it goes along with what
+    it imports, and is run by its name. Empty for another command."""
     elastic: bool = False
     """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
     its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_INCARNATION`` in their environment. If not, any process that fails

@@ -75,7 +75,7 @@ def describe_needs(kind: ClusterKind) -> str:
 
 def command_on_nodes(command: Sequence[str], python: str, goes_along: bool = False) -> tuple[tuple[str, ...], str]:
     """Return a command as nodes of other machines run it, with their Python, and the path of the script that goes along
-    with it: none, and the script of the command by its absolute path; with ``goes_along``, by its name. Raise
+    with it: none without ``goes_along``. Raise
     `ConfigError` for a script that is not here, and has no absolute path to be found there by."""
     program, *rest = command
     if program.endswith(".py"):

@@ -193,8 +193,8 @@ def start_job(
     command: tuple[str, ...] | None = None,
 ) -> None:
     """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
-    already is left alone, except for its budget. Raise `BudgetSpentError`, and buy nothing, where no budget is left to
-    continue with. ``stop_at_usd``: the dollars from which ``max_node_seconds`` was computed."""
+    already is left alone, except for its budget. ``command``: Python, a script, its arguments. ``stop_at_usd``: of what
+    ``max_node_seconds`` was computed. Raise `BudgetSpentError`, and buy nothing, where no budget is left."""
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
@@ -213,18 +213,13 @@ def start_job(
             f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
         )
-    manager.submit_job(
-        JobSpec(
-            job_id=job.job_id,
-            run_dir=job.run_dir,
-            command=command or (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
-            node_count=node_count,
-            processes_per_node=processes_per_node,
-            env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}),
-            master_port=job.training.master_port,
-            elastic=True,
-        )
-    )
+    trainer = (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json")
+    spec = JobSpec(
+        job_id=job.job_id, run_dir=job.run_dir, command=command or trainer, script=command[1] if command else "",
+        node_count=node_count, processes_per_node=processes_per_node, master_port=job.training.master_port,
+        env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}), elastic=True,
+    )  # fmt: skip
+    manager.submit_job(spec)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

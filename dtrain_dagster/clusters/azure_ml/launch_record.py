@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned
@@ -141,7 +142,7 @@ def past(record: Record, why: str) -> Record:
 
 def _asked(spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None, now: float) -> Record:
     return {
-        "command": list(spec.command),
+        "command": [Path(word).name if word == spec.script else word for word in spec.command],
         "asked_nodes": spec.node_count,
         "processes_per_node": spec.processes_per_node,
         "env": dict(env),
