@@ -6,11 +6,11 @@ is asked for. The strategies themselves are in `trainer.parallel`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer.errors import ConfigError
+from trainer.runtime.packages import is_installed
 
 Strategy = Literal["ddp", "fsdp", "hsdp", "horovod", "deepspeed"]
 SHARDED = ("fsdp", "hsdp")
@@ -97,13 +97,7 @@ def _explain_encryption(config: Any) -> str:
 def require_package(strategy: str) -> None:
     """Raise `ConfigError` if this process's Python lacks the package that a strategy needs. Nothing is imported."""
     name = PACKAGES.get(strategy)
-    if name is None:
-        return
-    try:
-        is_there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        is_there = False
-    if not is_there:
+    if name is not None and not is_installed(name):
         raise ConfigError(
             f"training.strategy = {strategy!r} needs the Python package {name.partition('.')[0]!r}, which is not "
             f"installed: {REMEDIES[strategy]}; or set training.strategy = 'ddp'"

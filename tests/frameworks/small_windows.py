@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from trainer.config import FactoryConfig, TrackingConfig
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 from trainer.rundir import RunDir
+from trainer.runtime.packages import is_installed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
@@ -47,11 +47,7 @@ FIGURES = ("train", "valid", "test")
 
 def needs(package: str, missing: str) -> pytest.MarkDecorator:
     """Skips where a package is missing."""
-    try:
-        is_there = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        is_there = False
-    return pytest.mark.skipif(not is_there, reason=f"{missing} is not installed")
+    return pytest.mark.skipif(not is_installed(package), reason=f"{missing} is not installed")
 
 
 def windows(split: str) -> TensorDataset:

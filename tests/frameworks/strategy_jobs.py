@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from trainer.runtime.packages import is_installed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))  # whose worlds of processes these use
 
@@ -21,12 +22,10 @@ MakeJob = Callable[..., Job]
 
 def needs(module: str) -> pytest.MarkDecorator:
     """A mark that skips a test where a framework is not installed."""
-    try:
-        is_there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        is_there = False
     name = module.partition(".")[0]
-    return pytest.mark.skipif(not is_there, reason=f"{name} is not installed: `make setup` does not bring it")
+    return pytest.mark.skipif(
+        not is_installed(module), reason=f"{name} is not installed: `make setup` does not bring it"
+    )
 
 
 @pytest.fixture(scope="session")

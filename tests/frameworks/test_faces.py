@@ -19,7 +19,7 @@ from trainer.rundir import RunDir
 
 from worlds import free_port  # isort: skip - found by the module above
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "face_script.py"
 

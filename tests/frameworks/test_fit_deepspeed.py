@@ -27,7 +27,7 @@ from elastic_nodes import KILLED, QUICK, Nodes  # isort: skip - found by the mod
 from worlds import Job  # isort: skip
 
 __all__ = ["by_ddp", "cache", "dataset", "new_job"]
-pytestmark = [pytest.mark.slow, needs("deepspeed")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, needs("deepspeed")]
 SAME = 1e-6
 """What the order of sums, and of operations in the update, may change."""
 
@@ -73,7 +73,7 @@ def test_checkpoints_go_from_stage_to_stage_by_way_of_ddp(new_job: MakeJob, by_d
     assert_equal(job, by_ddp, SAME)
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_moments_of_the_host_learn_the_same(new_job: MakeJob, by_ddp: Job, stage: int) -> None:
     job = new_job(strategy="deepspeed", zero_stage=stage, cpu_offload=True)
     assert job.run(2) == [0, 0], job.log()

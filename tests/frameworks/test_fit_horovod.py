@@ -23,12 +23,12 @@ from elastic_nodes import KILLED, QUICK, Nodes  # isort: skip - found by the mod
 from worlds import Job  # isort: skip
 
 __all__ = ["by_ddp", "cache", "dataset", "new_job"]
-pytestmark = [pytest.mark.slow, needs("horovod.torch")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, needs("horovod.torch")]
 SAME = 1e-6
 """Horovod and DDP add the same numbers, with three ranks in another order."""
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_are_those_of_ddp(new_job: MakeJob, by_ddp: Job, ranks: int) -> None:
     job = new_job(strategy="horovod")
     assert job.run(ranks) == [0] * ranks, job.log()
@@ -73,7 +73,7 @@ def begin(new_job: MakeJob) -> Iterator[Callable[..., Nodes]]:
         nodes.kill()
 
 
-@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_survivors_go_on_when_a_node_is_lost_within_a_sum(begin: Callable[..., Nodes], by_ddp: Job, kind: str) -> None:
     """Horovod waits for the lost node in its sum; its world ends, and another is formed in the same processes."""
     fault = {"kind": kind, "at": "all_reduce", "step": 6, "node": 1}

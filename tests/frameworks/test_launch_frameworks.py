@@ -14,7 +14,7 @@ from tests.frameworks.shell import Shell, needs
 from trainer.frameworks.ray import NAME_PREFIX
 from trainer.rundir import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @needs("horovod")
@@ -100,7 +100,6 @@ def test_tensorflow_trains_one_model_on_two_nodes(shell: Shell):
 
 
 @needs("tensorflow")
-@pytest.mark.long
 def test_a_training_of_keras_with_our_run_directory_is_launched(shell: Shell):
     """`TensorFlowDistributedTrainer` takes the workers that the engine names in TF_CONFIG."""
     said = shell.launch("tensorflow", "t", "tensorflow_trainer.py", str(shell.folder / "run"))
@@ -111,7 +110,6 @@ def test_a_training_of_keras_with_our_run_directory_is_launched(shell: Shell):
 
 
 @needs("ray")
-@pytest.mark.long
 def test_a_ray_trainer_uses_the_ray_of_its_job(shell: Shell, short_folder: Path):
     shell.env["TMPDIR"] = str(short_folder)
     said = shell.launch("ray", "r", "ray_trainer.py", str(shell.folder / "run"))

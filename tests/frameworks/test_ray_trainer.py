@@ -34,7 +34,7 @@ from trainer.data.coverage import find_coverage_errors
 from trainer.exit_codes import FAILED
 from trainer.rundir import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs("ray.train", "ray[train,tune]")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600), needs("ray.train", "ray[train,tune]")]
 ROOT = Path(__file__).parents[2]
 SAME = 0.0
 """Two workers of Ray are two ranks of ours: they add the same numbers in the same order as DDP's."""
@@ -88,7 +88,6 @@ def test_two_workers_learn_bit_for_bit_what_two_ranks_of_ddp_do(by_ddp: Path, tm
     assert Path(sys.argv[0]).name in read(tmp_path / "run", "job.json")["dataset"]["uri"]
 
 
-@pytest.mark.long
 def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_path: Path) -> None:
     """In the last epoch: what was done before is not done again."""
     mark, per_epoch = tmp_path / "mark", len(windows("train")) // RANKS
@@ -104,7 +103,6 @@ def test_a_killed_worker_is_replaced_and_the_training_goes_on(by_ddp: Path, tmp_
     assert read(tmp_path / "run", "result.json")["consumed"] == read(by_ddp, "result.json")["consumed"]
 
 
-@pytest.mark.long
 def test_what_would_happen_again_is_not_tried_again(tmp_path: Path) -> None:
     """The loss is not finite on any rank."""
     with pytest.raises(TrainingFailedError, match="not finite at step") as failed:
@@ -113,7 +111,6 @@ def test_what_would_happen_again_is_not_tried_again(tmp_path: Path) -> None:
     assert {event["generation"] for event in RunDir(str(tmp_path / "run")).events("end")} == {1}
 
 
-@pytest.mark.long
 def test_a_second_call_goes_on_from_the_run_directory(by_ddp: Path, tmp_path: Path) -> None:
     fit(tmp_path / "run", max_steps=6, schedule="constant", warmup_steps=0)
     result = fit(tmp_path / "run", max_steps=8, schedule="constant", warmup_steps=0)
@@ -131,7 +128,6 @@ def test_what_no_worker_could_read_is_refused_by_name(tmp_path: Path) -> None:
         fit(tmp_path / "run", Locked())
 
 
-@pytest.mark.long
 def test_trials_of_tune_train_in_place_and_are_compared_by_evaluations(tmp_path: Path) -> None:
     """As in a script: the values of the search are settings and the model's, and Tune ends a trial early."""
     from ray import tune
@@ -162,7 +158,6 @@ def test_trials_of_tune_train_in_place_and_are_compared_by_evaluations(tmp_path:
     assert ended == ["stopped", "stopped"]
 
 
-@pytest.mark.long
 def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path: Path) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -175,7 +170,6 @@ def test_workers_of_a_group_that_is_there_train_in_place(by_ddp: Path, tmp_path:
     assert_same(tmp_path / "run", by_ddp)
 
 
-@pytest.mark.long
 def test_the_example_starts_a_ray_of_its_own(tmp_path: Path) -> None:
     script = ROOT / "examples" / "frameworks" / "ray_trainer.py"
     done = subprocess.run(

@@ -33,7 +33,13 @@ from trainer.config import ConfigError
 from trainer.exit_codes import EVICTED
 from trainer.rundir import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs("tensorflow", "tensorflow"), needs("keras", "keras")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    needs("tensorflow", "tensorflow"),
+    needs("keras", "keras"),
+]
 ROOT = Path(__file__).parents[2]
 SAME = 1e-6
 """TensorFlow and PyTorch round differently: 39 steps differ by 1e-7 of the loss."""

@@ -5,10 +5,10 @@ Pure facts, which both sides of the border read. How a framework is started is i
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from trainer.runtime.packages import is_installed
 
 TORCHRUN = "torchrun"
 """No framework: the program finds torchrun's variables."""
@@ -56,19 +56,7 @@ FRAMEWORKS: dict[str, Framework] = {
 """Name of an engine, as ``--engine`` takes it → what it is."""
 
 
-def is_there(module: str) -> bool:
-    """Return whether a module can be imported here. None of its packages but the outermost is run."""
-    top, _, rest = module.partition(".")
-    found = importlib.util.find_spec(top)
-    if found is None or not rest or not found.submodule_search_locations:
-        return found is not None
-    return any(
-        importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
-        for folder in found.submodule_search_locations
-    )
-
-
-def explain_missing(framework: Framework, is_there: Callable[[str], bool] = is_there) -> str:
+def explain_missing(framework: Framework, is_there: Callable[[str], bool] = is_installed) -> str:
     """Return what is missing for a framework's programs and how it is installed; "" where nothing is."""
     if not framework.package or is_there(framework.package):
         return ""

@@ -13,7 +13,7 @@ from trainer.comm.horovod_env import horovod_variables
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
 from trainer.frameworks import deepspeed, horovod, ray, tensorflow
-from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing, explain_size, is_there
+from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing, explain_size
 
 
 def ranks(nodes: int, per_node: int) -> list[RankFacts]:
@@ -99,17 +99,6 @@ def test_what_is_missing_is_named_with_its_remedy():
         said = explain_missing(FRAMEWORKS[name], lambda name: False)
         assert f"--engine {name} needs" in said
         assert remedy in said
-
-
-def test_a_module_is_looked_for_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "pack_a").mkdir()
-    (tmp_path / "pack_a" / "__init__.py").write_text("raise RuntimeError")
-    (tmp_path / "pack_a" / "inner.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert is_there("pack_a")
-    assert is_there("pack_a.inner")
-    assert not is_there("pack_a.other")
-    assert not is_there("pack_b.inner")
 
 
 @pytest.mark.parametrize(

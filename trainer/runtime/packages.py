@@ -1,0 +1,20 @@
+"""Whether a package is installed, without importing it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported here. A folder that only has its name, and no ``__init__.py``, is none:
+    such as a folder ``tensorflow`` of somebody's own. None of its packages is run."""
+    top, _, rest = module.partition(".")
+    try:
+        found = importlib.util.find_spec(top)
+    except ValueError:  # it is imported already, and says nothing of where from
+        return True
+    if found is None or found.origin is None:
+        return False
+    folders = list(found.submodule_search_locations or ())
+    return not rest or any(importlib.machinery.PathFinder.find_spec(module, [folder]) is not None for folder in folders)
