@@ -6,20 +6,18 @@ no setting for either.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import own_address
+from trainer.comm.tf_config import TF_CONFIG, describe_workers
 from trainer.frameworks.meeting import Meeting
 
 
 def variables(facts: RankFacts, workers: Sequence[str]) -> dict[str, str]:
-    """Return the variables of one rank. ``workers``: HOST:PORT of each rank, in order. The chief, which writes what
-    only one writes, is worker 0. Pure."""
-    config = {"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": facts.rank}}
-    return {"TF_CONFIG": json.dumps(config)}
+    """Return the variables of one rank. ``workers``: HOST:PORT of each rank, in order. Pure."""
+    return {TF_CONFIG: describe_workers(facts.rank, workers)}
 
 
 def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,10 +14,8 @@ from typing import Any
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.own_address import is_loopback, own_address
 from trainer.comm.static_rendezvous import join_world
+from trainer.comm.tf_config import TF_CONFIG, describe_workers
 from trainer.config import ConfigError, DistributedTrainingConfig
-
-TF_CONFIG = "TF_CONFIG"
-"""TensorFlow's variable: the addresses of all workers as JSON, and which of them this process is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,7 @@ class Cluster:
 
     def variable(self) -> str:
         """Return the value of ``TF_CONFIG``."""
-        place = {"type": "worker", "index": self.facts.rank}
-        return json.dumps({"cluster": {"worker": list(self.workers)}, "task": place})
+        return describe_workers(self.facts.rank, self.workers)
 
 
 _MET: dict[RankFacts, Cluster] = {}

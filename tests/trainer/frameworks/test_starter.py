@@ -26,7 +26,7 @@ def test_it_becomes_the_program_and_says_nothing_of_its_own(tmp_path: Path):
     assert (done.returncode, done.stdout, done.stderr) == (7, "--engine x --\n", "")
 
 
-def test_tensorflow_of_one_rank_needs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensorflow_of_one_rank_needs_nobody(tmp_path: Path):
     script, package = tmp_path / "s.py", tmp_path / "lib" / "tensorflow"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('the starter imports no framework')")
