@@ -20,6 +20,7 @@ OF_PROCESSES = (
         "INTERFACE",
         "JOB_TOKEN",
         "LAUNCH",
+        "LAUNCH_NUMBER",
         "LAUNCH_SECRET_FILE",
         "LAUNCH_SECRET_URI",
     ),

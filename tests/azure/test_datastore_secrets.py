@@ -19,8 +19,8 @@ from tests.azure.stage import Stage, end, wait_for
 
 @pytest.mark.parametrize("auth", DATASTORE_AUTHS)
 def test_a_job_runs_and_its_logs_are_read(stage: Stage, auth: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage_new_code(folder: Path, names: Any) -> None:
-        stage_for_nodes(folder, names)
+    def stage_new_code(folder: Path, *of_the_job: Any) -> None:
+        stage_for_nodes(folder, *of_the_job)
         (folder / "new.txt").write_text(uuid.uuid4().hex)
 
     monkeypatch.setattr(jobs, "stage_for_nodes", stage_new_code)  # code that the workspace has is not sent again

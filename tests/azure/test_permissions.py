@@ -63,8 +63,8 @@ def test_the_roles_suffice_for_a_training(stage: Stage) -> None:
 
 @pytest.mark.parametrize("action", sorted(OF_A_TRAINING))
 def test_the_error_names_the_action_that_is_missing(stage: Stage, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage_other_code(folder: Path, names: Any) -> None:
-        stage_for_nodes(folder, names)
+    def stage_other_code(folder: Path, *of_the_job: Any) -> None:
+        stage_for_nodes(folder, *of_the_job)
         (folder / "new.txt").write_text(action)
 
     monkeypatch.setattr(jobs, "stage_for_nodes", stage_other_code)  # code that the workspace has is not sent again
