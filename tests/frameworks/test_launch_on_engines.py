@@ -13,7 +13,7 @@ from tests.frameworks.shell import SCRIPTS, Shell, needs
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(params=["slurm", "ray"])
+@pytest.fixture(params=["slurm", "kubernetes", "ray"])
 def on_engine(request: pytest.FixtureRequest, shell: Shell) -> Shell:
     """A shell whose cluster is a real one of this kind."""
     kind: str = request.param
