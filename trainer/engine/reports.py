@@ -6,6 +6,7 @@ step's or an evaluation's report are put together where they are measured.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -90,9 +91,9 @@ class RankReports:
                 self.reporter.emit("error", message=world.open_traffic, fatal=False)
         self._opening_ends = time.monotonic() + min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3)
 
-    def wait_until_open(self, seconds: float = OPENING_SECONDS) -> bool:
-        """Wait for this rank's tracking, for ``seconds`` or as long as training may wait for it, and return whether
-        there is nothing more to wait for. Without `opens_tracking`, that is at once."""
+    def wait_until_open(self, seconds: float = math.inf) -> bool:
+        """Wait for this rank's tracking, at most ``seconds`` and as long as training may wait for it, and return
+        whether there is nothing more to wait for. Without `opens_tracking`, that is at once."""
         if self.reporter is None or not self.opens_tracking:
             return True
         left = self._opening_ends - time.monotonic()

@@ -9,7 +9,7 @@ is used, evenly spread (`trainer.data.sampler.spread_positions`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -140,11 +140,8 @@ class BaselineFits:
         return BaselineForecast(np.zeros(len(self._judged)), factor * np.maximum(forecast, floor), nu)
 
 
-def baseline_forecasts(
-    shards: DataShardManager, split: str, only: Collection[str] | None = None
-) -> dict[str, BaselineForecast]:
+def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, BaselineForecast]:
     """Return forecasts for the windows of ``split`` in order of position, without those whose columns are no features.
-    ``only``: names among the first five to compute; it leaves out ridge, which takes longest.
 
     - ``constant``: zero mean and one scale per ticker;
     - ``last_value``: the realised volatility of the last five days;
@@ -156,9 +153,7 @@ def baseline_forecasts(
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
     fits = BaselineFits(shards, split)
-    forecasts = {name: fits.forecast(name) for name in fits.names if only is None or name in only}
-    if only is not None:
-        return forecasts
+    forecasts = {name: fits.forecast(name) for name in fits.names}
     found = PieceWork(fits.ridge_stages).complete(SharedWork())
     return {**forecasts, "ridge": fits.ridge(found), "drift": fits.drift(), "ridge_mean": fits.ridge_mean(found)}
 
