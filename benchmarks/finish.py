@@ -43,6 +43,12 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("start", "finish", "step")
 
 
+def resolve(commit: str) -> str:
+    """Return the short hash of a commit. Raise `subprocess.CalledProcessError` where there is none of this name."""
+    command = ["git", "rev-parse", "--short", "--verify", f"{commit}^{{commit}}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def unpack(commit: str, folder: Path) -> Path:
     """Return a folder with the package ``trainer`` as it was at a commit."""
     packed = subprocess.run(["git", "archive", commit, "trainer"], cwd=ROOT, capture_output=True, check=True).stdout
@@ -121,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of a training (100)")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/finish.json")
     options = parser.parse_args()
+    options.before, options.after = resolve(options.before), resolve(options.after)
     order, pairs, load = random.Random(0), [], []
     with tempfile.TemporaryDirectory(prefix="finish-") as name:
         folder = Path(name)

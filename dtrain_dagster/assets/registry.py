@@ -14,7 +14,6 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
@@ -118,6 +117,7 @@ def register(
     """Return the version of a finished training's model, with its alias and checks."""
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
+    from dtrain_dagster.costs.worth import worth_line
 
     rundir = RunDir(job.run_dir)
     order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order

@@ -27,7 +27,6 @@ from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import Tier, tier_of
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -333,6 +332,7 @@ def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
 def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -> dict[str, str]:
     """Return metadata: whether the network has earned its dollars, those of probes included."""
     from dtrain_dagster.costs.launches import sum_launches
+    from dtrain_dagster.costs.worth import worth_line
 
     worth = worth_line(evaluation, sum_launches(usage, tier).usd)
     return {"earned": worth} if worth else {}
