@@ -102,8 +102,9 @@ class Member:
         self.all_gather_object(None)
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        found = self._exchange(values.clone())
+        mine = values.clone()
         values.zero_()  # as a sum that fails may leave it
+        found = self._exchange(mine)
         for each in found:
             values += each
         return values
