@@ -13,6 +13,7 @@ from trainer.config import ConfigError, parse_job
 from trainer.exit_codes import DONE, UNUSABLE, describe_exit_codes
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
+from trainer.runtime.quick_end import QuickEnd
 from trainer.storage.open import open_storage
 
 _EPILOG = """
@@ -71,8 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run `main` in a process that does nothing else; it may end here, see `trainer.engine.run_job.leave_process`."""
+    """Run `main` in a process that does nothing else; it may end here, see `trainer.engine.run_job.leave_process`, and
+    else ends as `trainer.runtime.quick_end` says."""
+    end = QuickEnd()
     code = main(arguments)
+    end.set_code(code)
     if "trainer.engine.run_job" in sys.modules:
         from trainer.engine.run_job import leave_process
 

@@ -15,6 +15,7 @@ from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import redact
+from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import RunDir
 
 REASSESS_SECONDS = 300
@@ -31,7 +32,7 @@ def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
         required_resource_keys={names.project},
         description=(
             f"On the days since the champion's own data, {DAYS_ENOUGH} at least, no baseline's likelihood is better "
-            "than the champion's beyond chance (t above 2). The sensor `staleness` retrains where one is."
+            f"than the champion's {BEYOND_CHANCE}. The sensor `staleness` retrains where one is."
         ),
     )
     def champion_holds(context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset) -> dg.AssetCheckResult:
@@ -100,8 +101,6 @@ def judge_champion(
         return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
     if report["nll"] is None:
         return _not_judged("the champion forecasts no distribution", **facts)
-    from trainer.evaluation.gate import better_baselines
-
     better = better_baselines(report)
     return dg.AssetCheckResult(
         passed=not better,

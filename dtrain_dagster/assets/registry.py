@@ -21,6 +21,7 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluste
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
+from trainer.evaluation.gate import POINT_RULE, RULE
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import ROWS, WINDOWS
 
@@ -44,14 +45,15 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         required_resource_keys=names.resources,
         description=(
             "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion "
-            "if it passes the gate and beats the one before on the same windows, else challenger."
+            "if it passes the check promotion_gate, a real server answers with its numbers, and it beats the champion "
+            "before it on the same windows; else challenger."
         ),
         check_specs=[
             dg.AssetCheckSpec(
                 "promotion_gate",
                 asset=key,
                 blocking=True,
-                description="Likelihood above EWMA's and HAR-X's, 90 % coverage within 87 to 93 %, no sign of leakage.",
+                description=f"A distribution: {RULE}. A point forecast: {POINT_RULE}.",
             ),
             dg.AssetCheckSpec(
                 "serving_endpoint_answers",
@@ -115,6 +117,7 @@ def register(
     """Return the version of a finished training's model, with its alias and checks."""
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
+    from dtrain_dagster.costs.worth import worth_line
 
     rundir = RunDir(job.run_dir)
     order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
@@ -155,6 +158,7 @@ def register(
     decision = registry.choose_alias(verdict, champion)
     replaced = models.promote(model, decision)
     context.log.info(f"{decision.alias}: {decision.reason}")
+    worth = worth_line(evaluation, provenance.cost_usd_total)
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
@@ -168,6 +172,7 @@ def register(
             "uri": model.uri,
             "mlflow_run_id": model.run_id,
             **digests,
+            **({"earned": worth} if worth else {}),
             "model_card": dg.MarkdownMetadataValue(card),
             "tags": dg.JsonMetadataValue(dict(model.tags)),
         },

@@ -41,6 +41,7 @@ from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
         dg.AssetCheckSpec(
             "no_baseline_is_better",
             asset=key,
-            description="No baseline's likelihood on the same test windows is better beyond chance (t above 2).",
+            description=f"No baseline is better on the same test windows {BEYOND_CHANCE}; of rows: on the same rows, "
+            "by log-loss or squared error.",
         ),
     ]
 
@@ -198,6 +200,7 @@ def carry_out(
         metadata=_metadata(rundir, events, result, evaluation, plan)
         | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
         | totals_metadata(manager.node_usage(choice.job_id), plan.tier)
+        | _worth(evaluation, [*manager.node_usage(choice.job_id), *plan.probe_usage], plan.tier)
         | provisioning(manager),
         check_results=[
             _weights_check(result),
@@ -326,6 +329,15 @@ def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     return metadata | took.last_metadata()
 
 
+def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -> dict[str, str]:
+    """Return metadata: whether the network has earned its dollars, those of probes included."""
+    from dtrain_dagster.costs.launches import sum_launches
+    from dtrain_dagster.costs.worth import worth_line
+
+    worth = worth_line(evaluation, sum_launches(usage, tier).usd)
+    return {"earned": worth} if worth else {}
+
+
 def membership_table(history: "Sequence[Generation]") -> str:
     """Return the members of each generation as a Markdown table, one row per generation."""
     rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
@@ -364,12 +376,13 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
     from dtrain_dagster.reports.kind_scores import has_kind_scores
-    from trainer.evaluation.gate import better_baselines
 
     own = evaluation["model"].get("nll")
     better = better_baselines(evaluation)
     words = "not judged: this loss predicts no distribution"
-    if has_kind_scores(evaluation):
+    if any("model_gain" in row for row in evaluation["baselines"].values()):
+        words = "judged by each row's log-loss or squared error instead"
+    elif has_kind_scores(evaluation):
         words = "not judged beyond chance: the figures of the model and of its baselines are in scores"
     return dg.AssetCheckResult(
         check_name="no_baseline_is_better",

@@ -156,7 +156,7 @@ def staleness(
         return "no champion was registered yet: nothing can grow old"
     name, found = f"the champion, version {champion.version},", []
     if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
-        words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
+        words = f"{name} forecasts the days since its training worse than {', '.join(judged.better)}, beyond chance"
         found.append(RetrainingCause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
     if trained_on and newest and trained_on.sha256 != newest.sha256:
         lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
@@ -50,6 +51,7 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     else:  # it ran without a cluster, and nobody recorded when its nodes were there
         lines.append(("took", f"{format_duration(result['train_seconds'])} of training"))
     lines += _skill(evaluation)
+    paid = None
     if cost and plan:
         probe = cost.get("probe_usd", 0.0)
         training = cost.get("training_usd", cost["metrics"]["total_cost_usd"])
@@ -57,7 +59,10 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         last = ((cost.get("launches") or {}).get("last") or {}).get("usd")
         of_which = f", of which the last launch {dollars(last)}" if last is not None else ""
         more = f"; with its probe {dollars(training + probe)}" if probe else ""
+        paid = training + probe
         lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
+    if worth := worth_line(evaluation, paid):
+        lines.append(("earned", worth))
     if registration:
         alias = f", alias {registration['alias']}" if registration.get("alias") else ""
         lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import FactoryConfig, JobConfig
-from trainer.evaluation.gate import Gate
+from trainer.evaluation.gate import POINT_RULE, RULE, Gate
 from trainer.spec import REGRESSION, ROWS, WINDOWS
 
 
@@ -64,7 +65,7 @@ def model_card(
     sections = [
         f"# {model_name}",
         _what(job, evaluation, manifest),
-        "## How good it is\n\n" + _judgement(evaluation, verdict),
+        "## How good it is\n\n" + _judgement(evaluation, verdict, provenance.cost_usd_total),
         "## What it cannot do\n\n" + _limits(evaluation, manifest),
         "## Data\n\n" + _data(manifest),
         "## Training\n\n" + _training(job, result, provenance),
@@ -94,12 +95,16 @@ def _shown(part: FactoryConfig) -> str:
 _COLUMNS = (("nll", "NLL", ".4f"), ("pinball", "pinball × 10⁴", ".2f"), ("coverage_90", "90 % coverage", ".3f"))
 
 
-def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
-    """Return the verdict, the model beside every baseline, and calibration by fifths of the predicted volatility."""
+def _judgement(evaluation: Mapping[str, Any], verdict: Gate, usd: float | None) -> str:
+    """Return the verdict, what the dollars have bought, the model beside every baseline, and calibration by fifths of
+    the predicted volatility."""
     model, baselines = evaluation["model"], evaluation["baselines"]
     gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(map(in_markdown, verdict.reasons))}"
+    rule = POINT_RULE if model.get("nll") is None else RULE
     parts = [
-        f"Gate {gate}. Test split: {evaluation['windows']:,} windows that end on {evaluation['days']:,} days from "
+        f"Gate {gate}. A model passes if {rule}.",
+        *_worth(evaluation, usd),
+        f"Test split: {evaluation['windows']:,} windows that end on {evaluation['days']:,} days from "
         f"{in_markdown(evaluation['first_date'], 40)} to {in_markdown(evaluation['last_date'], 40)}.",
         _scores(model, baselines),
     ]
@@ -111,6 +116,12 @@ def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
         header = ["fifth, calm to stormy", "mean σ", "NLL", "90 % coverage"]
         parts += ["By fifth of the predicted scale:", _table(header, rows)]
     return "\n\n".join(parts)
+
+
+def _worth(evaluation: Mapping[str, Any], usd: float | None) -> list[str]:
+    """Return the paragraph on whether the network has earned its dollars; none where no baseline was judged."""
+    worth = worth_line(evaluation, usd)
+    return [f"Earned {worth}."] if worth else []
 
 
 def _scores(model: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> str:
@@ -236,6 +247,7 @@ def _card_of_rows(
         f"{', '.join(features)}. Model `{_shown(job.model)}`, loss `{_shown(job.loss)}`; standardisation is part of "
         "the model.",
         f"## How good it is\n\nNot judged by a gate: {'; '.join(map(in_markdown, verdict.reasons))}.\n\n"
+        + "".join(f"{worth}\n\n" for worth in _worth(evaluation, provenance.cost_usd_total))
         + _table(["", *scores], rows),
         "## What it cannot do\n\n"
         + "\n".join(

@@ -50,8 +50,8 @@ class AliasDecision:
 def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
     """Return whether a model may be champion at all, from ``evaluation.json``, with the reasons.
 
-    A distribution is judged by `trainer.evaluation.gate.gate`. A point forecast has to beat the squared error of
-    forecasting zero, without a suspicion of leakage; a loss that gives neither cannot be judged and does not pass.
+    A distribution is judged by `trainer.evaluation.gate.gate`, a point forecast by its `POINT_RULE`; a loss that gives
+    neither cannot be judged and does not pass.
     """
     model = evaluation["model"]
     if model.get("nll") is not None:

@@ -35,7 +35,7 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
         description=(
             f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
             "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS), or when a baseline forecasts the days since "
-            f"better than the champion (check {CHAMPION_CHECK} of sharded_dataset). "
+            f"better than the champion, beyond chance (check {CHAMPION_CHECK} of sharded_dataset). "
             + budget_words(settings.retrain_budget_usd)
         ),
     )

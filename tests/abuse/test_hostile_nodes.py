@@ -205,6 +205,8 @@ def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
         (("model", "nll"), "good"),
         (("baselines", "har_x", "nll"), 9.0),
         (("baselines", "ewma", "nll"), 9.0),
+        (("baselines", "ridge", "model_gain_nll"), 9.0),
+        (("baselines", "ridge", "model_gain_t"), 9.0),
         (("baselines",), []),
         (("halves",), []),
         (("windows",), 1),

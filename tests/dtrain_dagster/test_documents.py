@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings
 
 from dtrain_dagster.settings.__main__ import TABLES, with_settings_rows
 from trainer.config import DistributedTrainingConfig
+from trainer.evaluation.gate import POINT_RULE, RULE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,6 +36,12 @@ def test_modules_that_are_named_exist(document: Path):
     named = re.findall(r"`((?:dtrain_dagster|trainer|tests|examples|docs|benchmarks)/[\w./]+)`", document.read_text())
     for path in named:
         assert (ROOT / path).exists(), f"{document.name} names {path}, which is not there"
+
+
+def test_the_gate_is_described_by_its_own_words():
+    text = " ".join((ROOT / "docs/model.md").read_text().replace("\n> ", " ").split())
+    assert RULE in text
+    assert POINT_RULE in text
 
 
 def test_every_make_target_of_the_readme_exists():

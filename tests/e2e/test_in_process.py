@@ -47,6 +47,9 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert "stand-in" in tags["cost_usd"]
         assert result.run_id in tags["dagster_run_url"]
         assert "What it cannot do" in model["model_card"]
+        for asset in ("trained_checkpoint", "registered_model"):
+            assert "over ridge: " in metadata(result, asset)["earned"]
+            assert " for $" in metadata(result, asset)["earned"]
 
         plan = metadata(result, "cost_estimate")
         assert plan["estimated_usd"] > 0

@@ -321,8 +321,18 @@ DOCUMENTS: Mapping[str, Check] = {
     "budget.json": record(max_node_seconds=optional(number_between(0.0)), stop_at_usd=optional(number_between(0.0))),
     "tracking.json": record(mlflow_run_id=optional(text)),
     "evaluation.json": record(
-        model=record(loss=figure, nll=figure, coverage_90=figure),
-        baselines=mapping(record(nll=figure, loss=figure)),
+        model=record(loss=figure, nll=figure, coverage_90=figure, log_loss=figure, rmse=figure),
+        baselines=mapping(
+            record(
+                nll=figure,
+                loss=figure,
+                log_loss=figure,
+                rmse=figure,
+                model_gain_nll=figure,
+                model_gain=figure,
+                model_gain_t=figure,
+            )
+        ),
         notes=many(text),
     ),
     "owner.json": record(dagster_run_id=optional(text), since=moment),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from trainer.data.training_data import TrainingData
 from trainer.data.window_data import WindowData
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
+from trainer.evaluation.judged_baselines import BaselineJudgement
+from trainer.evaluation.piece_work import PieceWork
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 from trainer.model.task import SupervisedTask, Task
@@ -40,6 +42,8 @@ class Problem:
     """The entries of ``model.json`` that tell how the module is made again."""
     evaluation_batch: int = EVAL_BATCH
     """The samples that are evaluated at once, while memory suffices."""
+    ahead: Callable[[], PieceWork] | None = None
+    """Returns the part of the final report that needs no model: ranks work on it while they wait for each other."""
 
     @property
     def fingerprint(self) -> str:
@@ -121,11 +125,13 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
     criterion = build_loss(job.loss, shards.spec).to(device)
     module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
+    baselines = BaselineJudgement(shards, "test")
     return Problem(
         data=WindowData(shards),
         task=SupervisedTask(criterion),
         module=module,
-        judge=WindowJudge(criterion, shards),
+        judge=WindowJudge(criterion, shards, baselines),
+        ahead=lambda: baselines.work,
         identity=(shards.spec.dataset_id, model, loss),
         description={"model": model, "loss": loss, "spec": asdict(shards.spec)},
     )

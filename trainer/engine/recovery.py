@@ -17,6 +17,7 @@ from trainer.checkpoint.manager import BEST, CheckpointError, FencedError
 from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
+from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.memory_need import explain_need, explain_sharded, may_move_to_cpu, measure_memory
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
@@ -90,6 +91,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     if new.chunk is not None:
         session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
     session.reports.enter_world(session.world)
+    wait_for_tracking(session)
     if session.step.sharded is not None:
         is_needed = new.has_state or session.config.resume or new.reason != START
         rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)

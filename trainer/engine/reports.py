@@ -6,6 +6,7 @@ step's or an evaluation's report are put together where they are measured.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,11 @@ class RankReports:
         """The monitor of the node, on its first rank; None on the others, and before the first world."""
         self.nodes: list[int] = []
         """The node of each rank of the present world."""
+        self.opens_tracking = False
+        """Whether rank 0 has begun to open its tracking in the present world, for which the others have to wait. The
+        same on all ranks."""
         self._has_told_of_traffic = False
+        self._opening_ends = 0.0
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Report an event; returns at once."""
@@ -58,12 +63,14 @@ class RankReports:
 
     def enter_world(self, world: World) -> None:
         """Report under this process's rank in the world, and watch the node if it is the node's first rank. A
-        collective: it waits for the group."""
+        collective: it waits for the group. `wait_until_open` comes next."""
         facts = world.facts
         sinks = sinks_of(self.job, self.rundir, world.rank)
-        ranks = world.all_gather_object((facts.node_rank, os.getpid()))
+        told = world.all_gather_object((facts.node_rank, os.getpid(), self.reporter is None))
+        ranks = [(node, pid) for node, pid, _ in told]
         self.nodes = [node for node, _ in ranks]
-        is_new = self.reporter is None
+        # Where a node is replaced, training goes on at once: rank 0 reports already, or opens what it lacks meanwhile.
+        self.opens_tracking = told[0][2]
         if self.reporter is None:
             self.reporter = Reporter(self.rundir, world.rank, world.generation, sinks)
             for name, seconds in self.seconds.items():
@@ -82,8 +89,15 @@ class RankReports:
             self._has_told_of_traffic = True
             if self.job.training.encryption != "off":  # else somebody wants it so, and the log says it
                 self.reporter.emit("error", message=world.open_traffic, fatal=False)
-        if is_new:  # others wait in their next collective; where a node is replaced, training goes on at once
-            self.reporter.wait_until_open(min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3))
+        self._opening_ends = time.monotonic() + min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3)
+
+    def wait_until_open(self, seconds: float = math.inf) -> bool:
+        """Wait for this rank's tracking, at most ``seconds`` and as long as training may wait for it, and return
+        whether there is nothing more to wait for. Without `opens_tracking`, that is at once."""
+        if self.reporter is None or not self.opens_tracking:
+            return True
+        left = self._opening_ends - time.monotonic()
+        return left <= 0 or self.reporter.wait_until_open(min(seconds, left))
 
     def close_reporter(self, tracking_seconds: float = 60.0) -> None:
         """Write all reports, and wait up to ``tracking_seconds`` for tracking servers; later events are lost."""

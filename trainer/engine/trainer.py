@@ -21,6 +21,7 @@ from trainer.comm.group import GroupError
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.elastic.generation import START
+from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.finalize import finalize
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
@@ -119,6 +120,7 @@ class DistributedTrainer:
                 "a model of your own cannot regroup: leave DTRAIN_LAUNCH out of the environment, or set "
                 "training.regroup = false"
             )
+        self.reports.wait_until_open()
         self._own_model = OwnModel(model, self.job, participant.world, participant.faults)
         return self._own_model.model
 
@@ -135,6 +137,7 @@ class DistributedTrainer:
         session = self._session = Session(participant, workload)
         if session.elastic is None:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
+            wait_for_tracking(session)
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
             if session.step.sharded is None:

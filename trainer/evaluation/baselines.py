@@ -9,7 +9,7 @@ is used, evenly spread (`trainer.data.sampler.spread_positions`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
+from trainer.evaluation.piece_work import PieceWork, Stage, on_grid
 from trainer.evaluation.shared_work import SharedWork
 
 if TYPE_CHECKING:
@@ -65,11 +66,68 @@ class BaselineFits:
         column, of_column = ("log_rv_5", np.exp) if name == "last_value" else ("ewma_variance", np.sqrt)
         return self.distribution(*(of_column(_columns(shards, (column,), rows)[:, 0]) for rows in (train, judged)))
 
-    def ridge(self, work: SharedWork) -> tuple[tuple[Array, Array], BaselineForecast]:
-        """Return the volatility that ridge fits and forecasts, for `distribution`, and its forecast of the mean. A
-        collective of all ranks that share the work."""
-        volatility, mean = _ridge(self._shards, self._train, self._judged, work)
-        return volatility, BaselineForecast(mean)
+    @property
+    def ridge_stages(self) -> tuple[Callable[[Array], Stage], ...]:
+        """Return ridge on the flattened window, for log realised volatility and for the return, as work in pieces of
+        windows. Its result is (n + m, 2): both, for the training windows and for those that are judged.
+
+        The two regressions share the Gram matrix, which is summed over pieces: memory does not grow with the data. The
+        penalty is chosen on the validation split."""
+        shards, train = self._shards, self._train
+        valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
+        names = ("target_log_rv", shards.spec.target)
+        targets = _columns(shards, names, train)
+        centre = targets.mean(axis=0)
+        size = shards.spec.window * len(shards.spec.features)
+
+        def sum_products(_: Array) -> Stage:
+            def add(piece: int, sums: Array) -> None:
+                part, x = _windows(shards, train, piece)
+                sums[:, :size] += on_grid(x.T @ x)
+                sums[:, size:] += on_grid(x.T @ (targets[part] - centre).astype(np.float32))
+
+            def solve(sums: Array) -> Array:
+                """(P, W * F, 2): the weights for each penalty."""
+                values, vectors = np.linalg.eigh(sums[:, :size] / len(train))
+                rotated = vectors.T @ (sums[:, size:] / len(train))
+                return np.stack([vectors @ (rotated / (values + penalty)[:, None]) for penalty in PENALTIES])
+
+            return Stage(_pieces(train), (size, size + 2), add, solve)
+
+        def choose_penalty(paths: Array) -> Stage:
+            observed = _columns(shards, names, valid) - centre
+
+            def add(piece: int, errors: Array) -> None:
+                part, x = _windows(shards, valid, piece)
+                errors += on_grid(np.array([((x @ path - observed[part]) ** 2).sum(axis=0) for path in paths]))
+
+            def choose(errors: Array) -> Array:
+                """(W * F, 2): the weights with the least error."""
+                return np.column_stack([paths[place][:, index] for index, place in enumerate(errors.argmin(axis=0))])
+
+            return Stage(_pieces(valid), (len(PENALTIES), 2), add, choose)
+
+        def predict(weights: Array) -> Stage:
+            first = _pieces(train)
+
+            def add(piece: int, found: Array) -> None:
+                rows, number, offset = (train, piece, 0) if piece < first else (self._judged, piece - first, len(train))
+                part, x = _windows(shards, rows, number)
+                found[offset + part.start : offset + part.stop] = x @ weights
+
+            shape = (len(train) + len(self._judged), 2)
+            return Stage(first + _pieces(self._judged), shape, add, lambda found: found + centre)
+
+        return sum_products, choose_penalty, predict
+
+    def ridge(self, found: Array) -> BaselineForecast:
+        """Return the distribution that ridge forecasts, from the result of `ridge_stages`."""
+        count, volatility = len(self._train), np.exp(found[:, 0])
+        return self.distribution(volatility[:count], volatility[count:])
+
+    def ridge_mean(self, found: Array) -> BaselineForecast:
+        """Return ridge's forecast of the mean, from the result of `ridge_stages`."""
+        return BaselineForecast(found[len(self._train) :, 1])
 
     def drift(self) -> BaselineForecast:
         """Return the mean of the training targets as a forecast."""
@@ -82,11 +140,8 @@ class BaselineFits:
         return BaselineForecast(np.zeros(len(self._judged)), factor * np.maximum(forecast, floor), nu)
 
 
-def baseline_forecasts(
-    shards: DataShardManager, split: str, only: Collection[str] | None = None
-) -> dict[str, BaselineForecast]:
+def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, BaselineForecast]:
     """Return forecasts for the windows of ``split`` in order of position, without those whose columns are no features.
-    ``only``: names among the first five to compute; it leaves out ridge, which takes longest.
 
     - ``constant``: zero mean and one scale per ticker;
     - ``last_value``: the realised volatility of the last five days;
@@ -98,11 +153,9 @@ def baseline_forecasts(
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
     fits = BaselineFits(shards, split)
-    forecasts = {name: fits.forecast(name) for name in fits.names if only is None or name in only}
-    if only is not None:
-        return forecasts
-    volatility, ridge_mean = fits.ridge(SharedWork())
-    return {**forecasts, "ridge": fits.distribution(*volatility), "drift": fits.drift(), "ridge_mean": ridge_mean}
+    forecasts = {name: fits.forecast(name) for name in fits.names}
+    found = PieceWork(fits.ridge_stages).complete(SharedWork())
+    return {**forecasts, "ridge": fits.ridge(found), "drift": fits.drift(), "ridge_mean": fits.ridge_mean(found)}
 
 
 def fit_student_t(z: Array) -> tuple[float, float]:
@@ -173,46 +226,16 @@ def _regression(
     return np.exp(design @ weights), np.exp(new @ weights)
 
 
-def _ridge(
-    shards: DataShardManager, train: NDArray, judged: NDArray, work: SharedWork
-) -> tuple[tuple[Array, Array], Array]:
-    """Ridge on the flattened window for log realised volatility and for the return: their normal equations share the
-    Gram matrix, which is summed over chunks, so memory does not grow with the data. Ranks take chunks each."""
-    valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
-    names = ("target_log_rv", shards.spec.target)
-    targets = _columns(shards, names, train)
-    centre = targets.mean(axis=0)
-    size = shards.spec.window * len(shards.spec.features)
-    sums = np.zeros((size, size + 2))  # the Gram matrix, and the moments
-    for part, x in _windows(shards, train, work):
-        sums[:, :size] += x.T @ x
-        sums[:, size:] += x.T @ (targets[part] - centre).astype(np.float32)
-    sums = work.sum(sums) / len(train)
-    values, vectors = np.linalg.eigh(sums[:, :size])
-    rotated = vectors.T @ sums[:, size:]
-    paths = [vectors @ (rotated / (values + penalty)[:, None]) for penalty in PENALTIES]
-    errors = np.zeros((len(PENALTIES), 2))
-    observed = _columns(shards, names, valid) - centre
-    for part, x in _windows(shards, valid, work):
-        errors += [((x @ path - observed[part]) ** 2).sum(axis=0) for path in paths]
-    best = work.sum(errors).argmin(axis=0)
-    chosen = np.column_stack([paths[place][:, index] for index, place in enumerate(best)])
-    fitted, forecast = (_apply(shards, rows, chosen, work) + centre for rows in (train, judged))
-    return (np.exp(fitted[:, 0]), np.exp(forecast[:, 0])), forecast[:, 1]
+def _pieces(rows: NDArray) -> int:
+    """Return the number of pieces of `CHUNK` windows, the last of which may be smaller."""
+    return -(-len(rows) // CHUNK)
 
 
-def _apply(shards: DataShardManager, rows: NDArray, weights: Array, work: SharedWork) -> Array:
-    """(n, 2): the products of all windows with the weights, on all ranks."""
-    mine = [x @ weights for _, x in _windows(shards, rows, work)]
-    return work.join(np.concatenate([np.empty((0, 2)), *mine]), work.part(len(rows), CHUNK)[0], len(rows))
-
-
-def _windows(shards: DataShardManager, rows: NDArray, work: SharedWork) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-    """This rank's chunks of standardised, flattened windows: (slice of the samples, (n, W * F) float32)."""
+def _windows(shards: DataShardManager, rows: NDArray, piece: int) -> tuple[slice, NDArray[np.float32]]:
+    """Return a piece of the windows that end in ``rows``, standardised and flattened: (slice of the samples, (n, W * F)
+    float32)."""
     mean, std = (np.asarray(part, dtype=np.float32) for part in (shards.spec.feature_mean, shards.spec.feature_std))
     std[std == 0] = 1
-    first, last = work.part(len(rows), CHUNK)
-    for start in range(first, last, CHUNK):
-        part = slice(start, min(start + CHUNK, last))
-        windows = shards.gather(rows[part])[0].cpu().numpy()  # the data may be kept on a GPU
-        yield part, ((windows - mean) / std).reshape(len(windows), -1)
+    part = slice(piece * CHUNK, min((piece + 1) * CHUNK, len(rows)))
+    windows = shards.gather(rows[part])[0].cpu().numpy()  # the data may be kept on a GPU
+    return part, ((windows - mean) / std).reshape(len(windows), -1)

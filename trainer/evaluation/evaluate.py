@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trainer.data.sampler import spread_positions
 from trainer.documents.events import FinishStage
 from trainer.evaluation.gate import Gate, gate, suspect_leak
-from trainer.evaluation.judged_baselines import judge_baselines
+from trainer.evaluation.judged_baselines import BaselineJudgement
 from trainer.evaluation.report import Predictions, build_report, score_forecast
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.losses import Predictive, gives_predictive
@@ -159,9 +159,11 @@ def final_report(
     run_dir: RunDir,
     batch_size: int = 1024,
     begin: Callable[[FinishStage], object] = lambda stage: None,
+    baselines: BaselineJudgement | None = None,
 ) -> dict[str, Any]:
     """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks,
-    which share the work. ``begin`` is called with each stage of it, as it begins.
+    which share the work. ``begin`` is called with each stage of it, as it begins. ``baselines``: their scores on the
+    test split, of which some work may be done already.
 
     Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
     names by code) and ``evaluation.json``. Raise ValueError where the loss is not finite, before anything is written.
@@ -174,13 +176,13 @@ def final_report(
             "lower training.learning_rate or training.clip_norm"
         )
     begin("baselines")
-    baselines = judge_baselines(shards, "test", world)
+    scores = (baselines or BaselineJudgement(shards, "test")).scores(SharedWork(world))
     begin("report")
     report: dict[str, Any] = {}
     if evaluation.predictions is not None:
         predictions = evaluation.predictions
         days = shards.dates(predictions.row).astype("datetime64[D]")
-        report = build_report(predictions, days, baselines, shards.spec.horizon)
+        report = build_report(predictions, days, scores, shards.spec.horizon)
         codes = shards.tickers(predictions.row)
         _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)

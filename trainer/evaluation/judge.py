@@ -24,6 +24,7 @@ from trainer.rundir import EVALUATION, RunDir
 if TYPE_CHECKING:
     from trainer.comm.world import World
     from trainer.data.shards import DataShardManager
+    from trainer.evaluation.judged_baselines import BaselineJudgement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,8 @@ class WindowJudge:
 
     criterion: nn.Module
     shards: DataShardManager
+    baselines: BaselineJudgement
+    """On the test split."""
 
     def validate(self, request: JudgeRequest) -> Evaluation:
         """Return the judgement on the validation split."""
@@ -70,7 +73,7 @@ class WindowJudge:
         """Return the report on the test split, with its baselines."""
         return final_report(
             request.model, self.criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
-            begin=begin,
+            begin=begin, baselines=self.baselines,
         )  # fmt: skip
 
 

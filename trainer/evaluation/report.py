@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineForecast
-from trainer.evaluation.gate import gate, suspect_leak
+from trainer.evaluation.gate import gate, is_beyond_chance, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
 
@@ -201,7 +201,7 @@ def _note_on_likelihood(model: Mapping[str, Any], baselines: Mapping[str, Any]) 
     shown = f"NLL {model['nll']:.4f} against {judged[best]['nll']:.4f} of the best baseline, {best}"
     if t is None:
         return f"{shown}; too few days for a test."
-    if abs(t) < 2:
+    if not is_beyond_chance(t):
         return f"{shown}: a difference that could be chance (t = {t:.1f})."
     return f"{shown}: {'better' if gain > 0 else 'worse'} by {abs(gain):.4f} (t = {t:.1f})."
 

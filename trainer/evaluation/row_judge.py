@@ -72,7 +72,7 @@ class RowJudge:
         is not finite, before anything is written."""
         begin("test split")
         work = SharedWork(request.world)
-        loss, sums, table = self._judge_model(request, work)
+        loss, sums, table, own = self._judge_model(request, work)
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss on the test split is {loss}: lower training.learning_rate or training.clip_norm"
@@ -82,7 +82,7 @@ class RowJudge:
         linear = fit_linear(self.data, work, request.before_batch)
         shuffled = fit_linear(self.data, work, request.before_batch, shuffle_seed=0)
         named = {"constant": lambda rows: _repeated(constant, len(rows), self._is_number), "linear": linear.forecast}
-        judged = {name: self._judge(forecast, request, work) for name, forecast in named.items()}
+        judged = {name: self._judge(forecast, own, request, work) for name, forecast in named.items()}
         canary = self._canary(shuffled, constant, request, work)
         begin("report")
         report = self._document(loss, sums, judged, canary)
@@ -96,11 +96,13 @@ class RowJudge:
     def _is_number(self) -> bool:
         return self.data.spec.task == REGRESSION
 
-    def _document(self, loss: float, sums: Array | None, judged: dict[str, Array], canary: dict) -> dict[str, Any]:
+    def _document(
+        self, loss: float, sums: Array | None, judged: dict[str, tuple[Array, dict]], canary: dict
+    ) -> dict[str, Any]:
         figures_of = number_figures if self._is_number else class_figures
         model: dict[str, Any] = {"loss": loss, "samples": self.data.count("test")}
         notes = []
-        baselines = {name: figures_of(found) for name, found in judged.items()}
+        baselines = {name: {**figures_of(found), **gain} for name, (found, gain) in judged.items()}
         if sums is None:
             notes.append("the loss knows neither probabilities nor a forecast, so it is judged by its own value alone")
         else:
@@ -124,9 +126,10 @@ class RowJudge:
             report["calibration"] = calibration_table(sums)
         return report
 
-    def _judge_model(self, request: JudgeRequest, work: SharedWork) -> tuple[float, Array | None, Array]:
-        """Return the mean loss, the sums for the figures (None where the loss knows no forecast), and the table of
-        single forecasts (row, target, loss, forecast)."""
+    def _judge_model(self, request: JudgeRequest, work: SharedWork) -> tuple[float, Array | None, Array, Array]:
+        """Return the mean loss, the sums for the figures (None where the loss knows no forecast), the table of single
+        forecasts (row, target, loss, forecast), and the scores of this rank's part of it (`_score`; NaN without a
+        forecast)."""
         known: Any = self.criterion
         kind = "point" if self._is_number else "probabilities"
         has_forecast = callable(getattr(self.criterion, kind, None))
@@ -134,7 +137,7 @@ class RowJudge:
         kept = spread_positions(count)
         first, last = work.part(count, request.batch_size)
         begin, end = np.searchsorted(kept, (first, last))
-        part = np.empty((end - begin, 4))
+        part, scores = np.empty((end - begin, 4)), np.full(end - begin, math.nan)
         total = np.zeros(1)
         sums = None
         was_training = request.model.training
@@ -149,50 +152,64 @@ class RowJudge:
                 total += losses.sum()
                 chosen = np.full(len(losses), math.nan)
                 truth = target.cpu().numpy()
+                some = slice(*np.searchsorted(kept[begin:end], (start, start + len(losses))))
+                here = kept[begin:end][some] - start
                 if has_forecast:
                     found = getattr(known, kind)(outputs).double().cpu().numpy()
                     scored = self._sums(found, truth)
                     sums = scored if sums is None else sums + scored
+                    scores[some] = self._score(found[here], truth[here])
                     chosen = found if self._is_number else found.argmax(axis=1).astype(np.float64)
-                some = slice(*np.searchsorted(kept[begin:end], (start, start + len(losses))))
-                here = kept[begin:end][some] - start
                 part[some] = np.column_stack([kept[begin:end][some], truth[here], losses[here], chosen[here]])
         request.model.train(was_training)
         loss = float(work.sum(total)[0]) / count
         table = work.join(part, int(begin), len(kept))
         if not has_forecast:
-            return loss, None, table
-        return loss, work.sum(np.zeros(self._width) if sums is None else sums), table
+            return loss, None, table, scores
+        return loss, work.sum(np.zeros(self._width) if sums is None else sums), table, scores
 
-    def _judge(self, forecast: Callable[[Tensor], Array], request: JudgeRequest, work: SharedWork) -> Array:
-        """Return the sums of a baseline's scores."""
-        first, last = work.part(self.data.count("test"), request.batch_size)
-        sums = np.zeros(self._width)
+    def _judge(
+        self, forecast: Callable[[Tensor], Array], own: Array, request: JudgeRequest, work: SharedWork
+    ) -> tuple[Array, dict[str, float | None]]:
+        """Return the sums of a baseline's scores, and what the model gains over it per row (`_score`), with the paired
+        t-statistic; nothing of the latter where the model has no scores (``own``, of this rank's part)."""
+        count = self.data.count("test")
+        kept = spread_positions(count)
+        first, last = work.part(count, request.batch_size)
+        begin = np.searchsorted(kept, first)
+        sums, gains = np.zeros(self._width), np.zeros(3)
         for start in range(first, last, request.batch_size):
             request.before_batch()
             rows, target = self.data.gather("test", np.arange(start, min(start + request.batch_size, last)))
-            sums += self._sums(forecast(rows), target.numpy())
-        return work.sum(sums)
+            found, truth = forecast(rows), target.numpy()
+            sums += self._sums(found, truth)
+            some = slice(*np.searchsorted(kept, (start, start + len(truth))))
+            here = kept[some] - start
+            gains += _moments(self._score(found[here], truth[here]) - own[some.start - begin : some.stop - begin])
+        sums, gains = work.sum(sums), work.sum(gains)
+        if math.isnan(gains[1]):
+            return sums, {}
+        mean, error = _mean_and_error(gains)
+        return sums, {"model_gain": mean, "model_gain_t": mean / error if error > 0 else None}
 
     def _canary(self, shuffled: LinearModel, constant: Array, request: JudgeRequest, work: SharedWork) -> dict:
-        """Return what a linear model of shuffled targets gains over the constant per row (log-loss, or squared error in
-        units of the target's variance), which has to be no more than chance."""
+        """Return what a linear model of shuffled targets gains over the constant per row (`_score`), which has to be no
+        more than chance."""
         first, last = work.part(self.data.count("test"), request.batch_size)
         sums = np.zeros(3)
         for start in range(first, last, request.batch_size):
             request.before_batch()
             rows, target = self.data.gather("test", np.arange(start, min(start + request.batch_size, last)))
             truth, plain = target.numpy(), _repeated(constant, len(rows), self._is_number)
-            found = shuffled.forecast(rows)
-            if self._is_number:
-                gain = ((plain - truth) ** 2 - (found - truth) ** 2) / self.data.spec.target_std**2
-            else:
-                gain = log_losses(plain, truth) - log_losses(found, truth)
-            sums += [len(gain), gain.sum(), (gain**2).sum()]
-        count, total, squares = work.sum(sums).tolist()
-        mean = total / count
-        error = math.sqrt(max(0.0, squares / count - mean**2) / count)
+            sums += _moments(self._score(plain, truth) - self._score(shuffled.forecast(rows), truth))
+        mean, error = _mean_and_error(work.sum(sums))
         return {"gain": mean, "standard_error": error, "passed": mean <= CERTAIN * error}
+
+    def _score(self, forecast: Array, truth: NDArray[Any]) -> Array:
+        """(n,): log-loss in nats, or squared error in units of the target's variance."""
+        if self._is_number:
+            return (forecast - truth) ** 2 / self.data.spec.target_std**2
+        return log_losses(forecast, truth)
 
     def _sums(self, forecast: Array, target: NDArray[Any]) -> Array:
         if self._is_number:
@@ -204,6 +221,18 @@ class RowJudge:
         """The number of sums."""
         nothing = np.zeros((0, max(1, len(self.data.spec.classes))))
         return len(self._sums(nothing[:, 0] if self._is_number else nothing, np.zeros(0)))
+
+
+def _moments(gain: Array) -> Array:
+    """(3,): count, sum and sum of squares."""
+    return np.array([len(gain), gain.sum(), (gain**2).sum()])
+
+
+def _mean_and_error(moments: Array) -> tuple[float, float]:
+    """Return the mean and its standard error."""
+    count, total, squares = moments.tolist()
+    mean = total / count
+    return mean, math.sqrt(max(0.0, squares / count - mean**2) / count)
 
 
 def _repeated(constant: Array, count: int, is_number: bool) -> Array:

@@ -89,6 +89,7 @@ class KerasTraining:
         [self._generation, *_] = self.replica.gather(self.facts, self.rundir.last_generation() + 1)
         if self.facts.rank == 0:
             self.reports.enter_world(replace(self._world, generation=self._generation))
+            self.reports.wait_until_open()
             self._checkpoints.fence(self._generation)
         if self.config.resume:
             self._resume()

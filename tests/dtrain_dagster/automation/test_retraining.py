@@ -356,7 +356,7 @@ def test_a_champion_that_a_baseline_beats_is_trained_again_once(
     champion = Registered(version="1", alias="champion", dataset_id="c", at=0.0)
     decided = staleness(champion, replace(champion, at=latest_at), None, None, judged, 300.0, 30)
     if is_cause:
-        words = "the champion, version 1, forecasts the days since its training no better than har_x"
+        words = "the champion, version 1, forecasts the days since its training worse than har_x, beyond chance"
         assert decided == [RetrainingCause("accuracy-v1-d", words)]
     else:
         assert isinstance(decided, str)

@@ -273,7 +273,9 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     [row] = [line.split() for line in shell.here("jobs").splitlines() if line.startswith("mine")]
     losses = [event["loss"] for event in job.events("step")]
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
-    assert "6 steps on 2 ranks" in shell.here("summary", "mine")
+    summary = " ".join(shell.here("summary", "mine").split())
+    assert "6 steps on 2 ranks" in summary
+    assert "earned over ridge: " in summary
     cost = json.loads(shell("cost", "mine", "--json"))
     assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
     assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}

@@ -19,13 +19,14 @@ import pytest
 import small_job
 
 from dtrain_dagster import registry
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.versions import open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.engine import reports
-from trainer.evaluation.gate import Gate
+from trainer.evaluation.gate import RULE, Gate
 from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
 
@@ -291,6 +292,8 @@ def test_the_card_says_what_it_is_and_what_it_is_not(
         assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
     assert f"{evaluation['model']['nll']:.4f}" in card
     assert evaluation["notes"][0] in card
+    assert f"A model passes if {RULE}." in card
+    assert f"Earned {worth_line(evaluation, PROVENANCE.cost_usd_total)}." in card
     assert " launches" not in card
     assert "launches" not in PROVENANCE.tags()
     resumed = replace(PROVENANCE, launches=2, train_seconds=1234.0)

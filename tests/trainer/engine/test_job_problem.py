@@ -87,6 +87,10 @@ def test_rows_are_learned_judged_and_saved(tmp_path: Path, target: str, loss: st
     assert report["model"][score] < 0.7 * report["baselines"]["constant"][score]
     assert report["baselines"]["linear"][score] < 0.7 * report["baselines"]["constant"][score]
     assert report["canaries"]["shuffled_targets"]["passed"]
+    for name, row in report["baselines"].items():
+        assert (row["model_gain"] > 0) == (report["model"][score] < row[score]), name
+        assert (row["model_gain_t"] > 0) == (row["model_gain"] > 0)
+    assert report["baselines"]["constant"]["model_gain_t"] > 5
     assert ("calibration" in report) == (target != "value")
     saved = load_saved_model(lambda name: (tmp_path / "run" / "model" / name).read_bytes(), ())
     found = saved.predict([[5.0, -1.0, 2.0], [9.0, -2.0, 0.0]])

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from trainer.evaluation.gate import gate, suspect_leak
+from trainer.evaluation.gate import better_baselines, gate, suspect_leak
 
 CALM = {"rank_ic": 0.01, "rank_ic_t": 0.5, "balanced_accuracy": 0.51, "balanced_accuracy_t": 1.0}
+RIDGE = {"nll": -2.001, "model_gain_nll": -0.001, "model_gain_t": -1.9}
 GOOD = {
     "model": {"nll": -2.0, "coverage_90": 0.9},
-    "baselines": {"ewma": {"nll": -1.98}, "har_x": {"nll": -1.99}, "ridge": {"nll": -2.1}},
+    "baselines": {"ewma": {"nll": -1.98}, "har_x": {"nll": -1.99}, "ridge": RIDGE},
     "halves": [CALM, CALM],
 }
 
@@ -26,7 +27,7 @@ def changed(path: str, value: object) -> dict:
     return report
 
 
-def test_a_good_model_passes_whatever_the_ridge_does() -> None:
+def test_a_model_passes_that_no_baseline_is_better_than_beyond_chance() -> None:
     assert gate(GOOD).passed
     assert gate(GOOD).reasons == ()
 
@@ -38,6 +39,10 @@ def test_a_good_model_passes_whatever_the_ridge_does() -> None:
         ("model.nll", -1.99, "not below har_x's -1.99"),
         ("baselines.ewma", {"nll": -2.01}, "not below ewma's -2.01"),
         ("baselines.har_x", {}, "har_x could not be judged"),
+        ("baselines.ridge.model_gain_t", -2.1, "ridge's NLL -2.0010 is better than -2.0000 beyond chance (t 2.1)"),
+        ("baselines.ridge.model_gain_t", None, "ridge's NLL -2.0010 is better than -2.0000 on too few days to test"),
+        ("baselines.constant", {"nll": -2.1, "model_gain_nll": -0.1, "model_gain_t": -9.0}, "constant's NLL -2.1000"),
+        ("baselines.ewma", {"nll": -2.01, "model_gain_nll": -0.01, "model_gain_t": -9.0}, "not below ewma's -2.01"),
         ("model.coverage_90", 0.86, "covers 0.860, outside [0.87, 0.93]"),
         ("model.coverage_90", 0.94, "covers 0.940"),
         ("halves", [{"rank_ic": 0.2, "rank_ic_t": 5.0}] * 2, "rank_ic is 0.200 and 0.200"),
@@ -46,7 +51,17 @@ def test_a_good_model_passes_whatever_the_ridge_does() -> None:
 def test_what_blocks_promotion(path: str, value: object, reason: str) -> None:
     decision = gate(changed(path, value))
     assert not decision.passed
-    assert any(reason in said for said in decision.reasons)
+    assert len(decision.reasons) == 1, "each is told once"
+    assert reason in decision.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("gain", "t", "is_better"),
+    [(-0.1, -2.1, True), (-0.1, -2.0, False), (-0.1, None, True), (0.1, 2.1, False), (0.1, None, False)],
+)
+def test_a_baseline_that_is_better_beyond_chance(gain: float, t: float | None, is_better: bool) -> None:
+    rows = {"ridge": {"model_gain_nll": gain, "model_gain_t": t}, "drift": {"mse_to_zero": 1.0}}
+    assert better_baselines({"baselines": rows}) == ["ridge"] * is_better
 
 
 def test_a_loss_without_a_distribution_cannot_be_promoted() -> None:
