@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from dtrain_dagster.costs.money import SECOND, USD, nano_usd, usd
 from trainer.config import JOB_ID, JobConfig
@@ -143,11 +144,15 @@ class FleetLimits:
 
     def units_of(self, node_seconds: float) -> int:
         """Return what this many node-seconds cost."""
-        return round(node_seconds * SECOND) * nano_usd(self.usd_per_node_hour)
+        return round(node_seconds * SECOND) * _nano_usd(self.usd_per_node_hour)
 
     def seconds_of(self, units: int) -> float:
         """Return how many node-seconds an amount pays for, rounded down to a microsecond."""
-        return units // nano_usd(self.usd_per_node_hour) / SECOND
+        return units // _nano_usd(self.usd_per_node_hour) / SECOND
+
+
+_nano_usd = lru_cache(16)(nano_usd)
+"""The price of a fleet is one, and decisions ask for it very often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -138,15 +138,20 @@ class FleetRecords:
         with hold_lock(path, 0.0) as is_held:
             return not is_held
 
-    def write_limits(self, limits: FleetLimits) -> None:
-        """Set the limits of the fleet. Raise `FleetError` for a budget below what its jobs were promised."""
+    def began_at(self, now: float) -> float:
+        """Return the Unix time at which the fleet was begun; ``now`` for one that is not yet."""
+        return float((self._read(FLEET) or {}).get("began_at", now))
+
+    def write_limits(self, limits: FleetLimits, now: float) -> None:
+        """Set the limits of the fleet, which begins now if it has not yet. Raise `FleetError` for a budget below what
+        its jobs were promised."""
         promised = sum(entry.kept.grant_units for entry in self.entries())
         if promised > limits.budget_units:
             raise FleetError(
                 f"budget_usd is {limits.budget_usd:g}, and jobs of fleet {self.name} were paid or promised more by "
                 "now: give at least as much as before, or end jobs first"
             )
-        self._write(FLEET, {"name": self.name, "limits": asdict(limits)})
+        self._write(FLEET, {"name": self.name, "began_at": self.began_at(now), "limits": asdict(limits)})
 
     def limits(self) -> FleetLimits:
         """Return the limits of the fleet. Raise `FleetError` where there is no such fleet."""

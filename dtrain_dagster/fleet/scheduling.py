@@ -125,8 +125,9 @@ class _Look:
         self.over: set[str] = set()
         self.left_waiting: dict[str, str] = {}
         """Candidates that do not begin now, and why."""
-        self._needed: tuple[int, list[tuple[int, int]]] | None = None
-        """Priority and dollars of what each running job needs, and the number of leaving ones when that was found."""
+        self.lowest_priority = min((item.job.priority for item in self.running), default=LOWEST)
+        self._needed: dict[int, int] = {}
+        """What `needed_above` has found, by priority, until a job is told to leave."""
 
     @property
     def running(self) -> list[Standing]:
@@ -163,12 +164,16 @@ class _Look:
     def leave(self, standing: Standing) -> None:
         """Count the nodes of a job as coming free."""
         self.leaving.add(standing.job.job_id)
+        self._needed.clear()
         self.coming_nodes += standing.nodes
 
     def end_hopeless(self) -> None:
         """End what can no longer end in time, or needs more nodes than there are."""
         for item in self.running:
-            deadline, at_least = self.deadline_of(item), item.seconds_left(item.nodes, deviations=-2.0)
+            deadline = self.deadline_of(item)
+            if deadline == math.inf:
+                continue
+            at_least = item.seconds_left(item.nodes, deviations=-2.0)
             if self.now >= deadline:
                 self.end(item, "its deadline has passed")
             elif self.now + at_least > deadline:
@@ -178,7 +183,7 @@ class _Look:
             deadline, most = self.deadline_of(item), self.most_nodes_of(item)
             if item.job.least_nodes > self.limits.nodes:
                 self.end(item, f"it needs {item.job.least_nodes} nodes, and the fleet has {self.limits.nodes}")
-            elif self.now + (needs := item.seconds_left(most)) > deadline:
+            elif deadline < math.inf and self.now + (needs := item.seconds_left(most)) > deadline:
                 left = max(0.0, deadline - self.now)
                 on = f"{most} node{'s' if most > 1 else ''}"
                 begun = "continued" if item.is_begun else "begun"
@@ -210,8 +215,9 @@ class _Look:
         """Nodes that are free now and that it does not need then."""
         for item in self.candidates:
             job, nodes = item.job, self.fewest_in_time(item)
-            if not self.free_nodes and shadow < math.inf:
-                break  # nothing can pass those that wait for nodes
+            if not self.free_nodes and (shadow < math.inf or not self.may_claim(job.priority)):
+                self.left_waiting[job.job_id] = "it waits for nodes"
+                break  # and so do all after it
             if item.not_before > self.now:
                 self.left_waiting[job.job_id] = "no nodes were to be had: it is tried again later"
                 continue
@@ -262,6 +268,10 @@ class _Look:
         self.coming_nodes -= nodes - from_free
         return True
 
+    def may_claim(self, priority: int) -> bool:
+        """Return whether a job of this priority might get nodes that are not free now."""
+        return self.coming_nodes > 0 or self.lowest_priority < priority
+
     def expected_free(self, nodes: int) -> tuple[float, int]:
         """Return when this many nodes are expected to be free, and how many more than these will be then."""
         found, at = self.free_nodes + self.coming_nodes, self.now
@@ -284,13 +294,13 @@ class _Look:
 
     def needed_above(self, priority: int) -> int:
         """Return what running jobs of at least this priority still need beyond what they were promised."""
-        if self._needed is None or self._needed[0] != len(self.leaving):
-            more = [
-                (item.job.priority, item.paid_units + units_to_end(item, item.nodes, self.limits) - item.grant_units)
+        if priority not in self._needed:
+            self._needed[priority] = sum(
+                max(0, item.paid_units + units_to_end(item, item.nodes, self.limits) - item.grant_units)
                 for item in self.running
-            ]
-            self._needed = len(self.leaving), more
-        return sum(max(0, units) for its, units in self._needed[1] if its >= priority)
+                if item.job.priority >= priority
+            )
+        return self._needed[priority]
 
     def start(self, chosen: dict[str, int], held_units: int) -> None:
         """Decide the starts, on more nodes where nobody else waits for them."""
