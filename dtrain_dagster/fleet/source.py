@@ -47,8 +47,7 @@ class JobSource(Protocol):
 
     def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
         """Return whether a running job goes on. ``evaluations``: all that it has had of its validation split, in order
-        of steps. It is asked once for each length of them, and once more where the answer was lost with the
-        orchestrator."""
+        of steps. It is asked each time that one more has come."""
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note that a job is over. It is told once for each job that it gave, in the order in which they ended."""
