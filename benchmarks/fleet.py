@@ -30,6 +30,7 @@ import os
 import random
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.checkpoint import RESULTS, _cpu
@@ -161,7 +162,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="Write benchmarks/results/fleet.json.")
     options = parser.parse_args()
-    rows = [measure_seed(options.jobs, seed, options.nodes) for seed in range(options.seeds)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        measured = [pool.submit(measure_seed, options.jobs, seed, options.nodes) for seed in range(options.seeds)]
+        rows = [item.result() for item in measured]
     line: dict[str, Any] = {
         "metric": "overspent_usd",
         "value": max(row["overspent_usd"] for row in rows),

@@ -73,7 +73,7 @@ def write_fleet(shell: Shell, budget_usd: float, **defaults: Any) -> None:
             "dataset": str(shell.folder / "dataset"),
             "most_nodes": 1,
             "expected_node_minutes": 0.5,
-            "set": {"training.threads_per_rank": 1, "training.log_frequency": 1, **defaults},
+            "set": {"training.threads_per_rank": 1, "training.log_frequency": 5, **defaults},
         },
         "jobs": [{"name": "a", "priority": 1}, {"name": "b"}],
     }
@@ -81,10 +81,8 @@ def write_fleet(shell: Shell, budget_usd: float, **defaults: Any) -> None:
 
 
 def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: Shell):
-    # Slow steps, of far more work than was expected: only the budget ends them.
-    shell.environment["DTRAIN_FAULTS"] = json.dumps([{"kind": "sleep", "at": "input", "step": 5, "node": 0, "seconds": 300}])
     budget = 240 * PRICE
-    write_fleet(shell, budget, **{"training.epochs": 500})
+    write_fleet(shell, budget, **{"training.epochs": 100_000})  # far more than was expected: only the budget ends them
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
@@ -101,6 +99,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     for name in "ab":
         result = shell.rundir(name).read_json("result.json") or {}
         assert result["status"] == "budget", "nobody told them to stop"
+        assert shell.rundir(name).latest_checkpoint()
         [node] = shell.rundir(name).nodes()
         kept = json.loads((shell.home / "fleets/small/states" / f"small-{name}.json").read_text())
         limit = (shell.rundir(name).read_json("budget.json") or {})["max_node_seconds"]
@@ -115,7 +114,9 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     seen = shell.status()
     assert seen["over"] == 2, said
     assert {job["state"] for job in seen["jobs"]} == {"ended"}, said
-    assert all("of the budget" in job["reason"] or "budget" in job["reason"] for job in seen["jobs"]), said
+    assert all("budget" in job["reason"] for job in seen["jobs"]), said
+    assert max(len(shell.rundir(name).nodes()) for name in "ab") == 2, "with what was left, one was continued"
+    assert list(shell.rundir("a").events("resume")), "from its checkpoint"
     assert seen["used_usd"] <= budget
     cost = json.loads(shell.run("fleet", "cost", "small", "--json"))
     paid = sum(node.seconds(0.0) for name in "ab" for node in shell.rundir(name).nodes())
