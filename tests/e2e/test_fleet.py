@@ -62,7 +62,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     LocalClusterManager(made.home).cleanup_cluster()
 
 
-def write_fleet(shell: Shell, budget_usd: float, **defaults: Any) -> None:
+def write_fleet(shell: Shell, budget_usd: float, jobs: list[dict[str, Any]], **settings: Any) -> None:
     document = {
         "name": "small",
         "budget_usd": budget_usd,
@@ -73,16 +73,17 @@ def write_fleet(shell: Shell, budget_usd: float, **defaults: Any) -> None:
             "dataset": str(shell.folder / "dataset"),
             "most_nodes": 1,
             "expected_node_minutes": 0.5,
-            "set": {"training.threads_per_rank": 1, "training.log_frequency": 5, **defaults},
+            "set": {"training.threads_per_rank": 1, "training.log_frequency": 5, **settings},
         },
-        "jobs": [{"name": "a", "priority": 1}, {"name": "b"}],
+        "jobs": jobs,
     }
     (shell.folder / "fleet.yaml").write_text(yaml.safe_dump(document))
 
 
 def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: Shell):
     budget = 240 * PRICE
-    write_fleet(shell, budget, **{"training.epochs": 100_000})  # far more than was expected: only the budget ends them
+    jobs = [{"name": "a", "priority": 1}, {"name": "b"}]
+    write_fleet(shell, budget, jobs, **{"training.epochs": 100_000})  # far more than was expected of them
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
@@ -114,9 +115,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     seen = shell.status()
     assert seen["over"] == 2, said
     assert {job["state"] for job in seen["jobs"]} == {"ended"}, said
-    assert all("budget" in job["reason"] for job in seen["jobs"]), said
-    assert max(len(shell.rundir(name).nodes()) for name in "ab") == 2, "with what was left, one was continued"
-    assert list(shell.rundir("a").events("resume")), "from its checkpoint"
+    assert all("not continued: it would cost" in job["reason"] for job in seen["jobs"]), said
     assert seen["used_usd"] <= budget
     cost = json.loads(shell.run("fleet", "cost", "small", "--json"))
     paid = sum(node.seconds(0.0) for name in "ab" for node in shell.rundir(name).nodes())
@@ -125,16 +124,31 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     assert cost["usd"] <= budget
 
 
-def test_an_orchestrator_that_is_killed_as_it_begins_goes_on_with_the_same_jobs(shell: Shell):
-    write_fleet(shell, 2.0, **{"training.max_steps": 6})
+def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_one_that_runs(shell: Shell):
+    low = {"name": "low", "least_nodes": 2, "most_nodes": 2, "set": {"training.epochs": 100_000}}
+    high = {"name": "high", "priority": 1, "least_nodes": 2, "most_nodes": 2, "set": {"training.max_steps": 6}}
+    write_fleet(shell, 10_000.0, jobs=[low])
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
-    while not shell.rundir("a").nodes():
+    while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
-        time.sleep(0.05)
+        time.sleep(0.5)
     orchestrator.send_signal(signal.SIGKILL)
     orchestrator.wait()
+
+    write_fleet(shell, 10_000.0, jobs=[low, high])
     again = shell.start("fleet", "run", "fleet.yaml")
-    said = again.communicate()[0]
-    assert again.returncode == 0, said
-    assert {job["state"] for job in shell.status()["jobs"]} == {"succeeded"}
-    assert [(node.launch, node.incarnation) for name in "ab" for node in shell.rundir(name).nodes()] == [(1, 1)] * 2
+    while not list(shell.rundir("low").events("resume")):
+        assert again.poll() is None, again.communicate()[0]
+        time.sleep(0.5)
+    seen = {job["job_id"]: job for job in shell.status()["jobs"]}
+    assert (seen["small-low"]["state"], seen["small-high"]["state"]) == ("running", "succeeded")
+    shell.run("fleet", "cancel", "small")
+    again.wait()
+    seen = {job["job_id"]: job for job in shell.status()["jobs"]}
+    assert (seen["small-low"]["state"], seen["small-high"]["state"]) == ("ended", "succeeded")
+    nodes = {name: shell.rundir(name).nodes() for name in ("low", "high")}
+    assert [(node.launch, node.incarnation) for node in nodes["high"]] == [(1, 1)] * 2, "bought once"
+    assert [(node.launch, node.incarnation) for node in nodes["low"]] == [(1, 1)] * 2 + [(2, 1)] * 2
+    assert all(event["step"] > 0 for event in shell.rundir("low").events("resume")), "from its checkpoint"
+    ends = [node.ended_at or 0.0 for node in nodes["low"][:2]]
+    assert max(ends) <= min(node.started_at for node in nodes["high"]), "never four nodes at once"
