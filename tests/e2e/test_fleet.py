@@ -62,13 +62,15 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     LocalClusterManager(made.home).cleanup_cluster()
 
 
-def write_fleet(shell: Shell, budget_usd: float, jobs: list[dict[str, Any]], **settings: Any) -> None:
+def write_fleet(
+    shell: Shell, budget_usd: float, jobs: list[dict[str, Any]], slice_seconds: float, **settings: Any
+) -> None:
     document = {
         "name": "small",
         "budget_usd": budget_usd,
         "nodes": 2,
         "margin_seconds": 20,
-        "slice_seconds": 20,
+        "slice_seconds": slice_seconds,
         "defaults": {
             "dataset": str(shell.folder / "dataset"),
             "most_nodes": 1,
@@ -83,7 +85,7 @@ def write_fleet(shell: Shell, budget_usd: float, jobs: list[dict[str, Any]], **s
 def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: Shell):
     budget = 240 * PRICE
     jobs = [{"name": "a", "priority": 1}, {"name": "b"}]
-    write_fleet(shell, budget, jobs, **{"training.epochs": 100_000})  # far more than was expected of them
+    write_fleet(shell, budget, jobs, 20, **{"training.epochs": 100_000})  # far more than was expected of them
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
@@ -127,7 +129,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
 def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_one_that_runs(shell: Shell):
     low = {"name": "low", "least_nodes": 2, "most_nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "least_nodes": 2, "most_nodes": 2, "set": {"training.max_steps": 6}}
-    write_fleet(shell, 10_000.0, jobs=[low])
+    write_fleet(shell, 10_000.0, [low], slice_seconds=900)
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
@@ -135,7 +137,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     orchestrator.send_signal(signal.SIGKILL)
     orchestrator.wait()
 
-    write_fleet(shell, 10_000.0, jobs=[low, high])
+    write_fleet(shell, 10_000.0, [low, high], slice_seconds=900)
     again = shell.start("fleet", "run", "fleet.yaml")
     while not list(shell.rundir("low").events("resume")):
         assert again.poll() is None, again.communicate()[0]
@@ -147,6 +149,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     seen = {job["job_id"]: job for job in shell.status()["jobs"]}
     assert (seen["small-low"]["state"], seen["small-high"]["state"]) == ("ended", "succeeded")
     nodes = {name: shell.rundir(name).nodes() for name in ("low", "high")}
+    assert {node.exit_codes for node in nodes["low"][:2]} == {(143,)}, "asked to leave, not at its limit"
     assert [(node.launch, node.incarnation) for node in nodes["high"]] == [(1, 1)] * 2, "bought once"
     assert [(node.launch, node.incarnation) for node in nodes["low"]] == [(1, 1)] * 2 + [(2, 1)] * 2
     assert all(event["step"] > 0 for event in shell.rundir("low").events("resume")), "from its checkpoint"
