@@ -76,6 +76,8 @@ def _expected() -> tuple[type[Exception], ...]:
     from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
     from dtrain_dagster.costs.prices import PriceError
     from dtrain_dagster.data.errors import DataError
+    from dtrain_dagster.fleet.jobs import FleetError
+    from dtrain_dagster.fleet.ledger import LedgerError
     from dtrain_dagster.registry.run_model import RunModelError
     from dtrain_dagster.registry.smoke_test import AnswerError
     from dtrain_dagster.registry.versions import RegistryError
@@ -94,6 +96,8 @@ def _expected() -> tuple[type[Exception], ...]:
             ConfigError,
             DamagedError,
             DataError,
+            FleetError,
+            LedgerError,
             HomeError,
             PriceError,
             SettingsError,

@@ -24,6 +24,7 @@ from dtrain_dagster.cli.common import (
 from dtrain_dagster.cli.costs import cost
 from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
+from dtrain_dagster.cli.fleet import fleet
 from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.launch import launch
@@ -52,7 +53,23 @@ def main() -> None:
 
 
 COMMANDS = (
-    *(launch, train, tune, data, endpoint, dashboard, report, watch, profile, prices, cost, azure, kubernetes, slurm),
+    *(
+        launch,
+        train,
+        tune,
+        fleet,
+        data,
+        endpoint,
+        dashboard,
+        report,
+        watch,
+        profile,
+        prices,
+        cost,
+        azure,
+        kubernetes,
+        slurm,
+    ),
     *(ray, ui, mlflow, tensorboard, setup, clean, work),
 )
 for command in COMMANDS:

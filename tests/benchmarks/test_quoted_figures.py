@@ -48,6 +48,15 @@ def _of_20(saved: Saved) -> str:
 
 
 QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
+    ("docs/fleet.md", "fleet", lambda r: f"dollars above the budget | {r['value']:g} |"),
+    ("docs/fleet.md", "fleet", lambda r: (
+        f"Weighted work is {r['weighted_work_vs_fcfs'][0]:.2f} times as much (90 % interval of the mean: "
+        f"{r['weighted_work_vs_fcfs'][1]:.2f} to {r['weighted_work_vs_fcfs'][2]:.2f}), the time "
+        f"{r['completion_vs_fcfs'][0]:.2f} of the other"
+    )),
+    ("docs/fleet.md", "fleet", lambda r: (
+        f"without a job | {r['idle_share'][0]:.0%} | {r['fcfs_idle_share'][0]:.0%} |".replace("%", " %")
+    )),
     ("README.md", "recovery", lambda r: (
         f"Training stopped for {r['ours_p50_seconds']:.2f} s\n  (median of {_word(r['ours_repeats'])} kills, at most "
         f"{r['ours_p95_seconds']:.2f} s; three nodes on one{' busy' if r.get('busy') else ''} machine of "

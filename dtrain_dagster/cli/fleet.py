@@ -1,0 +1,230 @@
+"""`dtrain fleet`: many jobs under one budget, from a file. Each command imports what it needs, so that ``--help``
+answers at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Refusal,
+    cluster_of,
+    console,
+    ranks_of,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+
+if TYPE_CHECKING:
+    from dtrain_dagster.fleet.ledger import JobBill
+    from dtrain_dagster.fleet.records import FleetRecords
+    from dtrain_dagster.fleet.source import JobSource
+    from dtrain_dagster.settings.environment import Settings
+
+EXIT_INCOMPLETE = 1
+
+
+@click.group()
+def fleet() -> None:
+    """Train many models under one budget.
+
+    A file names the jobs, the dollars that all of them together may cost, and when they must have ended. Jobs of higher
+    priority come first; each gets as many nodes as pay. See docs/fleet.md.
+    """
+
+
+@fleet.command()
+@click.argument("file", metavar="FILE")
+@click.option("--check", is_flag=True, help="Check the file and its jobs, and start nothing.")
+@refuses
+def run(file: str, check: bool) -> None:
+    """Run the fleet of FILE (YAML or JSON) until its last job is over.
+
+    Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
+    also after a crash. `dtrain fleet cancel` ends them.
+    """
+    from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
+    from dtrain_dagster.cli.job_options import read_config
+    from dtrain_dagster.fleet.records import FleetRecords
+    from dtrain_dagster.fleet.source import ListedJobs
+    from dtrain_dagster.fleet.spec import parse_fleet
+    from dtrain_dagster.support.user_sources import ensure_importable
+
+    try:
+        text = read_config(file)
+    except ValueError as error:
+        raise Refusal(str(error).replace("--config ", "").replace("the job.json", "the file")) from None
+    wanted = parse_fleet(text, file)
+    settings = read_settings()
+    records = FleetRecords(settings.home, wanted.name)
+    began_at = records.began_at(time.time())
+    cluster, _ = cluster_of(settings)
+    limits = limits_of(wanted, settings, cluster, began_at)
+    jobs = jobs_of(wanted, settings, limits, began_at)
+    tell_what_is_asked(jobs, limits)
+    if check:
+        return
+    ensure_importable()
+    with records.sole_orchestrator():
+        if records.is_cancelled():
+            say(f"fleet {wanted.name} was cancelled before: what was not begun then is over", err=True)
+            records.forget_cancellation()
+        records.write_limits(limits, time.time())
+        orchestrate(settings, records, ListedJobs(jobs))
+    if any(entry.kept.state != "succeeded" for entry in records.entries()):
+        sys.exit(EXIT_INCOMPLETE)
+
+
+def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
+    """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
+    from dtrain_dagster.cli.fleet_screen import FleetScreen, fleet_table, headline
+    from dtrain_dagster.costs.prices import tier_of
+    from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+    from dtrain_dagster.fleet.view import FleetWatch
+
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    if not records.is_cancelled():
+        manager.provision_cluster(records.limits().nodes, cluster.sku)
+    terms = LaunchTerms(
+        processes_per_node=ranks_of(settings), env=cluster.node_env(project), tier=tier_of(cluster.first_tier)
+    )
+    watch = FleetWatch(records)
+    with FleetScreen(console(), watch) as screen, leaving_jobs(records.name):
+        FleetRunner(manager, records, source, terms, screen.tell).run(screen.update)
+    view = watch.view()
+    console().print(fleet_table(view))
+    say(headline(view))
+
+
+class _Terminated(BaseException):
+    """The process received SIGTERM."""
+
+
+@contextmanager
+def leaving_jobs(name: str) -> Iterator[None]:
+    """End the command on Ctrl-C or SIGTERM within the block, and say that its jobs go on."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated) as error:
+        say(
+            f"the jobs of fleet {name} go on, each up to what it was promised; `dtrain fleet run` goes on with them, "
+            f"`dtrain fleet cancel {name}` ends them",
+            err=True,
+        )
+        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@fleet.command()
+@click.argument("name", metavar="[NAME]", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
+@refuses
+def status(name: str | None, as_json: bool) -> None:
+    """Show how a fleet stands: its jobs, their nodes, progress and dollars.
+
+    Without NAME it lists the fleets.
+    """
+    from dtrain_dagster.cli.fleet_screen import fleet_table, headline
+    from dtrain_dagster.fleet.records import FleetRecords, fleet_names
+    from dtrain_dagster.fleet.view import FleetWatch
+
+    settings = read_settings()
+    names = [name] if name else fleet_names(settings.home)
+    views = [FleetWatch(FleetRecords(settings.home, each)).view() for each in names]
+    if as_json:
+        documents = [view.document() for view in views]
+        click.echo(json.dumps(documents[0] if name else documents, indent=2))
+        return
+    if not views:
+        say("no fleets yet: `dtrain fleet run FILE` begins one")
+    for view in views:
+        say(headline(view))
+        if name:
+            console().print(fleet_table(view))
+
+
+@fleet.command()
+@click.argument("name", metavar="NAME")
+@refuses
+def cancel(name: str) -> None:
+    """End a fleet: its jobs save a checkpoint and leave their nodes, and none is begun any more.
+
+    The command returns when no node is left.
+    """
+    from dtrain_dagster.fleet.records import FleetRecords
+    from dtrain_dagster.fleet.source import ListedJobs
+
+    settings = read_settings()
+    records = FleetRecords(settings.home, name)
+    records.limits()  # is there such a fleet?
+    records.ask_to_cancel()
+    while records.is_run():
+        time.sleep(0.5)  # whoever runs it ends it
+    with records.sole_orchestrator():
+        orchestrate(settings, records, ListedJobs([entry.job for entry in records.entries()]))
+
+
+@fleet.command()
+@click.argument("name", metavar="NAME")
+@click.option("--json", "as_json", is_flag=True, help="The ledger as JSON.")
+@refuses
+def cost(name: str, as_json: bool) -> None:
+    """Show what all jobs of a fleet have cost together, by cause and by job."""
+    from dtrain_dagster.cli.fleet_screen import ledger_table
+    from dtrain_dagster.fleet.ledger import add_ledgers
+    from dtrain_dagster.fleet.records import FleetRecords
+
+    settings = read_settings()
+    records = FleetRecords(settings.home, name)
+    budget_usd = records.limits().budget_usd
+    begun = [entry for entry in records.entries() if entry.kept.launches]
+    found = add_ledgers({entry.job.job_id: bill_of(settings, entry.job.job_id) for entry in begun})
+    if as_json:
+        from dtrain_dagster.costs.money import usd
+
+        document = {
+            "node_seconds": found.microseconds / 1e6,
+            "usd": usd(found.units),
+            "budget_usd": budget_usd,
+            "causes": {
+                cause.value: {"node_seconds": row.seconds, "usd": row.usd} for cause, row in found.causes().items()
+            },
+            "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.by_job().items()},
+        }
+        click.echo(json.dumps(document, indent=2))
+        return
+    console().print(ledger_table(found), highlight=False)
+
+
+def bill_of(settings: Settings, job_id: str) -> JobBill:
+    """Return what a job has cost, and what for."""
+    from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.prices import tier_of
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.fleet.ledger import JobBill
+    from trainer.rundir import JOB
+
+    manager = cluster_of(settings)[0].manager()
+    rundir = run_dir(settings, job_id)
+    running = not manager.job_status(job_id).state.is_final
+    tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
+    found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
+    return JobBill(tracker=tracker, ledger=found)

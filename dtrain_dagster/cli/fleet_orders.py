@@ -1,0 +1,121 @@
+"""The jobs of a fleet's file as orders: checked, with their data where nodes read it, before anything is bought."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dtrain_dagster.cli.common import ranks_of, say
+from dtrain_dagster.cli.job_options import with_reachable_data
+from dtrain_dagster.cli.script_job import order_script
+from dtrain_dagster.cli.train import as_overrides, job_of_options, say_what_is_wrong
+from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.spec import FleetFile, JobEntry
+from dtrain_dagster.resources import GPUClusterResource
+from trainer.config import ConfigError, JobConfig
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+
+
+def limits_of(fleet: FleetFile, settings: Settings, cluster: GPUClusterResource, began_at: float) -> FleetLimits:
+    """Return the limits of a fleet that began then. Its price is that of the dearest nodes that may be bought. Raise
+    `PriceError` where a price is not known."""
+    return FleetLimits(
+        budget_usd=fleet.budget_usd,
+        nodes=fleet.nodes or settings.nodes,
+        usd_per_node_hour=dearest_usd_per_hour(cluster),
+        deadline=began_at + 3600 * fleet.deadline_hours if fleet.deadline_hours else None,
+        margin_seconds=fleet.margin_seconds,
+        slice_seconds=fleet.slice_seconds,
+    )
+
+
+def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
+    """Return the highest price among the nodes that the cluster may take."""
+    if cluster.kind != "azure_ml":
+        return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
+    from dtrain_dagster.clusters.azure_ml.sku_chain import chain
+
+    options = cluster.azure_options()
+    choices = chain(cluster.gpu_type, options.chain, options.tiers)
+    return max(price_of(choice.sku).usd_per_hour(tier_of(choice.tier)) for choice in choices)
+
+
+def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[FleetJob]:
+    """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
+    one that cannot be trained."""
+    rehearsed: set[str] = set()
+    found = []
+    for number, entry in enumerate(fleet.jobs):
+        try:
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed))
+        except (ConfigError, FleetError) as error:
+            raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
+    return found
+
+
+def _job_of(
+    fleet: FleetFile, entry: JobEntry, settings: Settings, limits: FleetLimits, began_at: float, rehearsed: set[str]
+) -> FleetJob:
+    if entry.least_nodes > limits.nodes:
+        raise FleetError(f"least_nodes is {entry.least_nodes}, and the fleet has {limits.nodes} nodes")
+    most = min(entry.most_nodes or limits.nodes, limits.nodes)
+    job_id = f"{fleet.name}-{entry.name}"
+    order = _order_of(entry, settings, job_id, most, rehearsed)
+    if order.job.training.max_node_seconds is not None:
+        raise FleetError("set.training.max_node_seconds: the fleet's budget_usd takes its place")
+    ranks = order.job.training.micro_batches
+    if ranks < most * ranks_of(settings):
+        raise FleetError(
+            f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than their ranks: plan it for "
+            "more (training.world_size)"
+        )
+    return FleetJob(
+        job_id=job_id,
+        priority=entry.priority,
+        least_nodes=entry.least_nodes,
+        most_nodes=most,
+        node_seconds=60 * entry.expected_node_minutes,
+        spread=entry.spread,
+        serial_share=entry.serial_share,
+        startup_seconds=entry.startup_seconds,
+        deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
+        order=order,
+    )
+
+
+def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]) -> JobOrder:
+    """Return the order of a job whose batches are planned for this many nodes."""
+    own = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
+    if entry.script is not None:
+        overrides = [*as_overrides(None, None, entry.epochs), *own]
+        ordered = order_script(settings, entry.script, entry.arguments, overrides, nodes, job_id)
+        return JobOrder(job=ordered.job, command=ordered.command)
+    overrides = [*as_overrides(entry.model, entry.loss, entry.epochs), *own]
+    try:
+        job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, nodes, job_id)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("the command line: ", "").replace("--", "")) from None
+    parts = _parts_of(job)
+    say_what_is_wrong(job, nodes, settings, rehearses=parts not in rehearsed)
+    rehearsed.add(parts)  # the same model and loss on the same data build each time
+    return JobOrder(job=replace(with_reachable_data(job, settings), run_dir=job.run_dir))
+
+
+def _parts_of(job: JobConfig) -> str:
+    return json.dumps([job.dataset.uri, job.model.factory, job.model.args, job.loss.factory, job.loss.args])
+
+
+def tell_what_is_asked(jobs: list[FleetJob], limits: FleetLimits) -> None:
+    """Print what the fleet is expected to need, and warn where that is more than its budget."""
+    from dtrain_dagster.costs.money import usd
+    from dtrain_dagster.support.formatting import dollars
+
+    needed = usd(sum(limits.units_of(job.paid_seconds_on(job.least_nodes)) for job in jobs))
+    words = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, expected to need {dollars(needed)}"
+    say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
+    if needed > limits.budget_usd:
+        say("note: that is more than the budget: the lowest in rank will not be begun", err=True)

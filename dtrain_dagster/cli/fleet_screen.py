@@ -1,0 +1,138 @@
+"""A fleet in a terminal: its table, its line of progress, and the ledger of all its jobs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.printable import visible
+
+if TYPE_CHECKING:
+    from dtrain_dagster.fleet.ledger import FleetLedger
+    from dtrain_dagster.fleet.view import FleetView, FleetWatch, JobView
+
+COLOURS = {
+    "waiting": "yellow",
+    "running": "cyan",
+    "pausing": "yellow",
+    "ending": "yellow",
+    "paused": "yellow",
+    "succeeded": "green",
+    "failed": "red",
+    "ended": "yellow",
+}
+LINE_EVERY_SECONDS = 5.0
+VIEW_EVERY_SECONDS = 2.0
+
+
+def headline(view: FleetView) -> str:
+    """Return the fleet in one line. Pure."""
+    parts = [
+        f"fleet {view.name}: {view.over} of {len(view.jobs)} jobs over",
+        f"{view.busy_nodes} of {view.nodes} nodes",
+        f"{dollars(view.used_usd)} of {dollars(view.budget_usd)}",
+    ]
+    if view.seconds_left is not None:
+        parts.append(f"ETA of what runs {format_duration(view.seconds_left)}")
+    if view.deadline is not None and not view.is_over:
+        parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")
+    if not view.is_over and not view.is_run:
+        parts.append("nobody runs it: `dtrain fleet run` goes on with it")
+    return " · ".join(parts)
+
+
+def fleet_table(view: FleetView) -> Table:
+    """Return a row for each job. Pure."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("JOB", no_wrap=True)
+    table.add_column("STATE", no_wrap=True)
+    for title in ("PRIORITY", "NODES", "STEP", "LOSS", "ETA", "DOLLARS"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("WHY", overflow="fold", style="dim")
+    for job in view.jobs:
+        steps = "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else "")
+        table.add_row(
+            visible(job.job_id),
+            Text(job.state, style=COLOURS[job.state]),
+            str(job.priority),
+            str(job.nodes or ""),
+            steps,
+            _loss(job),
+            "" if job.seconds_left is None else format_duration(job.seconds_left),
+            dollars(job.usd) if job.launches else "",
+            visible(job.reason.partition("\n")[0]),
+        )
+    return table
+
+
+def _loss(job: JobView) -> str:
+    loss = job.valid_loss if job.valid_loss is not None else job.loss
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def ledger_table(found: FleetLedger) -> Group:
+    """Return a fleet's dollars by cause and by job. Pure."""
+    from dtrain_dagster.costs.ledger import MEANINGS
+    from dtrain_dagster.costs.money import digits_of, shown, total_shown
+
+    digits = digits_of(found.units)
+    whole = max(1, found.units)
+
+    def made(title: str, rows: list[tuple[str, int, int, str]]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column(title)
+        for name in ("node-time", "share", "dollars"):
+            table.add_column(name, justify="right")
+        table.add_column("", style="dim")
+        figures = shown([units for _, _, units, _ in rows], digits)
+        for (name, time_, units, meaning), figure in zip(rows, figures, strict=True):
+            table.add_row(name, format_duration(time_ / 1e6), f"{units / whole:.1%}", f"${figure:,}", meaning)
+        table.add_section()
+        total = f"${total_shown([found.units], digits):,}"
+        table.add_row("all", format_duration(found.microseconds / 1e6), "100.0%", total, "")
+        return table
+
+    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes().items()]
+    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.by_job().items()]
+    return Group(made("cause", causes), Text(""), made("job", jobs))
+
+
+class FleetScreen:
+    """Shows a fleet while it is run: a table that is updated in place on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, watch: FleetWatch) -> None:
+        from rich.live import Live
+
+        self.console, self.watch = console, watch
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._shown_at = 0.0
+
+    def __enter__(self) -> FleetScreen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tell(self, sentence: str) -> None:
+        """Print what a person should know."""
+        self.console.print(f"! {visible(sentence)}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+
+    def update(self) -> None:
+        """Show the fleet as it is now, if some time has passed."""
+        now = time.monotonic()
+        if now - self._shown_at < (LINE_EVERY_SECONDS if self._live is None else VIEW_EVERY_SECONDS):
+            return
+        self._shown_at = now
+        view = self.watch.view()
+        if self._live is None:
+            self.console.print(headline(view), soft_wrap=True, highlight=False, markup=False)
+        else:
+            self._live.update(Group(Text(headline(view)), fleet_table(view)))

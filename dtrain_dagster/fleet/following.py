@@ -1,0 +1,55 @@
+"""What a running job of a fleet has told: its progress, its speed and evaluations, and the work that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dtrain_dagster.fleet.jobs import FleetJob
+from dtrain_dagster.jobs.progress import JobProgress, advance
+from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
+from trainer.documents.events import EvaluationEvent, read_events
+from trainer.rundir import RunDir, SeenFiles
+
+MEASURED_SPREAD = 0.1
+"""Standard deviation of the work left, as a fraction of it, once a job tells its speed."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """A job as far as its events were read."""
+
+    rundir: RunDir
+    seen: SeenFiles = field(default_factory=SeenFiles)
+    progress: JobProgress = field(default_factory=JobProgress)
+    pace: ProgressRate = field(default_factory=ProgressRate)
+    judged: dict[int, EvaluationEvent] = field(default_factory=dict)
+    """The evaluations of the validation split by step; of a step that was done again, the last."""
+
+    def read(self) -> None:
+        """Read what has come since."""
+        for events in self.rundir.looks(self.seen):
+            self.progress = advance(self.progress, events)
+            self.pace = self.pace.after(events)
+            for event in read_events(EvaluationEvent, events):
+                if event.split == "valid" and event.step is not None:
+                    self.judged[event.step] = event
+
+    @property
+    def evaluations(self) -> Sequence[EvaluationEvent]:
+        """Return the evaluations in order of steps."""
+        return tuple(self.judged[step] for step in sorted(self.judged))
+
+    def trains_since(self, launched_at: float | None) -> bool:
+        """Return whether it has told of a step since then."""
+        return bool(self.pace.reports) and launched_at is not None and self.pace.reports[-1][0] >= launched_at
+
+    def left(self, now: float) -> TimeLeft | None:
+        """Return the time to its end as it goes now; None while that is not known."""
+        return time_left(self.pace, None, now)
+
+    def work_left(self, job: FleetJob, nodes: int, now: float) -> float | None:
+        """Return the work that is left, as node-seconds on one node, of a job that trains on this many. None while that
+        is not known."""
+        left = self.left(now)
+        return None if left is None else left.seconds / (job.serial_share + (1 - job.serial_share) / nodes)

@@ -1,0 +1,131 @@
+"""Dollars that are promised to the jobs of a fleet: how much, before which nodes may spend it. Pure.
+
+A *grant* is the dollars that a job may have cost in all when its nodes stop by themselves; they know it as node-seconds
+(`trainer.engine.budget`). What a node is paid for after the limit (it has to notice; one that was just started has to
+load its program first) is part of the grant and not of the limit: `FleetLimits.margin_seconds`. So the sum of all
+grants, kept within the budget, bounds what is paid, whoever is alive.
+
+    grant = paid + nodes * (margin + the seconds that it may go on)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+
+LEAST_WORK_SECONDS = 30.0
+"""Seconds after its start for which a launch must be promised dollars, unless its work takes less."""
+LEAST_RAISE_SHARE = 0.05
+"""The smallest raise, as a share of the slice that a job is promised beforehand."""
+UNFORESEEN_SHARE = 0.25
+"""Share of a slice that a job is promised which has done all the work that was expected of it, and still runs."""
+SURE = 2.0
+"""Standard deviations above the expected work up to which a job is promised dollars without another look."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What is known of one job of a fleet at one moment."""
+
+    job: FleetJob
+    number: int
+    """Its place in the order in which the source gave them."""
+    state: FleetState = FleetState.WAITING
+    nodes: int = 0
+    """Nodes of its present launch; 0 without one."""
+    paid_units: int = 0
+    """What its nodes have cost up to now, in all launches."""
+    grant_units: int = 0
+    """What they may have cost in all. Without a launch: what it has paid."""
+    left_node_seconds: float | None = None
+    """Work that is left, as on one node; None: all of it."""
+    left_spread: float | None = None
+    """Standard deviation of that as a fraction of it; None: as the source said."""
+    launched_at: float | None = None
+    """Unix time at which it was given its nodes last; None: never."""
+    not_before: float = 0.0
+    """Unix time before which it is not started: no nodes were to be had."""
+    is_training: bool = False
+    """Whether its present launch has come to its first step."""
+
+    @property
+    def left(self) -> float:
+        """Return the expected work that is left, as node-seconds on one node."""
+        return self.job.node_seconds if self.left_node_seconds is None else self.left_node_seconds
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation of `left` as a fraction of it."""
+        return self.job.spread if self.left_spread is None else self.left_spread
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether anything was ever paid for it."""
+        return self.launched_at is not None
+
+    def seconds_left(self, nodes: int, deviations: float = 0.0) -> float:
+        """Return the seconds to its end on this many nodes, with a start unless it trains on them already.
+        ``deviations``: standard deviations of the work that are added."""
+        work = self.left * max(0.0, 1 + deviations * self.spread)
+        start = 0.0 if self.is_training and nodes == self.nodes else self.job.startup_seconds
+        return start + self.job.seconds_on(nodes, work)
+
+
+def seconds_ahead(standing: Standing, limits: FleetLimits) -> float:
+    """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0."""
+    unpaid = standing.grant_units - standing.paid_units
+    return max(0.0, limits.seconds_of(max(0, unpaid)) / standing.nodes - limits.margin_seconds)
+
+
+def node_limit(standing: Standing, paid_node_seconds: float, limits: FleetLimits) -> float:
+    """Return the node-seconds over all launches at which the nodes of a job stop by themselves."""
+    return paid_node_seconds + standing.nodes * seconds_ahead(standing, limits)
+
+
+def margin_units(nodes: int, limits: FleetLimits) -> int:
+    """Return what nodes may cost after their job has come to its limit."""
+    return limits.units_of(nodes * limits.margin_seconds)
+
+
+def units_to_end(standing: Standing, nodes: int, limits: FleetLimits) -> int:
+    """Return what a job still costs, to its end on this many nodes, if its work takes a standard deviation more than
+    expected; with the margin."""
+    return limits.units_of(nodes * standing.seconds_left(nodes, deviations=1.0)) + margin_units(nodes, limits)
+
+
+def first_grant(standing: Standing, nodes: int, free_units: int, limits: FleetLimits) -> int | None:
+    """Return the grant with which a job is started on this many nodes: a slice, or less where that is enough or no more
+    is free. None where too little is free for a start that gets anything done."""
+    whole = standing.seconds_left(nodes, SURE)
+    start = standing.job.startup_seconds
+    least = min(start + LEAST_WORK_SECONDS, standing.seconds_left(nodes))
+    wanted = max(least, min(whole, start + limits.slice_seconds))
+    free_seconds = limits.seconds_of(max(0, free_units)) / nodes - limits.margin_seconds
+    if free_seconds < least:
+        return None
+    return standing.paid_units + limits.units_of(nodes * (limits.margin_seconds + min(wanted, free_seconds)))
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """The answer to what a running job should be promised more."""
+
+    grant_units: int | None
+    """Its new grant; None: the old one."""
+    lacks: bool = False
+    """Whether it will soon stop at its limit, since too little is free."""
+
+
+def next_grant(standing: Standing, free_units: int, limits: FleetLimits) -> Raise:
+    """Return the raise of a running job, as soon as half of a slice is used, or half of what it still needs."""
+    ahead = seconds_ahead(standing, limits)
+    needed = standing.seconds_left(standing.nodes, SURE)
+    wanted = min(limits.slice_seconds, max(needed, UNFORESEEN_SHARE * limits.slice_seconds))
+    if ahead >= wanted / 2:
+        return Raise(None)
+    more = limits.units_of(standing.nodes * (wanted - ahead))
+    given = min(more, max(0, free_units))
+    least = limits.units_of(standing.nodes * LEAST_RAISE_SHARE * limits.slice_seconds)
+    lacks = given < more and ahead + limits.seconds_of(given) / standing.nodes < wanted / 2
+    return Raise(standing.grant_units + given if given >= min(least, more) else None, lacks)

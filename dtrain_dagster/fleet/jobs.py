@@ -1,0 +1,181 @@
+"""The nouns of a fleet: its jobs, its limits, and how a job has ended. Plain data, without clock or storage.
+
+Money is in the whole units of `dtrain_dagster.costs.money`, so that sums of promises and bills are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+
+from dtrain_dagster.costs.money import SECOND, USD, nano_usd, usd
+from trainer.config import JOB_ID, JobConfig
+from trainer.documents.events import EvaluationEvent
+
+
+class FleetError(ValueError):
+    """Something about a fleet cannot be used. The message names the field and the remedy."""
+
+
+class FleetState(StrEnum):
+    """The state of a job in a fleet."""
+
+    WAITING = "waiting"
+    """Never started."""
+    RUNNING = "running"
+    """It may have nodes: it was ordered, and its launch is not known to have ended."""
+    PAUSING = "pausing"
+    """It has nodes, and was asked to save a checkpoint and to leave them."""
+    ENDING = "ending"
+    """The same, and it will not be continued."""
+    PAUSED = "paused"
+    """It has no nodes, and is continued from its latest checkpoint."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ENDED = "ended"
+    """It was ended, or never begun, by a decision: `Outcome.reason` says which."""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the job is over."""
+        return self in (FleetState.SUCCEEDED, FleetState.FAILED, FleetState.ENDED)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Return whether nodes may be paid for now."""
+        return self in (FleetState.RUNNING, FleetState.PAUSING, FleetState.ENDING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOrder:
+    """What the nodes of a job are to do."""
+
+    job: JobConfig
+    """Its ``job_id`` is the job's in the fleet, its ``run_dir`` the folder in which the cluster keeps it, its
+    ``training.world_size`` the ranks for which its batches were planned. Its budget is the fleet's matter."""
+    command: tuple[str, ...] | None = None
+    """The command of a script that trains it; None for ``python -m trainer``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetJob:
+    """One job of a fleet, as its source describes it. It is not changed after it was given."""
+
+    job_id: str
+    priority: int = 0
+    """Of two jobs, the higher one comes first, and takes its nodes from a lower one."""
+    least_nodes: int = 1
+    most_nodes: int = 1
+    node_seconds: float
+    """Paid seconds expected on one node, from the first step to the end, without starts."""
+    spread: float = 0.3
+    """Standard deviation of `node_seconds` as a fraction of it."""
+    serial_share: float = 0.1
+    """Share of the work that more nodes do not speed up: on n nodes it takes ``node_seconds * (serial_share + (1 -
+    serial_share) / n)`` seconds (Amdahl's law)."""
+    startup_seconds: float = 20.0
+    """Seconds from the start of a launch to its first step, on each node; paid again at each continuation."""
+    deadline: float | None = None
+    """Unix time by which it must have ended; None: that of the fleet."""
+    order: JobOrder | None = None
+    """None in a simulation."""
+
+    def __post_init__(self) -> None:
+        problem = ""
+        if not JOB_ID.fullmatch(self.job_id):
+            problem = "job_id has letters, digits, dots, dashes and underscores, at most 200, a letter or digit first"
+        elif not 1 <= self.least_nodes <= self.most_nodes:
+            problem = f"least_nodes is {self.least_nodes}, most_nodes {self.most_nodes}: 1 <= least <= most is needed"
+        elif not 0 < self.node_seconds < math.inf:
+            problem = f"node_seconds is {self.node_seconds}, not above 0"
+        elif not 0 <= self.spread <= 10:
+            problem = f"spread is {self.spread}, not between 0 and 10"
+        elif not 0 <= self.serial_share <= 1:
+            problem = f"serial_share is {self.serial_share}, not between 0 and 1"
+        elif not 0 <= self.startup_seconds < math.inf:
+            problem = f"startup_seconds is {self.startup_seconds}, not 0 or more"
+        elif self.order is not None and self.order.job.job_id != self.job_id:
+            problem = f"its order is of job {self.order.job.job_id}"
+        if problem:
+            raise FleetError(f"job {self.job_id!r}: {problem}")
+
+    def seconds_on(self, nodes: int, node_seconds: float | None = None) -> float:
+        """Return the seconds that work takes on this many nodes, without a start. ``node_seconds``: what is left of it,
+        as on one node; None: all of it."""
+        work = self.node_seconds if node_seconds is None else node_seconds
+        return work * (self.serial_share + (1 - self.serial_share) / nodes)
+
+    def paid_seconds_on(self, nodes: int, node_seconds: float | None = None) -> float:
+        """Return the node-seconds that are paid for the same, with a start."""
+        return nodes * (self.startup_seconds + self.seconds_on(nodes, node_seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetLimits:
+    """What a fleet may take."""
+
+    budget_usd: float
+    """Dollars that all nodes of all its jobs may cost together."""
+    nodes: int
+    """Nodes that its jobs may have at once."""
+    usd_per_node_hour: float
+    """Price of one node, the dearest that may be bought."""
+    deadline: float | None = None
+    """Unix time by which all must have ended; None: any."""
+    margin_seconds: float = 30.0
+    """Seconds for which each node of a job may be paid after the job has come to its limit. A node notices it within
+    one; one that has only just been started in place of another first has to get so far that it can."""
+    slice_seconds: float = 1800.0
+    """Seconds that a job may go on without the orchestrator: for so long it is promised dollars beforehand."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget_usd", "nodes", "usd_per_node_hour", "margin_seconds", "slice_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise FleetError(f"{name} is {value}, not above 0")
+
+    @property
+    def budget_units(self) -> int:
+        """Return the budget in the units of `dtrain_dagster.costs.money`."""
+        return int(self.budget_usd * 10**9) * (USD // 10**9)
+
+    def units_of(self, node_seconds: float) -> int:
+        """Return what this many node-seconds cost."""
+        return round(node_seconds * SECOND) * _nano_usd(self.usd_per_node_hour)
+
+    def seconds_of(self, units: int) -> float:
+        """Return how many node-seconds an amount pays for, rounded down to a microsecond."""
+        return units // _nano_usd(self.usd_per_node_hour) / SECOND
+
+
+_nano_usd = lru_cache(16)(nano_usd)
+"""The price of a fleet is one, and decisions ask for it very often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job of a fleet has ended."""
+
+    state: FleetState
+    """A final one."""
+    reason: str = ""
+    """Why it failed, was ended, or was never begun."""
+    paid_units: int = 0
+    """What all of its nodes have cost, in the units of `dtrain_dagster.costs.money`."""
+    node_seconds: float = 0.0
+    """The seconds for which its nodes were paid."""
+    evaluations: Sequence[EvaluationEvent] = field(default=())
+    """Every evaluation of its validation split, in order of steps."""
+
+    @property
+    def usd(self) -> float:
+        """Return its dollars."""
+        return usd(self.paid_units)
+
+    @property
+    def best_loss(self) -> float | None:
+        """Return the lowest validation loss; None where it was never judged."""
+        return min((item.loss for item in self.evaluations if item.loss is not None), default=None)
