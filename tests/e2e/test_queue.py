@@ -19,7 +19,7 @@ from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from tests.webhook import web_hook
 
-from .conftest import ON_AZURE, small_prices
+from .conftest import ON_AZURE, small_prices, whole_graph
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate")]
@@ -124,7 +124,8 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
             settings = load_settings()
             job = build_defs(settings).resolve_implicit_global_asset_job_def()
             with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-                return job.execute_in_process(instance=instance, raise_on_error=False, **more)
+                chosen = {"asset_selection": whole_graph(job)} | more
+                return job.execute_in_process(instance=instance, raise_on_error=False, **chosen)
 
         def tick() -> Any:
             settings = load_settings()

@@ -6,6 +6,7 @@ Baselines are fitted here, on the training days of the same dataset. What is mad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from trainer.data.kinds import SPLITS
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.judged_baselines import judge_baselines
-from trainer.evaluation.report import Predictions, score_forecast
+from trainer.evaluation.report import JudgedBaseline, Predictions, score_forecast
 from trainer.evaluation.walk_forward import YearScores, score_year, turbulent_days
 
 if TYPE_CHECKING:
@@ -23,14 +24,20 @@ VOLATILITY = "index_log_rv_22"
 """The feature by which days are calm or turbulent: the index's volatility over the last 22 days."""
 
 
-def score_predictions(year: int, predictions: Predictions, shards: DataShardManager) -> YearScores:
-    """Return the daily figures of forecasts for the test split of the year's dataset. Raise ValueError where they are
-    no distribution, which alone has a likelihood."""
+def score_predictions(
+    year: int,
+    predictions: Predictions,
+    shards: DataShardManager,
+    baselines: Mapping[str, JudgedBaseline] | None = None,
+) -> YearScores:
+    """Return the daily figures of forecasts for the test split of the year's dataset. ``baselines``: those of the same
+    split; None: they are fitted now. Raise ValueError where the forecasts are no distribution, which alone has a
+    likelihood."""
     target = shards.column(shards.spec.target, predictions.row).astype(np.float64)
     own = score_forecast(predictions.predictive, target)
     if not own:
         raise ValueError("the loss predicts no distribution, so years cannot be compared by likelihood")
-    found = judge_baselines(shards, "test")
+    found = judge_baselines(shards, "test") if baselines is None else baselines
     return score_year(
         year,
         shards.dates(predictions.row).astype("datetime64[D]"),
