@@ -33,6 +33,7 @@ from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import VALID_YEARS, YearSplit, build_year
 from dtrain_dagster.registry.evaluated import stored_predictions
+from dtrain_dagster.reports.walk_forward_charts import walk_forward_figure
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import train_job
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where datasets, jobs and scores are kept")
     parser.add_argument("--no-warm", action="store_true", help="fresh starts only")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after this long; 0: never")
+    parser.add_argument("--picture", type=Path, help="also draw the years of fresh starts, as PNG")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     first, last = map(int, options.years.split(":"))
@@ -145,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("no year was finished")
         return 1
     figures = figures_of(years, runs)
+    if options.picture:
+        walk_forward_figure([year["fresh"] for year in years], SHOWN).savefig(options.picture, dpi=110)
     tell("walk_forward", {**({"missing": stopped} if stopped else {}), **figures}, options.save)
     return 0
 

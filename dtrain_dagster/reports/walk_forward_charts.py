@@ -12,6 +12,7 @@ from trainer.evaluation.walk_forward import YearScores, gain_over
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAMES = {"ridge": "ridge", "har_x": "HAR-X", "har": "HAR", "ewma": "EWMA", "constant": "constant", "last_value": "last"}
 SPREAD = 0.22
@@ -19,7 +20,12 @@ SPREAD = 0.22
 
 
 def walk_forward_chart(years: Sequence[YearScores], baselines: Sequence[str]) -> bytes:
-    """Return an SVG: above the gain of each year over these baselines with 95 % intervals, below the gain of all days
+    """Return `walk_forward_figure` as SVG."""
+    return svg(walk_forward_figure(years, baselines))
+
+
+def walk_forward_figure(years: Sequence[YearScores], baselines: Sequence[str]) -> Figure:
+    """Return a figure: above the gain of each year over these baselines with 95 % intervals, below the gain of all days
     up to each, added up. Turbulent days are shaded. Raise ValueError where no year has any of these baselines."""
     ordered = sorted(years, key=lambda item: item.year)
     shown = [name for name in baselines if all(name in item.baselines for item in ordered)]
@@ -45,7 +51,7 @@ def walk_forward_chart(years: Sequence[YearScores], baselines: Sequence[str]) ->
         [*handles, *(h for h, _ in turbulent)], [*labels, *(t for _, t in turbulent)], frameon=False, fontsize=8,
         ncols=5, loc="outside lower center",
     )  # fmt: skip
-    return svg(figure)
+    return figure
 
 
 def _draw_years(axis: Axes, years: Sequence[YearScores], name: str, offset: float, colour: str) -> None:
@@ -63,9 +69,12 @@ def _draw_years(axis: Axes, years: Sequence[YearScores], name: str, offset: floa
 
 def _draw_sum(axis: Axes, years: Sequence[YearScores], name: str, colour: str) -> None:
     days = np.concatenate([item.days for item in years])
-    gains = np.concatenate([item.baselines[name] - item.nll for item in years])
-    total = np.cumsum(gains)
-    axis.plot(days, total, color=colour, linewidth=1.4)
+    total = np.cumsum(np.concatenate([item.baselines[name] - item.nll for item in years]))
+    starts = np.cumsum([0, *(len(item.days) for item in years[:-1])])
+    pairs = zip(starts[1:], years, years[1:], strict=False)
+    gaps = [start for start, before, item in pairs if item.year > before.year + 1]
+    # No line is drawn over years that are missing.
+    axis.plot(np.insert(days, gaps, days[gaps]), np.insert(total, gaps, np.nan), color=colour, linewidth=1.4)
     axis.annotate(
         NAMES.get(name, name), (days[-1], total[-1]), xytext=(4, 0), textcoords="offset points", va="center",
         fontsize=8, color=colour,

@@ -60,7 +60,8 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
 
             def tick() -> Any:
                 resources = {"project": build_resources(settings)["project"]}
-                with dg.build_sensor_context(instance=instance, resources=resources) as context:
+                repository = build_defs(settings).get_repository_def()
+                with dg.build_sensor_context(instance, resources=resources, repository_def=repository) as context:
                     return build_queue_sensor(settings).evaluate_tick(context)
 
             config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "warmup_steps": 1}}}}
@@ -132,7 +133,9 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
             resources = {"project": build_resources(settings)["project"]}
             with (
                 dg.DagsterInstance.local_temp(str(tmp_path)) as instance,
-                dg.build_sensor_context(instance=instance, resources=resources) as context,
+                dg.build_sensor_context(
+                    instance, resources=resources, repository_def=build_defs(settings).get_repository_def()
+                ) as context,
             ):
                 return build_queue_sensor(settings).evaluate_tick(context)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from trainer.data.kinds import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.judged_baselines import judge_baselines
-from trainer.evaluation.report import JudgedBaseline, Predictions, score_forecast
+from trainer.evaluation.baselines import baseline_forecasts
+from trainer.evaluation.report import JudgedBaseline, Predictions, judge_baseline, score_forecast
 from trainer.evaluation.walk_forward import YearScores, score_year, turbulent_days
 
 if TYPE_CHECKING:
@@ -37,13 +37,15 @@ def score_predictions(
     own = score_forecast(predictions.predictive, target)
     if not own:
         raise ValueError("the loss predicts no distribution, so years cannot be compared by likelihood")
-    found = judge_baselines(shards, "test") if baselines is None else baselines
+    if baselines is None:
+        forecasts = baseline_forecasts(shards, "test")
+        baselines = {name: judge_baseline(forecast, target) for name, forecast in forecasts.items()}
     return score_year(
         year,
         shards.dates(predictions.row).astype("datetime64[D]"),
         own["nll"],
         own["coverage_90"],
-        {name: item.nll for name, item in found.items() if item.nll is not None},
+        {name: item.nll for name, item in baselines.items() if item.nll is not None},
         shards.spec.horizon,
         market_regimes(shards),
     )

@@ -13,9 +13,9 @@ from market import Market
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
+from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.evaluate import evaluate
-from trainer.evaluation.judged_baselines import judge_baselines
-from trainer.evaluation.report import build_report
+from trainer.evaluation.report import build_report, judge_baseline
 from trainer.evaluation.scores import newey_west_lag, newey_west_t
 from trainer.evaluation.walk_forward import (
     YearScores,
@@ -125,7 +125,11 @@ def test_a_year_s_figures_are_those_of_its_evaluation(market: Market) -> None:
     found = evaluate(model, criterion, market, "test", alone, 64, CPU, collect=True)
     assert found.predictions is not None
     days = market.dates(found.predictions.row).astype("datetime64[D]")
-    report = build_report(found.predictions, days, judge_baselines(market, "test"), market.spec.horizon)
+    target = found.predictions.target
+    baselines = {
+        name: judge_baseline(forecast, target) for name, forecast in baseline_forecasts(market, "test").items()
+    }
+    report = build_report(found.predictions, days, baselines, market.spec.horizon)
     scores = score_predictions(2003, found.predictions, market)
     judged = judge_years([scores])["all"]
     assert judged["nll"] == pytest.approx(report["model"]["nll"])
