@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -82,17 +82,11 @@ def _draw_sum(axis: Axes, years: Sequence[YearScores], name: str, colour: str) -
 
 
 def _shade_turbulent(axis: Axes, years: Sequence[YearScores]) -> None:
-    flagged: list[tuple[Any, bool]] = [
-        (day, bool(flag))
-        for item in years
-        if item.turbulent is not None
-        for day, flag in zip(item.days, item.turbulent, strict=True)
-    ]
     text: str | None = "turbulent days"
-    begin = None
-    for place, (day, flag) in enumerate(flagged):
-        begin = day if flag and begin is None else begin
-        ends = place + 1 == len(flagged) or not flagged[place + 1][1]
-        if begin is not None and flag and ends:
-            axis.axvspan(begin, day + np.timedelta64(1, "D"), color="#fff1e5", linewidth=0, zorder=0, label=text)
-            begin, text = None, None
+    for item in years:
+        flags = np.zeros(len(item.days), bool) if item.turbulent is None else item.turbulent
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(int), [0]])))
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            last = item.days[stop - 1] + np.timedelta64(1, "D")
+            axis.axvspan(item.days[first], last, color="#fff1e5", linewidth=0, zorder=0, label=text)
+            text = None
