@@ -150,6 +150,11 @@ class DistributedTrainingConfig:
     """Newest checkpoints to keep; the best by validation is kept as well."""
     resume: bool = True
     """Continue from the latest checkpoint of the run directory, where there is one."""
+    start_from: str | None = None
+    """Warm start: the run directory of a finished training of the same model, with whose parameters this one begins.
+    Buffers, such as the standardisation of features, are of the new data."""
+    start_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """The sha256 of ``model/weights.pt`` there, without which they are not used."""
 
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
@@ -237,6 +242,12 @@ class DistributedTrainingConfig:
     def is_sharded(self) -> bool:
         """Whether ranks hold rows of the parameters, and not all of them."""
         return self.strategy in SHARDED
+
+    @model_validator(mode="after")
+    def _start_is_complete(self) -> DistributedTrainingConfig:
+        if (self.start_from is None) != (self.start_sha256 is None):
+            raise ValueError("training.start_from and training.start_sha256 go together: give both, or none")
+        return self
 
     @model_validator(mode="after")
     def _strategy_fits(self) -> DistributedTrainingConfig:

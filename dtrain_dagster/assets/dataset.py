@@ -144,16 +144,21 @@ def shard_prices(
     context: dg.AssetExecutionContext, config: DatasetConfig, project: ProjectResource, stock_prices: PricesRef
 ) -> dg.MaterializeResult:
     """Return the dataset of these prices, where the nodes read it."""
-    from dtrain_dagster.data.preview import dataset_picture, preview_rows
-    from dtrain_dagster.data.publish import publish_dataset
-    from dtrain_dagster.reports.training_charts import markdown_image
-
     settings = load_settings()
     calendar = settings.calendar
     params = DatasetParams(**config.model_dump())
     validation = validated(stock_prices, calendar)
     with opened_engine(settings.data_engine, project.storage_uri) as engine:
         built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
+    return publish(context, project, built)
+
+
+def publish(context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset) -> dg.MaterializeResult:
+    """Return a dataset as an asset, once it is where the nodes read it."""
+    from dtrain_dagster.data.preview import dataset_picture, preview_rows
+    from dtrain_dagster.data.publish import publish_dataset
+    from dtrain_dagster.reports.training_charts import markdown_image
+
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it was there already, nothing to rebuild")
@@ -181,7 +186,7 @@ def shard_prices(
             "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
-            "data_engine": settings.data_engine if built.built else "not asked: it was there already",
+            "data_engine": load_settings().data_engine if built.built else "not asked: it was there already",
             "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
             "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "path": dg.MetadataValue.path(built.uri),

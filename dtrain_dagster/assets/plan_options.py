@@ -116,7 +116,7 @@ class TrainingOptions(PlanOptions):
         starts = (type(self)(), TrainingOptions())  # where a pipeline has its own, they are stated in its definition
         changed = {
             name
-            for name in type(self).model_fields
+            for name in TrainingOptions.model_fields
             if any(getattr(self, name) != getattr(start, name) for start in starts)
         }
         return changed | set(self.more)

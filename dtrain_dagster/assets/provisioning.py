@@ -12,6 +12,7 @@ import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
+    PARTITION_TAG,
     TICKET_TAG,
     Ticket,
     WaitingList,
@@ -103,7 +104,7 @@ def _queued(
             now,
             project.queue_deadline_hours * 3600,
             error.retry_at,
-            tags={name: run.tags[name] for name in (CAUSE_TAG,) if name in run.tags},
+            tags={name: run.tags[name] for name in (CAUSE_TAG, PARTITION_TAG) if name in run.tags},
             since=error.since,
         )
         if TICKET_TAG in run.tags:  # it had left the queue when its first nodes came: its place is kept

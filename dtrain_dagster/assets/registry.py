@@ -9,6 +9,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import plan_of, read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.assets.walk_forward_report import judge_by_walk_forward, read_report
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
@@ -18,6 +19,7 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
@@ -75,7 +77,7 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         manifest = sharded_dataset.manifest()
         if why := why_unregistered(manifest):
             return unregistered(why, trained_checkpoint)
-        return register(context, cluster, project, manifest, cost_estimate, trained_checkpoint)
+        return register(context, cluster, project, manifest, cost_estimate, trained_checkpoint, names)
 
     return registered_model
 
@@ -113,6 +115,7 @@ def register(
     manifest: dict[str, Any],
     cost_estimate: TrainingPlan,
     job: FinishedJob,
+    names: GraphNames = STOCK_NAMES,
 ) -> dg.MaterializeResult:
     """Return the version of a finished training's model, with its alias and checks."""
     # Here, not above: these load MLflow.
@@ -131,6 +134,8 @@ def register(
     else:
         registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
         gate = registry.promotion_gate(evaluation)
+        if load_settings().gate == "walk_forward":
+            gate = judge_by_walk_forward(gate, read_report(Path(project.storage_uri), names), plan)
     card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, gate)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(

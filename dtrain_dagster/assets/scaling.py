@@ -11,7 +11,7 @@ import dagster as dg
 from pydantic import Field
 
 from dtrain_dagster.assets.common import LaunchpadOptions, hardware_mark
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Study
     from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint
 
-STUDIES = "studies"
+FOLDER = "studies"
 """The folder beside the jobs in which studies are kept."""
-GROUP = "studies"
 STEPS, LOG_EVERY = 96, 4
 
 
@@ -46,8 +45,8 @@ def build_scaling_study(pipeline: Pipeline) -> dg.AssetsDefinition:
     options = pipeline.options("scaling_study", ScalingOptions)
 
     @dg.asset(
-        **pipeline.asset("scaling_study", GROUP, inputs=("sharded_dataset", "cost_estimate"))
-        | {"group_name": pipeline.names.unique(GROUP)},
+        **pipeline.asset("scaling_study", STUDIES, inputs=("sharded_dataset", "cost_estimate"))
+        | {"group_name": pipeline.names.unique(STUDIES)},
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
         description=(
@@ -129,9 +128,9 @@ def study_scaling(
     # Local nodes share this machine: more of them than cores is a shortage of cores, not a cost of distribution.
     cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if is_this_machine else None
     study = scaling.study(points, cores)
-    uri = f"{project.shared_uri}/{STUDIES}/{mark}.json"
+    uri = f"{project.shared_uri}/{FOLDER}/{mark}.json"
     text = json.dumps(scaling.scaling_document(study), allow_nan=False)
-    open_storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
+    open_storage(f"{project.shared_uri}/{FOLDER}").write(f"{mark}.json", text.encode())
     rows = [dg.TableRecord(row(point)) for point in points]
     pictures = [training_charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
     if study.curves:

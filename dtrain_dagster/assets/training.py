@@ -87,7 +87,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("trained_checkpoint", "training", inputs=("cost_estimate",)),
         kinds={"pytorch"},
         required_resource_keys=names.resources,
-        deps=[names.key("gpu_cluster")],
+        deps=[pipeline.gpu_cluster],
         description=(
             "The checkpoint that the cluster's nodes train together, as planned. While it trains, progress is recorded "
             "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."

@@ -85,11 +85,11 @@ def follow_training(
                     cost = project(CostTracker("", usage, plan.tier), planned, pace)
                     left = None if status.state.is_final else time_left(pace, planned, time.time())
                     metadata = progress_metadata(progress, plan, cost, left, waiting)
-                    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+                    observe(context, metadata)
                     context.log.info(describe_progress(progress, plan, cost, left))
                 elif waiting:  # nothing is paid yet
                     metadata = {"phase": progress.phase, "waiting": waiting}
-                    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+                    observe(context, metadata)
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
@@ -106,6 +106,12 @@ def follow_training(
             metadata={"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))},
             allow_retries=status.state is JobState.FAILED and not is_spent,
         )
+
+
+def observe(context: dg.AssetExecutionContext, metadata: dict[str, Any]) -> None:
+    """Record an observation of the asset, or of the partition of it, that the context makes."""
+    partition = context.partition_key if context.has_partition_key else None
+    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata, partition=partition))
 
 
 def log_of(manager: GPUClusterManager, job_id: str) -> str:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.smoke_test import read_predictions
 from trainer.config import JobConfig
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+
+if TYPE_CHECKING:
+    from trainer.data.shards import DataShardManager
+    from trainer.evaluation.report import Predictions
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves", "baselines")
 """The figures that the gate and the model card read."""
@@ -35,23 +39,17 @@ def refuse_false_evaluation(
     ordered job's dataset; raise `AnswerError` for a file that holds no predictions."""
     import numpy as np
 
-    from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
     from trainer.evaluation.baselines import baseline_forecasts
-    from trainer.evaluation.report import Predictions, build_report, judge_baseline
+    from trainer.evaluation.report import build_report, judge_baseline
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
-    rows = shards.end_rows("test", spread_positions(shards.count("test")))
-    stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))
-    if not np.array_equal(stored["row"], rows):
-        raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again")
-    loss, mu, sigma, nu = (np.array(stored[name], dtype=np.float64) for name in ("loss", "mu", "sigma", "nu"))
-    target = shards.column(shards.spec.target, rows).astype(np.float64)
-    days = shards.dates(rows).astype("datetime64[D]")
+    predictions = stored_predictions(rundir, shards)
+    target, days = predictions.target, shards.dates(predictions.row).astype("datetime64[D]")
     try:
         with np.errstate(all="ignore"):
             found = build_report(
-                Predictions(rows, target, loss, mu, sigma, nu),
+                predictions,
                 days,
                 {
                     name: judge_baseline(forecast, target)
@@ -63,6 +61,23 @@ def refuse_false_evaluation(
         raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} cannot be judged ({error}): train again") from error
     for name in FIGURES:
         _compare(rundir, name, evaluation.get(name), found[name])
+
+
+def stored_predictions(rundir: RunDir, shards: DataShardManager) -> Predictions:
+    """Return the predictions that nodes wrote, with the dataset's own targets. Raise `EvaluationError` where they are
+    not of its test split, `AnswerError` for a file that holds none."""
+    import numpy as np
+
+    from trainer.data.sampler import spread_positions
+    from trainer.evaluation.report import Predictions
+
+    rows = shards.end_rows("test", spread_positions(shards.count("test")))
+    stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))
+    if not np.array_equal(stored["row"], rows):
+        raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again")
+    loss, mu, sigma, nu = (np.array(stored[name], dtype=np.float64) for name in ("loss", "mu", "sigma", "nu"))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)
+    return Predictions(rows, target, loss, mu, sigma, nu)
 
 
 def _compare(rundir: RunDir, where: str, said: Any, found: Any) -> None:

@@ -13,6 +13,7 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
+    PARTITION_TAG,
     TICKET_TAG,
     Ticket,
     WaitingList,
@@ -38,7 +39,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
     @dg.sensor(
         name=names.unique("queue"),
         required_resource_keys={names.project},
-        target=dg.AssetSelection.all(),
+        asset_selection=dg.AssetSelection.all(),  # no target: for one Dagster makes a job, and it has one partitioning
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Starts runs that wait for capacity; gives up after {settings.queue_deadline_hours:g} hours.",
@@ -152,6 +153,7 @@ def _request(ticket: Ticket) -> dg.RunRequest:
         run_key=f"{ticket.ticket}-{ticket.attempt}",
         run_config=dict(ticket.run_config),
         asset_selection=[dg.AssetKey.from_user_string(name) for name in ticket.assets] or None,
+        partition_key=ticket.tags.get(PARTITION_TAG),
         tags={**ticket.tags, TICKET_TAG: ticket.ticket, ATTEMPT_TAG: str(ticket.attempt)},
     )
 

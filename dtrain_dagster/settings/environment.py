@@ -121,6 +121,11 @@ class Settings(BaseSettings):
     )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
+    gate: Literal["test", "walk_forward"] = Field(
+        default="test",
+        description="What a champion has to pass: its own test split, or beside it the walk forward of its settings",
+    )
+
     endpoint: str | None = Field(
         default=None,
         description="Scoring endpoint with which models must be compatible: its address, or its name in the workspace",

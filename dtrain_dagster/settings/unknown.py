@@ -38,9 +38,11 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
+    from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
     names = {f"{PREFIX}{name}" for name in OF_PROCESSES}
-    for kind in (Settings, AzureSettings, DataEngineSettings, KubernetesSettings, RaySettings, SlurmSettings):
+    kinds = (AzureSettings, DataEngineSettings, KubernetesSettings, RaySettings, SlurmSettings, WalkForwardSettings)
+    for kind in (Settings, *kinds):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

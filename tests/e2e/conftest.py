@@ -320,7 +320,13 @@ def run(
     job: dg.JobDefinition, instance: dg.DagsterInstance, selection: Any = None, **options: Any
 ) -> dg.ExecuteInProcessResult:
     config = {"ops": {"cost_estimate": {"config": options}}}
+    selection = selection or whole_graph(job)
     return job.execute_in_process(run_config=config, instance=instance, raise_on_error=False, asset_selection=selection)
+
+
+def whole_graph(job: dg.JobDefinition) -> list[dg.AssetKey]:
+    """All that is made once: not the test years of the walk forward, nor their report."""
+    return [key for key in job.asset_layer.executable_asset_keys if not key.path[0].startswith("walk_forward")]
 
 
 def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from tests.webhook import web_hook
 
-from .conftest import ON_AZURE, small_prices
+from .conftest import ON_AZURE, small_prices, whole_graph
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate")]
@@ -60,7 +60,8 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
 
             def tick() -> Any:
                 resources = {"project": build_resources(settings)["project"]}
-                with dg.build_sensor_context(instance=instance, resources=resources) as context:
+                repository = build_defs(settings).get_repository_def()
+                with dg.build_sensor_context(instance, resources=resources, repository_def=repository) as context:
                     return build_queue_sensor(settings).evaluate_tick(context)
 
             config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "warmup_steps": 1}}}}
@@ -124,14 +125,17 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
             settings = load_settings()
             job = build_defs(settings).resolve_implicit_global_asset_job_def()
             with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-                return job.execute_in_process(instance=instance, raise_on_error=False, **more)
+                chosen = {"asset_selection": whole_graph(job)} | more
+                return job.execute_in_process(instance=instance, raise_on_error=False, **chosen)
 
         def tick() -> Any:
             settings = load_settings()
             resources = {"project": build_resources(settings)["project"]}
             with (
                 dg.DagsterInstance.local_temp(str(tmp_path)) as instance,
-                dg.build_sensor_context(instance=instance, resources=resources) as context,
+                dg.build_sensor_context(
+                    instance, resources=resources, repository_def=build_defs(settings).get_repository_def()
+                ) as context,
             ):
                 return build_queue_sensor(settings).evaluate_tick(context)
 

@@ -42,6 +42,7 @@ from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
+from trainer.engine.warm_start import begin_from
 from trainer.engine.workload import Workload, make_sampler
 from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
@@ -133,6 +134,7 @@ class DistributedTrainer:
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
         problem = self.maker.make(self.job, data, participant.device)
+        begin_from(problem.module, self.config)
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload)
         if session.elastic is None:

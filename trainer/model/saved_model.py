@@ -131,7 +131,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
         raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
     criterion: Any = PARTS[kind].build_loss(loss, spec, modules)
     model = PARTS[kind].build_model(config, spec, criterion.outputs, modules)
-    _refuse_unpacking(data)
+    refuse_unpacking(data)
     try:
         weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or hostile pickle makes of it
@@ -150,7 +150,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
 _SAVED: dict[str, Callable[..., SavedModel | SavedRows]] = {WINDOWS: SavedModel, ROWS: SavedRows}
 
 
-def _refuse_unpacking(data: bytes) -> None:
+def refuse_unpacking(data: bytes) -> None:
     """Raise `SavedModelError` for a file that grows when it is read: `torch.save` compresses nothing."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

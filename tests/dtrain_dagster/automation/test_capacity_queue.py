@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dtrain_dagster.automation.capacity_queue import (
 from dtrain_dagster.automation.retraining import CAUSE_TAG, run_config
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.queue import build_queue_sensor
@@ -98,11 +100,14 @@ def instance() -> Iterator[dg.DagsterInstance]:
         yield made
 
 
+@cache
+def repository() -> dg.RepositoryDefinition:
+    return build_defs(Settings()).get_repository_def()
+
+
 def tick(settings: Settings, instance: dg.DagsterInstance, cursor: str | None = None) -> Any:
-    sensor = build_queue_sensor(settings)
-    with dg.build_sensor_context(
-        instance=instance, cursor=cursor, resources={"project": build_resources(settings)["project"]}
-    ) as made:
+    sensor, resources = build_queue_sensor(settings), {"project": build_resources(settings)["project"]}
+    with dg.build_sensor_context(instance, cursor, repository_def=repository(), resources=resources) as made:
         return sensor.evaluate_tick(made)
 
 

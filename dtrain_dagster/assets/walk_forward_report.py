@@ -1,0 +1,262 @@
+"""The asset `walk_forward_report`: all test years that there are, judged together, and what they have cost."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import table_schema
+from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
+from dtrain_dagster.assets.walk_forward import TrainedYear, training_settings, walk_forward_names
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.resources import project_resource
+from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.graph_names import GraphNames
+from trainer.storage.open import open_storage
+
+if TYPE_CHECKING:
+    from trainer.evaluation.gate import Gate
+
+REPORT = "walk_forward_report"
+SHOWN = ("ridge", "har_x", "ewma")
+"""The baselines in tables and pictures, the hardest to beat first; the JSON has all of them."""
+REGIME_WORDS = (
+    "A day is turbulent where the index's volatility over the 22 days up to it is above the median of all days before."
+)
+
+
+def build_walk_forward_report(pipeline: Pipeline, partitions: dg.PartitionsDefinition) -> dg.AssetsDefinition:
+    """Return the asset `walk_forward_report` of a graph. It is made of the years that are there."""
+    names, walk = pipeline.names, walk_forward_names(pipeline.names)
+
+    @dg.asset(
+        key=names.key(REPORT),
+        group_name=names.unique(STUDIES),
+        owners=list(pipeline.owners),
+        code_version="1",
+        kinds={"python"},
+        required_resource_keys={names.project},
+        ins={
+            "years": dg.AssetIn(
+                key=walk.key("year_scores"),
+                partition_mapping=dg.AllPartitionMapping(),
+                metadata={"allow_missing_partitions": True},
+            )
+        },
+        description="All test years together: the model against every baseline that was fitted as often, with "
+        "Newey-West t-statistics, by year and by regime; and the dollars of each year. Missing years are named.",
+        check_specs=[
+            dg.AssetCheckSpec(
+                "walk_forward_gate",
+                asset=names.key(REPORT),
+                description="Over all years no baseline is better beyond chance, EWMA and HAR-X are worse beyond "
+                "chance, and the 90 % interval covers 87 to 93 %. DTRAIN_GATE=walk_forward asks it of a champion.",
+            )
+        ],
+    )
+    def walk_forward_report(context: dg.AssetExecutionContext, years: Any) -> dg.MaterializeResult:
+        """Judge all years that are there together."""
+        # Dagster gives one value where there is one partition, and else a value for each.
+        found = list(years.values()) if isinstance(years, dict) else [years]
+        keys = [int(key) for key in partitions.get_partition_keys()]
+        return report_years(context, found, keys, Path(project_resource(context, names).storage_uri), names)
+
+    return walk_forward_report
+
+
+def report_years(
+    context: dg.AssetExecutionContext, years: Sequence[TrainedYear], wanted: Sequence[int], folder: Path,
+    names: GraphNames,
+) -> dg.MaterializeResult:  # fmt: skip
+    """Return the report of these years, of all that are ``wanted``. Its JSON is kept below ``folder``, on this machine:
+    a gate may rest on it. Raise `dagster.Failure` where there is no year yet."""
+    from dtrain_dagster.reports.training_charts import markdown_image
+    from dtrain_dagster.reports.walk_forward_charts import walk_forward_chart
+
+    if not years:
+        raise dg.Failure(
+            f"no test year was made yet: launch a backfill of {walk_forward_names(names).key('year_scores')}, or of "
+            f"the job {walk_forward_names(names).pipeline}",
+            allow_retries=False,
+        )
+    document = report_document(years, wanted)
+    path = report_path(folder, names)
+    open_storage(str(path.parent)).write(path.name, json.dumps(document, indent=1, allow_nan=False).encode())
+    for sentence in document["notes"]:
+        context.log.info(sentence)
+    common = set.intersection(*(set(item.scores.baselines) for item in years))
+    pictures = {}
+    if shown := [name for name in SHOWN if name in common]:
+        chart = walk_forward_chart([item.scores for item in years], shown)
+        pictures["picture"] = dg.MarkdownMetadataValue(markdown_image(chart, "Gain over each baseline, year by year"))
+    rows = [dg.TableRecord(row) for row in year_rows(document)]
+    gate = document["gate"]
+    return dg.MaterializeResult(
+        metadata={
+            "verdict": document["notes"][0],
+            "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in document["notes"])),
+            **pictures,
+            "by_year": dg.TableMetadataValue(rows, table_schema(rows)),
+            "all_years": dg.MarkdownMetadataValue(gain_table(document)),
+            "years": len(document["years"]),
+            "missing_years": dg.JsonMetadataValue(document["missing_years"]),
+            "nll": round(document["all"]["nll"], 6),
+            "coverage_90": round(document["all"]["coverage_90"], 4),
+            **{
+                f"{kind}_over_{name}": round(gain[part], 6)
+                for name, gain in document["all"]["gains"].items()
+                for kind, part in (("gain", "nats"), ("t", "t"))
+                if gain[part] is not None
+            },
+            "total_usd": round(document["usd"]["total"], 6),
+            "report": dg.MetadataValue.path(str(path)),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                check_name="walk_forward_gate",
+                passed=gate["passed"],
+                severity=dg.AssetCheckSeverity.WARN,
+                metadata={"reasons": gate["reasons"]},
+            )
+        ],
+    )
+
+
+def report_path(folder: Path, names: GraphNames) -> Path:
+    """Return the file of a graph's report below the storage of this machine."""
+    return folder / "walk_forward" / f"{names.pipeline or 'stock'}.json"
+
+
+def report_document(years: Sequence[TrainedYear], wanted: Sequence[int]) -> dict[str, Any]:
+    """Return the content of a report's JSON: what `trainer.evaluation.walk_forward.judge_years` says, with the dollars,
+    the jobs, the missing years, the settings, and the gate's verdict. Pure."""
+    from trainer.evaluation.walk_forward import judge_years, walk_forward_gate
+
+    ordered = sorted(years, key=lambda item: item.scores.year)
+    document = judge_years([item.scores for item in ordered])
+    gate = walk_forward_gate(document)
+    reasons = [*gate.reasons, *(f"the years differ: {words}" for words in differences(ordered))]
+    document["missing_years"] = [year for year in wanted if year not in document["years"]]
+    document["usd"] = {
+        "total": sum(item.usd for item in ordered),
+        "words": ordered[0].price_words,
+        "by_year": {str(item.scores.year): item.usd for item in ordered},
+    }
+    document["seconds"] = {str(item.scores.year): item.seconds for item in ordered}
+    document["jobs"] = {str(item.scores.year): item.job_id for item in ordered}
+    document["settings"] = dict(ordered[-1].settings)
+    document["differences"] = differences(ordered)
+    document["gate"] = {"passed": not reasons, "reasons": reasons}
+    document["notes"] = notes(document)
+    return document
+
+
+def judge_by_walk_forward(gate: "Gate", document: Mapping[str, Any] | None, plan: TrainingPlan) -> "Gate":
+    """Return the verdict on a model whose own test gave ``gate``, where its kind must have stood the walk forward too:
+    the same model, loss and training, all years together. ``document``: the report; None where there is none. Pure."""
+    from trainer.evaluation.gate import Gate
+
+    if document is None:
+        reasons = [f"DTRAIN_GATE=walk_forward, and there is no {REPORT}: run the walk forward, or unset DTRAIN_GATE"]
+    else:
+        mine, its = (
+            flat({name: each[name] for name in ("model", "loss", "training")})
+            for each in (training_settings(plan), document["settings"])
+        )
+        other = next((name for name in sorted(mine.keys() | its.keys()) if mine.get(name) != its.get(name)), None)
+        reasons = [f"walk forward: {reason}" for reason in document["gate"]["reasons"]]
+        if other is not None:
+            reasons = [f"the walk forward judged {other} = {its.get(other)}, and this is {mine.get(other)}"]
+    return Gate(gate.passed and not reasons, (*gate.reasons, *reasons))
+
+
+def read_report(folder: Path, names: GraphNames) -> dict[str, Any] | None:
+    """Return the latest report of a graph, None where there is none. Raise ValueError for a damaged one."""
+    try:
+        found: dict[str, Any] = json.loads(report_path(folder, names).read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def differences(years: Sequence[TrainedYear]) -> list[str]:
+    """Return for each year that was made with other settings than the last one the first that differs. Pure. That the
+    first year of warm starts has no year before it is no difference."""
+    reference, found = flat(years[-1].settings), []
+    for item in years[:-1]:
+        own = flat(item.settings)
+        if item is years[0]:
+            own["warm_start"] = reference["warm_start"]
+        for name in sorted(own.keys() | reference.keys()):
+            if own.get(name) != reference.get(name):
+                found.append(f"{item.scores.year} has {name} = {own.get(name)}, not {reference.get(name)}")
+                break
+    return found
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return nested fields by their dotted names. Pure."""
+    if isinstance(value, Mapping) and value:
+        parts = [flat(each, f"{name}.{part}" if name else str(part)) for part, each in value.items()]
+        return {key: each for found in parts for key, each in found.items()}
+    return {name: value}
+
+
+def notes(document: Mapping[str, Any]) -> list[str]:
+    """Return sentences about a report; each is computed from its figures, the verdict first. Pure."""
+    together, best = document["all"], document["best_baseline"]
+    years = document["years"]
+    said = []
+    if best is None:
+        said.append(f"NLL {together['nll']:.4f} over {len(years)} test year(s); no baseline could be judged beside it.")
+    else:
+        gain = together["gains"][best]
+        t = "" if gain["t"] is None else f", Newey-West t = {gain['t']:.1f}"
+        certain = gain["t"] is not None and abs(gain["t"]) >= 2
+        verdict = ("better" if gain["nats"] > 0 else "worse") if certain else "no better and no worse, beyond chance,"
+        said.append(
+            f"Over {len(years)} test year(s) the model is {verdict} than the best baseline, {best}: "
+            f"{gain['nats']:+.4f} nats{t}; it won {document['years_won'][best]} of them."
+        )
+    usd = document["usd"]
+    said.append(f"All years together cost {dollars(usd['total'])} ({usd['words']}).")
+    for name, part in document["by_regime"].items():
+        against = part["gains"].get(best)
+        if against:
+            t = "" if against["t"] is None else f" (t = {against['t']:.1f})"
+            said.append(f"On {part['days']:,} {name} days: {against['nats']:+.4f} nats over {best}{t}.")
+    said += [REGIME_WORDS] if document["by_regime"] else []
+    if document["missing_years"]:
+        said.append(f"Missing: {', '.join(map(str, document['missing_years']))}.")
+    return [*said, *(f"The years differ: {words}." for words in document["differences"])]
+
+
+def year_rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each year, and a last one for all of them. Pure."""
+    rows = []
+    for year, part in [*document["by_year"].items(), ("all", document["all"])]:
+        row: dict[str, Any] = {"year": year, "windows": part["windows"], "nll": round(part["nll"], 4)}
+        for name in SHOWN:
+            gain = part["gains"].get(name)
+            row[f"over {name}"] = "–" if gain is None else in_words(gain)
+        usd = document["usd"]["total"] if year == "all" else document["usd"]["by_year"][year]
+        row |= {"coverage": f"{part['coverage_90']:.1%}", "cost": dollars(usd)}
+        rows.append(row | {"job": document["jobs"].get(year, "")})
+    return rows
+
+
+def in_words(gain: Mapping[str, Any]) -> str:
+    """Return ``+0.0042 (t 1.3)``. Pure."""
+    return f"{gain['nats']:+.4f}" + ("" if gain["t"] is None else f" (t {gain['t']:.1f})")
+
+
+def gain_table(document: Mapping[str, Any]) -> str:
+    """Return the gains over every baseline as a Markdown table: over all days, and by regime. Pure."""
+    columns = {"all days": document["all"], **{f"{name} days": part for name, part in document["by_regime"].items()}}
+    rows = [f"| baseline | its NLL | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for name, nll in sorted(document["all"]["baselines"].items(), key=lambda item: item[1]):
+        cells = [in_words(part["gains"][name]) for part in columns.values()]
+        rows.append(f"| {name} | {nll:.4f} | {' | '.join(cells)} |")
+    return "\n".join(rows)
