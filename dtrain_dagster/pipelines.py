@@ -23,6 +23,7 @@ from dtrain_dagster.assets import (
     registry,
     reporting,
     scaling,
+    search,
     training,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
@@ -280,7 +281,11 @@ def build_graph(
         assets=[
             *assets,
             training.build_gpu_cluster(pipeline),
-            *([] if of_script else [scaling.build_scaling_study(pipeline)]),
+            *(
+                []
+                if of_script
+                else [scaling.build_scaling_study(pipeline), search.build_hyperparameter_search(pipeline)]
+            ),
         ],
         asset_checks=checks,
         resources=resources,
