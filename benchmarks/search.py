@@ -7,7 +7,7 @@ its end, and keeps the learning curves. Then `python -m benchmarks.search --curv
 which differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
 policies get the same trials in the same order, the same costs and everything that is known at each moment. Only the
 clock and the fleet are played, and values are drawn at random for all, so what is compared is the ending of trials
-alone. ``--live`` runs one search for real on the local cluster besides, and plays its decisions again.
+alone. The trainings are recorded one after the other in one process, so that what a start and a finish take is given.
 
     dollars_vs_random         dollars of `worth` to the score that random search has at the end of its budget, over that
                               budget: mean over seeds
@@ -17,8 +17,7 @@ alone. ``--live`` runs one search for real on the local cluster besides, and pla
                               reached: all recorded trials were used up, and it counts with all their dollars
     repeatable                the same with ``repeatable``, in which trials know less of each other
     recorded_trainings, replayed    how many real trainings the curves are of, and that searches were played on them
-    startup_seconds, finish_seconds    of a trial on a node, as measured by a live trial, or given
-    live                      trials of the live search; of its decisions, how many the played one repeats
+    startup_seconds, finish_seconds    of a trial on a node, as given
 """
 
 from __future__ import annotations

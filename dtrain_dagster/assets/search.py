@@ -75,8 +75,9 @@ class SearchOptions(LaunchpadOptions):
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
     sampler: SamplerOption = SamplerOption.tpe
     """How values are drawn: more where trials were good, at random, evenly, or all of a grid."""
-    pruner: PrunerOption = PrunerOption.worth
-    """What ends trials early: that their dollars would do more in a fresh one, successive halving, or nothing."""
+    pruner: PrunerOption = PrunerOption.asha
+    """What ends trials early: successive halving (asha, hyperband), that their dollars would do more in a fresh trial
+    (worth), or nothing."""
     worth_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """The most dollars that an improvement of the metric by 1 is worth: the search ends where none is. 0: any."""
     seed: int = Field(default=0, ge=0)
@@ -97,9 +98,9 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
         description=(
-            "Trials of the planned training over a space, several at once under one budget, each ended when what it "
-            "would still cost exceeds what it can still gain. Its settings file is for `settings_file` of "
-            "`cost_estimate`. It trains: not part of `retraining`."
+            "Trials of the planned training over a space, several at once under one budget, ended early by successive "
+            "halving, or when what they would still cost exceeds what they can still gain. Its file is for "
+            "`settings_file` of `cost_estimate`. It trains: not part of `retraining`."
         ),
     )
     def hyperparameter_search(

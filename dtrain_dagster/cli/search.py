@@ -66,8 +66,9 @@ if TYPE_CHECKING:
     "--sampler", default="tpe", show_default=True, metavar="NAME", help="tpe, random, qmc (evenly) or grid (all)."
 )
 @click.option(
-    "--pruner", default="worth", show_default=True, metavar="NAME",
-    help="What ends trials early: worth (its dollars would do more in a fresh one), asha, hyperband or none.",
+    "--pruner", default="asha", show_default=True, metavar="NAME",
+    help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on), hyperband, worth (its dollars "
+    "would do more in a fresh one) or none.",
 )  # fmt: skip
 @click.option(
     "--worth", "worth_usd", type=float, metavar="USD",

@@ -186,5 +186,6 @@ def _limit(axis: Axes, scores: Sequence[float], sign: float) -> None:
 
 
 def _legend(axis: Axes) -> None:
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, fontsize=8)
+    """Show the legend above the chart, where no point is."""
+    if handles := axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=8, ncols=len(handles), loc="lower right", bbox_to_anchor=(1.0, 1.0))

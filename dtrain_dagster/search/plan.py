@@ -118,10 +118,13 @@ def _rank(count: int, sure: float) -> float:
     return 1 - (1 - sure) ** (1 / count)
 
 
-def past_searches(home: Path, dataset_id: str | None, metric: str) -> list[PastSearch]:
-    """Return the searches of this home that are over, of this data and metric. One that cannot be read is left out."""
+def past_searches(home: Path, name: str, dataset_id: str | None, metric: str) -> list[PastSearch]:
+    """Return the searches of this home that are over, of this data and metric, but the one of this ``name``. One that
+    cannot be read is left out."""
     found: list[PastSearch] = []
     for path in sorted((home / FOLDER).glob(f"*/{RESULT}")):
+        if path.parent.name == name:
+            continue
         try:
             kept = json.loads(path.read_text())
             if kept["metric"] != metric or kept["dataset_id"] != dataset_id or not kept["usd"] > 0:

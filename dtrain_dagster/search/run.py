@@ -138,7 +138,7 @@ class Search:
         self.folder = search_folder(home, request.name)
         self.plan = plan_search(
             request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd,
-            past_searches(home, request.base.dataset.dataset_id, request.settings.metric),
+            past_searches(home, request.name, request.base.dataset.dataset_id, request.settings.metric),
         )  # fmt: skip
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))

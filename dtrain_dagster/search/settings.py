@@ -23,7 +23,7 @@ class SearchSettings:
     parallel: int = 2
     """Trials that may run at once."""
     sampler: Sampler = Sampler.TPE
-    pruner: Pruner = Pruner.WORTH
+    pruner: Pruner = Pruner.ASHA
     seed: int = 0
     metric: str = LOSS
     """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""

@@ -200,15 +200,12 @@ class TrialSource:
             return trial, ""
         usual = learned_seconds(self._expected, known, self._nodes)
         beside = [] if settings.repeatable else [item for item in self.running if item.number != trial.number]
-        can_follow = len(self._trials) < settings.trials and not self._is_exhausted
-        if settings.repeatable:
-            can_follow = trial.number + 1 < settings.trials
         verdict = judge_worth(
             trial.curve(settings.sign),
             seconds_of(trial, usual, self._nodes).cost(self._usd_per_node_hour),
             [item.curve(settings.sign) for item in known if item.scores],
             [item.curve(settings.sign) for item in beside if item.scores],
-            usual.cost(self._usd_per_node_hour) if can_follow else None,
+            usual.cost(self._usd_per_node_hour),
             usual.of,
             settings.worth_usd,
         )

@@ -5,9 +5,9 @@ no promise to go on to the end: a trial may be looked at again and ended there, 
 both are taken over plans of the kind "up to evaluation h, and from there to the end only if it is then among the best
 share q of what may have become of it", and the best plan counts, by gain per dollar. The same is done for a fresh
 trial, whose curve is drawn from what is known of all. A trial ends where its best plan gains less per dollar than a
-fresh one, since there its dollars would do more; where no fresh trial can follow, it ends only where a price that a
-person has set is not met. There is nothing to tune. This is an index policy, as Weitzman's for boxes of unknown content
-(1979), with learning curves for their content. Pure.
+fresh one, since there its dollars would do more, in this search or in another one; and where a price that a person has
+set is not met. There is nothing to tune. This is an index policy, as Weitzman's for boxes of unknown content (1979),
+with learning curves for their content. Pure.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class WorthVerdict:
     ends: bool
     here: Prospect
     """Of going on."""
-    elsewhere: Prospect | None
-    """Of a fresh trial; None where none can follow."""
+    elsewhere: Prospect
+    """Of a fresh trial."""
     reason: str
 
 
@@ -125,19 +125,19 @@ def judge_worth(
     cost: TrialCost,
     others: Sequence[Curve],
     running: Sequence[Curve],
-    fresh: TrialCost | None,
+    fresh: TrialCost,
     fresh_of: int,
     usd_per_score: float | None = None,
 ) -> WorthVerdict:
     """Return whether a trial with these evaluations goes on. ``others``: the curves of trials that are over, in order;
-    ``running``: of those that run beside it. ``fresh``: what a fresh trial of ``fresh_of`` evaluations would cost; None
-    where none can follow. ``usd_per_score``: the most dollars that a person gives for an improvement by 1."""
+    ``running``: of those that run beside it. ``fresh``: what a fresh trial of ``fresh_of`` evaluations would cost.
+    ``usd_per_score``: the most dollars that a person gives for an improvement by 1."""
     floor = floor_of([*others, *running, curve])
     prior = prior_of([*others, *running], floor)
     nothing = Prospect(gain=0.0, usd=0.0, chance=0.0)
     is_judged = bool(curve.scores) and not curve.is_whole and np.isfinite(curve.scores).all()
     if not is_judged or (prior is None and usd_per_score is None):
-        return WorthVerdict(ends=False, here=nothing, elsewhere=None, reason="")
+        return WorthVerdict(ends=False, here=nothing, elsewhere=nothing, reason="")
     if prior is None:
         prior = prior_of([curve], floor)
         assert prior is not None
@@ -145,11 +145,11 @@ def judge_worth(
     scores += [min(other.best, expected_end(other, prior, floor)) for other in running if other.scores]
     best = min([*scores, curve.best])
     here = prospect_of(curve, prior, floor, best, cost)
-    there = prospect_of(Curve((), fresh_of), prior, floor, best, fresh) if fresh is not None else None
+    there = prospect_of(Curve((), fresh_of), prior, floor, best, fresh)
     wanted = 1 / usd_per_score if usd_per_score else 0.0
     left = cost.left_usd(len(curve.scores), curve.of)
     said = f"{left:.2g} dollars more, with a chance of {here.chance:.0%} to improve on {best:.6g} and"
-    if there is not None and here.per_usd < there.per_usd and there.per_usd >= wanted:
+    if here.per_usd < there.per_usd and there.per_usd >= wanted:
         reason = f"not worth it: {said} {here.per_usd:.2g} of score a dollar; a fresh trial has {there.per_usd:.2g}"
         return WorthVerdict(ends=True, here=here, elsewhere=there, reason=reason)
     if here.per_usd < wanted:

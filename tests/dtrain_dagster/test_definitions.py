@@ -34,6 +34,7 @@ def test_lineage_reads_like_the_product():
         "cost_breakdown": {"cost_estimate", "trained_checkpoint"},
         "performance_report": {"cost_estimate", "trained_checkpoint"},
         "scaling_study": {"cost_estimate", "sharded_dataset"},
+        "hyperparameter_search": {"cost_estimate", "sharded_dataset"},
     }
     for node in graph.asset_nodes:
         assert node.group_name != "default"

@@ -93,13 +93,15 @@ def test_it_is_the_dollars_that_decide() -> None:
     assert judge_worth(begun(ordinary, 5), slow, others, [], COST, OF).ends
 
 
-def test_where_nothing_can_follow_only_a_price_that_was_set_ends_a_trial() -> None:
+def test_a_price_that_was_set_ends_what_a_fresh_trial_would_not() -> None:
     known = drawn(3, 10)
-    hopeless = Curve((3.0, 2.9, 2.9), OF)
-    assert not judge_worth(hopeless, COST, known, [], None, OF).ends
-    verdict = judge_worth(hopeless, COST, known, [], None, OF, usd_per_score=10.0)
+    ordinary = sorted(known, key=lambda curve: curve.best)[3]
+    others = [curve for curve in known if curve is not ordinary]
+    dear = TrialCost(startup_usd=1e6, evaluation_usd=1.0)
+    assert not judge_worth(begun(ordinary, 5), COST, others, [], dear, OF, usd_per_score=1e9).ends
+    verdict = judge_worth(begun(ordinary, 5), COST, others, [], dear, OF, usd_per_score=1e-3)
     assert verdict.ends
-    assert "0.1 is asked for" in verdict.reason
+    assert "and 1e+03 is asked for" in verdict.reason
 
 
 def test_what_runs_beside_is_expected_to_improve_as_well() -> None:
@@ -155,9 +157,9 @@ def test_the_same_score_costs_less_than_with_every_trial_trained_to_its_end() ->
 
 
 def test_a_search_ends_where_no_trial_is_worth_its_price() -> None:
-    dear = SearchSettings(trials=30, sampler=Sampler.RANDOM, worth_usd=1e-3)
+    dear = SearchSettings(trials=30, sampler=Sampler.RANDOM, pruner=Pruner.WORTH, worth_usd=1e-3)
     source = play(source_of(dear), [])
     assert len(source.trials) < 30
     assert source.ended.startswith("no further trial is worth it")
-    cheap = SearchSettings(trials=12, sampler=Sampler.RANDOM, worth_usd=1e6)
+    cheap = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.WORTH, worth_usd=1e6)
     assert len(play(source_of(cheap), []).trials) == 12
