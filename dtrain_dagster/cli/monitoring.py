@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
     """Show all jobs live in a browser.
 
-    Metrics for Prometheus are under /metrics. Ctrl-C ends it. It reads run directories, of this machine or of
-    DTRAIN_STORAGE, and changes nothing."""
+    Fleets have a page of their own, /fleets, and metrics for Prometheus are under /metrics. Ctrl-C ends it. It reads
+    run directories, of this machine or of DTRAIN_STORAGE, and changes nothing."""
     from dtrain_dagster.cli.web import listening
+    from dtrain_dagster.dashboard.fleets import FleetBoard
     from dtrain_dagster.dashboard.job_board import JobBoard
     from dtrain_dagster.dashboard.server import build_app
     from dtrain_dagster.web.guard import LOOPBACK
@@ -47,7 +48,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
     settings = read_settings()
     if job_id is not None:
         _training(settings, job_id)
-    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names))
+    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), FleetBoard(settings.home))
     with listening(host, port) as bound:
         click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
         if host not in LOOPBACK:

@@ -42,6 +42,7 @@ def live_page() -> str:
     """Return the page that asks its server for jobs and figures."""
     return Template(static("dashboard.html")).substitute(
         head='<link rel="stylesheet" href="dashboard.css">',
+        nav='<a href="fleets">fleets</a>',
         data=data_block("panels-data", [asdict(panel) for panel in PANELS]),
         scripts='<script src="plotly.js"></script>\n<script src="dashboard.js"></script>',
     )
@@ -54,6 +55,7 @@ def saved_page(snapshot: dict[str, Any]) -> str:
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
     return Template(static("dashboard.html")).substitute(
         head=f"{policy}\n<style>{static('dashboard.css')}</style>",
+        nav="",
         data=data_block("panels-data", [asdict(panel) for panel in PANELS]) + data_block("snapshot-data", snapshot),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )

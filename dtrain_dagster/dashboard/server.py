@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page, prometheus
+from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
 from dtrain_dagster.dashboard.job_index import Listing, page_of
 from dtrain_dagster.web.guard import Guard, rules_for
@@ -47,8 +48,9 @@ HEADERS = {
 }
 
 
-def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
-    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
+def build_app(board: JobBoard, hosts: Sequence[str] = (), fleets: FleetBoard | None = None) -> Starlette:
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``fleets``:
+    those that have a page; None: there is no such page."""
     lists = Lists()
 
     def index(request: Request) -> Response:
@@ -104,6 +106,7 @@ def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
             Route("/jobs.json", jobs),
             Route("/jobs/{job_id}.json", job),
             Route("/metrics", metrics),
+            *(fleet_routes(fleets) if fleets else []),
         ],
         middleware=[Middleware(SecurityHeaders), Middleware(Guard, rules=rules_for("127.0.0.1", hosts))],
     )

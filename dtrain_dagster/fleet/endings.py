@@ -77,7 +77,7 @@ def explain_launch_end(rundir: RunDir, status: JobStatus, kept: KeptState, now: 
         return LaunchEnd(state=FleetState.FAILED, reason=str(error))
     facts = LaunchFacts(
         state=status.state,
-        message=status.message,
+        message=str(result.get("error") or status.message) if own else status.message,
         has_own_result=own,
         came_to_limit=spent,
         retry_at=status.starved.retry_at if status.starved else None,

@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
 from trainer.config import parse_job
+from trainer.documents.events import EvaluationEvent
 from trainer.documents.places import PlaceError, checked_id
 from trainer.errors import DamagedError
 from trainer.runtime.file_lock import hold_lock
@@ -99,7 +100,9 @@ class Call:
 
     job_id: str
     outcome: Outcome | None = None
-    """None: it gave this job. Else it was told of its end."""
+    """It was told of the job's end."""
+    evaluations: tuple[EvaluationEvent, ...] = ()
+    """It judged the job; these are new since the judgement before. With neither, it gave this job."""
 
 
 class FleetRecords:
@@ -205,8 +208,7 @@ class FleetRecords:
 
     def note_call(self, number: int, call: Call) -> None:
         """Remember the call of this number, from 1 on."""
-        said = {"job_id": call.job_id, "outcome": call.outcome and asdict(call.outcome)}
-        self._write(f"{CALLS}/{number:06d}.json", said)
+        self._write(f"{CALLS}/{number:06d}.json", asdict(call))
 
     def ask_to_cancel(self) -> None:
         """Request the end of the fleet from whoever runs it."""

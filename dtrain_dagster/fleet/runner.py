@@ -25,8 +25,9 @@ from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
 from dtrain_dagster.fleet.records import Call, Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
-from dtrain_dagster.fleet.source import JobSource
+from dtrain_dagster.fleet.source import CONTINUE, JobSource, Verdict
 from dtrain_dagster.jobs.progress import start_job
+from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import LAUNCH, RunDir
 
@@ -64,14 +65,18 @@ class FleetRunner:
         self.limits: FleetLimits = records.limits()
         self.entries: dict[str, Entry] = {entry.job.job_id: entry for entry in records.entries()}
         self.followed: dict[str, Followed] = {}
-        self.asked_for: dict[str, int] = {}
-        """The number of evaluations of which the source was last asked, by job."""
+        self.judged: dict[str, dict[int | None, EvaluationEvent]] = {}
+        """The evaluations that the source has judged, by job and step."""
+        self.verdicts: dict[str, Verdict] = {}
+        """The last verdict on each job."""
         self.calls = 0
         self.source_is_dry = False
         self.has_begun = False
         """Whether the last look began a job."""
         self.trouble: dict[str, str] = {}
         """What kept the last look at a job from being one."""
+        self.unnoted: dict[str, Entry] = {}
+        """Jobs that were written down before the call was that gave them: the source gives them again."""
         self.unsure = {job_id for job_id, entry in self.entries.items() if entry.kept.state is FleetState.RUNNING}
         """Jobs whose nodes may not know their last grant: who ran the fleet before died, perhaps just then."""
         self._replay()
@@ -202,6 +207,9 @@ class FleetRunner:
             if call.outcome is not None:
                 self.source.on_end(call.job_id, call.outcome)
                 continue
+            if call.evaluations:
+                self._ask_for_verdict(call.job_id, call.evaluations)
+                continue
             given = self.source.next_job()
             known = self.entries.get(call.job_id)
             if given is None or known is None or given.job_id != call.job_id:
@@ -210,9 +218,8 @@ class FleetRunner:
                     f"{given.job_id if given else 'none'}: give the same jobs in the same order, or another name"
                 )
         told = {call.job_id for call in calls if call.outcome is not None}
-        asked = {call.job_id for call in calls if call.outcome is None}
-        for job_id in [job_id for job_id in self.entries if job_id not in asked]:
-            del self.entries[job_id]  # written before the call was noted: the source gives it again
+        asked = {call.job_id for call in calls}
+        self.unnoted = {job_id: self.entries.pop(job_id) for job_id in list(self.entries) if job_id not in asked}
         for entry in list(self.entries.values()):
             if entry.kept.state.is_final and entry.job.job_id not in told:
                 self._tell_end(entry)
@@ -226,7 +233,8 @@ class FleetRunner:
                 return
             if job.job_id in self.entries:
                 raise FleetError(f"job {job.job_id!r} was given twice: each needs a job_id of its own")
-            self.entries[job.job_id] = self.records.add(job, len(self.entries))
+            known = self.unnoted.pop(job.job_id, None)
+            self.entries[job.job_id] = known or self.records.add(job, len(self.entries))
             self._note_call(Call(job_id=job.job_id))
 
     def _waiting(self) -> int:
@@ -238,20 +246,26 @@ class FleetRunner:
             job_id = entry.job.job_id
             if entry.kept.state is not FleetState.RUNNING or job_id not in self.followed:
                 continue
-            evaluations = self.followed[job_id].evaluations
-            if len(evaluations) > self.asked_for.get(job_id, 0):
-                self.asked_for[job_id] = len(evaluations)
-                if (verdict := self.source.judge(job_id, evaluations)).ends:
-                    self._leave(entry, FleetState.ENDING, verdict.reason)
+            known = self.judged.get(job_id, {})
+            new = tuple(item for item in self.followed[job_id].evaluations if known.get(item.step) != item)
+            if new:
+                self._ask_for_verdict(job_id, new)
+                self._note_call(Call(job_id=job_id, evaluations=new))
+            if (verdict := self.verdicts.get(job_id, CONTINUE)).ends:
+                self._leave(entry, FleetState.ENDING, verdict.reason)
+
+    def _ask_for_verdict(self, job_id: str, new: Sequence[EvaluationEvent]) -> None:
+        known = self.judged.setdefault(job_id, {})
+        known |= {item.step: item for item in new}
+        evaluations = sorted(known.values(), key=lambda item: item.step or 0)
+        self.verdicts[job_id] = self.source.judge(job_id, tuple(evaluations))
 
     def _tell_end(self, entry: Entry) -> None:
         kept = entry.kept
-        evaluations: Sequence[object] = ()
-        if kept.launches:
-            evaluations = self._follow(entry).evaluations
+        evaluations: Sequence[EvaluationEvent] = self._follow(entry).evaluations if kept.launches else ()
         outcome = Outcome(
             state=kept.state, reason=kept.reason, paid_units=kept.paid_units, node_seconds=kept.node_seconds,
-            evaluations=tuple(evaluations),  # type: ignore[arg-type]
+            evaluations=tuple(evaluations),
         )  # fmt: skip
         self.source.on_end(entry.job.job_id, outcome)
         self._note_call(Call(job_id=entry.job.job_id, outcome=outcome))

@@ -19,6 +19,10 @@ from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, Ra
 
 PAUSE_SECONDS = (1.0, 20.0)
 """The least and the most seconds that a job takes to save a checkpoint and leave its nodes."""
+TICK_SECONDS = 1e-6
+"""The least time that passes between two events, so that rounding does not hold time up."""
+LATE_SHARES = (0.02, 0.05, 0.999)
+"""How late nodes stop, as a share of what they are allowed: usually little, at times nearly all."""
 KNOWN_FROM = 0.05
 """Share of a job's work from which on its speed is known."""
 Policy = Callable[[FleetFacts, float], Sequence[Decision]]
@@ -46,6 +50,9 @@ class Surroundings:
     away: Sequence[tuple[float, float]] = ()
     """From when to when the orchestrator is dead, in order of time."""
     seed: int = 0
+    stops_at_budget: bool = False
+    """Whether all nodes stop at the very moment at which the last dollar is spent, which no cluster can do: for the
+    comparison with policies that promise no dollars."""
 
 
 @dataclass(slots=True)
@@ -71,6 +78,8 @@ class _Run:
     ended_at: float | None = None
     reason: str = ""
     launches: int = 0
+    at_rest: Standing | None = None
+    """Its standing while it has no nodes, which does not change."""
 
     @property
     def rate(self) -> float:
@@ -197,6 +206,11 @@ class _Play:
         self.most_nodes = max(self.most_nodes, sum(run.nodes for run in self.live))
 
     def _standing(self, run: _Run) -> Standing:
+        if run.at_rest is None or run.nodes:
+            run.at_rest = self._standing_now(run)
+        return run.at_rest
+
+    def _standing_now(self, run: _Run) -> Standing:
         known = run.done >= KNOWN_FROM * run.spec.node_seconds
         left = run.spec.node_seconds - run.done if known else None
         return Standing(
@@ -215,8 +229,8 @@ class _Play:
         self._set_limit(run)
 
     def _set_limit(self, run: _Run) -> None:
-        """Tell the nodes their limit. They pass it by what they are allowed at most: usually little, at times all."""
-        late = run.nodes * self.limits.margin_seconds * self.random.choice((0.02, 0.05, 1.0))
+        """Tell the nodes their limit, which they pass by no more than they are allowed."""
+        late = run.nodes * self.limits.margin_seconds * self.random.choice(LATE_SHARES)
         run.limit = node_limit(self._standing(run), run.paid_seconds, self.limits) + late
 
     def _draw_loss(self, run: _Run) -> None:
@@ -244,7 +258,14 @@ class _Play:
                 times.append(ready + (run.work - run.done) / run.rate)
                 times.append(self.now + (run.limit - run.paid_seconds) / run.nodes)
                 times += [run.next_loss, run.leaves_at]
-        return max(self.now, min(times))
+        if self.around.stops_at_budget and (busy := sum(run.nodes for run in self.live)):
+            times.append(self.now + self._left_seconds() / busy)
+        return max(self.now + TICK_SECONDS, min(times))
+
+    def _left_seconds(self) -> float:
+        """Return the node-seconds that the budget still pays for."""
+        paid = self.settled_units + sum(self.limits.units_of(run.paid_seconds) for run in self.live)
+        return self.limits.seconds_of(max(0, self.limits.budget_units - paid))
 
     def _move(self, until: float) -> None:
         """Let time pass, and end what has come to its end."""
@@ -263,12 +284,16 @@ class _Play:
             elif until >= run.next_loss:
                 run.works_from = until + run.spec.job.startup_seconds  # another one starts, and steps are done again
                 self._draw_loss(run)
+        if self.around.stops_at_budget and self._left_seconds() < 1e-3:
+            for run in [run for run in self.live if run.nodes]:
+                self._rest(run, FleetState.PAUSED)
 
     def _rest(self, run: _Run, state: FleetState) -> None:
         """Note that a job has no nodes; what it did not use is free again."""
         run.state, run.nodes = state, 0
         run.works_from = run.next_loss = run.leaves_at = math.inf
         run.grant_units = self.limits.units_of(run.paid_seconds)
+        run.at_rest = None
         self.next_look = self.now
         if state.is_final:
             run.ended_at = self.now

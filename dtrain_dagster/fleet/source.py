@@ -42,13 +42,12 @@ class JobSource(Protocol):
         nodes are free, so that it decides as late as it can."""
 
     def next_job(self) -> FleetJob | None:
-        """Return one more job; None where there is none now. The fleet is over when it gives none and no job runs or
-        can be continued."""
+        """Return one more job; None where there is none now, which must change nothing, as it is not repeated to a new
+        source. The fleet is over when it gives none and no job runs or can be continued."""
 
     def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
         """Return whether a running job goes on. ``evaluations``: all that it has had of its validation split, in order
-        of steps. It is asked once for each length of them, and once more where the answer was lost with the
-        orchestrator."""
+        of steps. It is asked each time that one more has come."""
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note that a job is over. It is told once for each job that it gave, in the order in which they ended."""

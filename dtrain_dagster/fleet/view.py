@@ -54,6 +54,7 @@ class FleetView:
     budget_usd: float
     deadline: float | None
     nodes: int
+    usd_per_node_hour: float
     is_run: bool
     """Whether an orchestrator is there."""
     is_cancelled: bool
@@ -114,6 +115,7 @@ class FleetWatch:
             budget_usd=limits.budget_usd,
             deadline=limits.deadline,
             nodes=limits.nodes,
+            usd_per_node_hour=limits.usd_per_node_hour,
             is_run=self.records.is_run(),
             is_cancelled=self.records.is_cancelled(),
             jobs=tuple(self._job(entry, limits, now) for entry in self.records.entries()),

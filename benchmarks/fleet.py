@@ -1,0 +1,189 @@
+"""Play 2,000 jobs through a fleet's decisions, and through first-come-first-served at equal budget and nodes.
+
+Run `python -m benchmarks.fleet`. Nothing is trained: `dtrain_dagster.fleet.simulation` moves the jobs in virtual time,
+and `dtrain_dagster.fleet.scheduling.decide` decides as it does for real ones. Jobs come over 24 hours, of random sizes,
+priorities and widths; what was expected of them is wrong by a factor (log-normal, sigma 0.5), one in twelve fails,
+nodes are lost, and the orchestrator is dead twice for an hour. The budget pays for 60 % of the work.
+
+First-come-first-served gives each job, in order of arrival, the most nodes that it may have and that are free, or (the
+second variant) the fewest. It promises no dollars; instead all its nodes stop at the very moment at which the last
+dollar is spent, and it is never dead: both in its favour.
+
+    overspent_usd               dollars above the budget, the largest of all seeds; it must be 0
+    granted_share               the largest sum of all grants at any moment, as a share of the budget
+    used_share                  dollars used, as a share of the budget
+    idle_share                  share of the nodes' time without a job, until the last job was over
+    weighted_work               work of jobs that succeeded, each weighted with its priority (1 to 4), as a share of all
+    completion_hours            mean hours from arrival to success, of the jobs that succeeded under both
+    fcfs_…                      the same of the better variant of first-come-first-served by weighted work
+    weighted_work_vs_fcfs       ratio, with the interval of 90 % over seeds
+    completion_vs_fcfs          ratio of the mean completion times, likewise
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from benchmarks.checkpoint import RESULTS, _cpu
+from dtrain_dagster.costs.estimate import CONFIDENCE_90
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Start
+from dtrain_dagster.fleet.simulation import Played, SimulatedJob, Surroundings, play
+
+PRICE = 3.06
+NODES = 96
+BUDGET_SHARE = 0.6
+ARRIVE_SECONDS = 24 * 3600.0
+AWAY = ((6 * 3600.0, 7 * 3600.0), (15 * 3600.0, 16 * 3600.0))
+
+
+def make_jobs(count: int, seed: int) -> list[SimulatedJob]:
+    """Return random jobs, the same for a seed."""
+    chance = random.Random(seed)
+    found = []
+    for number in range(count):
+        least = chance.choice((1, 1, 1, 2, 4))
+        expected = math.exp(chance.gauss(math.log(3600.0), 1.0))
+        job = FleetJob(
+            job_id=f"j{number}",
+            priority=chance.choice((1, 1, 1, 2, 2, 3, 4)),
+            least_nodes=least,
+            most_nodes=least * chance.choice((1, 2, 4)),
+            node_seconds=expected,
+            spread=0.5,
+            serial_share=chance.choice((0.02, 0.05, 0.1, 0.3)),
+            startup_seconds=chance.uniform(10, 90),
+        )
+        found.append(
+            SimulatedJob(
+                job=job,
+                arrives_at=chance.uniform(0, ARRIVE_SECONDS),
+                node_seconds=expected * math.exp(chance.gauss(0, 0.5)),
+                fails_at=chance.random() if chance.random() < 1 / 12 else None,
+                losses_per_node_hour=0.05,
+            )
+        )
+    return found
+
+
+def first_come(widest: bool) -> Any:
+    """Return the policy: in order of arrival, on the most or the fewest nodes."""
+
+    def policy(facts: FleetFacts, now: float) -> Sequence[Decision]:
+        resting = [item for item in facts.jobs if not item.state.has_nodes]
+        spent = facts.settled_units + sum(item.paid_units for item in facts.jobs)
+        if facts.limits.seconds_of(max(0, facts.limits.budget_units - spent)) < 1e-3:
+            return [End(job_id=item.job.job_id, reason="the budget is spent") for item in resting]
+        free = facts.limits.nodes - sum(item.nodes for item in facts.jobs)
+        found: list[Decision] = []
+        for item in sorted(resting, key=lambda item: item.number):
+            nodes = min(item.job.most_nodes, free) if widest else item.job.least_nodes
+            if not item.job.least_nodes <= nodes <= free:
+                break
+            free -= nodes
+            grant = facts.limits.budget_units
+            found.append(Start(job_id=item.job.job_id, nodes=nodes, grant_units=grant, reason="it is its turn"))
+        return found
+
+    return policy
+
+
+def weighted_work(played: Played, jobs: Sequence[SimulatedJob]) -> float:
+    """Return the work of the jobs that succeeded, weighted with their priority, as a share of all."""
+    weight = {item.job.job_id: item.job.priority * item.node_seconds for item in jobs}
+    done = sum(weight[end.job_id] for end in played.ends if end.state is FleetState.SUCCEEDED)
+    return done / sum(weight.values())
+
+
+def completion_hours(played: Played, jobs: Sequence[SimulatedJob], of: set[str]) -> float:
+    """Return the mean hours from arrival to success of these jobs."""
+    arrived = {item.job.job_id: item.arrives_at for item in jobs}
+    return statistics.fmean((end.ended_at - arrived[end.job_id]) / 3600 for end in played.ends if end.job_id in of)
+
+
+def succeeded(played: Played) -> set[str]:
+    """Return the ids of the jobs that succeeded."""
+    return {end.job_id for end in played.ends if end.state is FleetState.SUCCEEDED}
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Return the mean of these values, one per seed, and the ends of its interval of 90 %."""
+    middle = statistics.fmean(values)
+    half = CONFIDENCE_90 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return [round(value, 4) for value in (middle, middle - half, middle + half)]
+
+
+def measure_seed(count: int, seed: int, nodes: int) -> dict[str, float]:
+    """Return the figures of one seed."""
+    jobs = make_jobs(count, seed)
+    budget = BUDGET_SHARE * PRICE * sum(item.node_seconds for item in jobs) / 3600
+    limits = FleetLimits(budget_usd=budget, nodes=nodes, usd_per_node_hour=PRICE)
+    ours = play(jobs, limits, Surroundings(seed=seed, away=AWAY))
+    perfect = Surroundings(seed=seed, stops_at_budget=True)
+    theirs = max(
+        (play(jobs, limits, perfect, first_come(widest)) for widest in (True, False)),
+        key=lambda played: weighted_work(played, jobs),
+    )
+    both = succeeded(ours) & succeeded(theirs)
+    found = {
+        "overspent_usd": ours.overspent_usd,
+        "granted_share": ours.most_granted_usd / budget,
+        "used_share": ours.used_usd / budget,
+        "idle_share": ours.idle_share,
+        "weighted_work": weighted_work(ours, jobs),
+        "succeeded": len(succeeded(ours)),
+        "completion_hours": completion_hours(ours, jobs, both),
+        "fcfs_used_share": theirs.used_usd / budget,
+        "fcfs_idle_share": theirs.idle_share,
+        "fcfs_weighted_work": weighted_work(theirs, jobs),
+        "fcfs_succeeded": len(succeeded(theirs)),
+        "fcfs_completion_hours": completion_hours(theirs, jobs, both),
+    }
+    return found | {
+        "weighted_work_vs_fcfs": found["weighted_work"] / found["fcfs_weighted_work"],
+        "completion_vs_fcfs": found["completion_hours"] / found["fcfs_completion_hours"],
+    }
+
+
+def main() -> None:
+    """Measure, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description="A fleet's decisions against first-come-first-served.")
+    parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--nodes", type=int, default=NODES)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="Write benchmarks/results/fleet.json.")
+    options = parser.parse_args()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        measured = [pool.submit(measure_seed, options.jobs, seed, options.nodes) for seed in range(options.seeds)]
+        rows = [item.result() for item in measured]
+    line: dict[str, Any] = {
+        "metric": "overspent_usd",
+        "value": max(row["overspent_usd"] for row in rows),
+        "jobs": options.jobs,
+        "nodes": options.nodes,
+        "seeds": options.seeds,
+        **{name: interval([row[name] for row in rows]) for name in rows[0] if name != "overspent_usd"},
+    }
+    line["granted_share"] = max(row["granted_share"] for row in rows)
+    line |= {
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+    print(json.dumps(line))
+    if options.save:
+        (RESULTS / "fleet.json").write_text(json.dumps(line, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the end of a launch means for its job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.fleet.endings import LaunchFacts, judge_launch_end
+from dtrain_dagster.fleet.jobs import FleetState
+
+RUNNING, PAUSING, ENDING = FleetState.RUNNING, FleetState.PAUSING, FleetState.ENDING
+
+
+@pytest.mark.parametrize(
+    ("state", "facts", "was", "failures", "means"),
+    [
+        (JobState.SUCCEEDED, {}, PAUSING, 0, ("succeeded", "", 0)),
+        (JobState.CANCELLED, {}, PAUSING, 1, ("paused", "asked", 0)),
+        (JobState.CANCELLED, {}, ENDING, 0, ("ended", "asked", 0)),
+        (JobState.CANCELLED, {}, RUNNING, 0, ("ended", "a person cancelled it", 0)),
+        (JobState.FAILED, {"came_to_limit": True}, RUNNING, 1, ("paused", "it came to its limit, and saved", 0)),
+        (JobState.FAILED, {"has_own_result": True}, RUNNING, 0, ("failed", "why", 1)),
+        (JobState.FAILED, {}, RUNNING, 0, ("paused", "why", 1)),
+        (JobState.FAILED, {}, RUNNING, 2, ("failed", "why", 3)),
+        (JobState.FAILED, {"retry_at": 900.0}, RUNNING, 2, ("paused", "why", 2)),
+    ],
+)
+def test_only_its_own_failure_or_many_of_others_end_a_job(
+    state: JobState, facts: dict[str, Any], was: FleetState, failures: int, means: tuple[str, str, int]
+):
+    end = judge_launch_end(LaunchFacts(state=state, message="why", **facts), was, "asked", failures, 100.0)
+    assert (str(end.state), end.failures) == (means[0], means[2])
+    assert end.reason.startswith(means[1])
+    assert bool(end.not_before) == (end.state is FleetState.PAUSED and end.failures > 0)

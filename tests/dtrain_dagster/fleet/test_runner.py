@@ -1,0 +1,245 @@
+"""Fleets of real processes on the local cluster: what is begun, paused, continued, ended, and what outlives a kill."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.source import CONTINUE, ListedJobs, Verdict
+from dtrain_dagster.fleet.view import FleetWatch
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
+from trainer.documents.events import EvaluationEvent
+
+LIMITS = FleetLimits(budget_usd=1.0, nodes=2, usd_per_node_hour=3.06, margin_seconds=5.0, slice_seconds=60.0)
+ROOT = Path(__file__).parents[3]
+WORK = Path(__file__).parent / "small_work.py"
+
+
+def job_of(home: Path, job_id: str, seconds: float, ending: str = "succeeds", **fields: Any) -> FleetJob:
+    """A job that works that long on any number of nodes."""
+    job = JobConfig(
+        job_id=job_id,
+        run_dir=str(home / "storage" / "jobs" / job_id),
+        dataset=DatasetRef(uri="script:small_work.py"),
+        model=FactoryConfig(factory="tcn"),
+        loss=FactoryConfig(factory="student_t"),
+        training=DistributedTrainingConfig(world_size=2),
+        tracking=TrackingConfig(tensorboard=False),
+    )
+    order = JobOrder(job=job, command=(sys.executable, str(WORK), str(seconds), ending))
+    return FleetJob(**{"job_id": job_id, "node_seconds": seconds, "startup_seconds": 2.0, "order": order, **fields})
+
+
+class Stage:
+    """A home with a local cluster and one fleet."""
+
+    def __init__(self, home: Path, limits: FleetLimits = LIMITS) -> None:
+        self.home, self.limits = home, limits
+        self.manager = LocalClusterManager(home)
+        self.records = FleetRecords(home, "small")
+        self.records.write_limits(limits, time.time())
+        self.told: list[str] = []
+
+    def runner(self, source: Any) -> FleetRunner:
+        terms = LaunchTerms(env={"PYTHONPATH": str(ROOT)})
+        return FleetRunner(self.manager, self.records, source, terms, self.told.append)
+
+    def states(self) -> dict[str, str]:
+        return {entry.job.job_id: str(entry.kept.state) for entry in self.records.entries()}
+
+    def launches(self) -> dict[str, int]:
+        """The launches that had nodes, by the records of the nodes themselves."""
+        ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
+        return {name: len({node.launch for node in self.manager.jobs.rundir(name).nodes()}) for name in ids}
+
+    def bill(self) -> float:
+        """What all jobs cost, in dollars, by the records of the nodes themselves."""
+        ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
+        return sum(CostTracker("", self.manager.node_usage(name), "dedicated").total_usd for name in ids)
+
+    def most_nodes(self) -> int:
+        """The most nodes that were there at once."""
+        spans = [span for job in FleetWatch(self.records).view().jobs for span in job.presence]
+        return max((sum(b <= began < e for b, e in spans) for began, _ in spans), default=0)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterable[Stage]:
+    made = Stage(tmp_path / "home")
+    yield made
+    made.manager.cleanup_cluster()
+
+
+def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
+    jobs = [job_of(stage.home, f"j{number}", 0.4) for number in range(3)]
+    jobs.append(job_of(stage.home, "bad", 0.1, ending="fails"))
+    jobs.append(job_of(stage.home, "wide", 0.1, least_nodes=3, most_nodes=3))
+    stage.runner(ListedJobs(jobs)).run()
+    assert stage.states() == {"j0": "succeeded", "j1": "succeeded", "j2": "succeeded", "bad": "failed", "wide": "ended"}
+    view = FleetWatch(stage.records).view()
+    reasons = {job.job_id: job.reason for job in view.jobs}
+    assert "it was to fail" in reasons["bad"]
+    assert reasons["wide"] == "it needs 3 nodes, and the fleet has 2"
+    assert stage.launches() == {"j0": 1, "j1": 1, "j2": 1, "bad": 1}
+    assert view.used_usd == pytest.approx(stage.bill(), abs=1e-12)
+    assert view.promised_usd == view.used_usd, "what was not used has come back"
+    assert stage.most_nodes() <= 2
+
+
+class LaterSource:
+    """One job, and a second one as soon as the first was judged or has ended."""
+
+    waiting_ahead = 1
+
+    def __init__(self, low: FleetJob, high: FleetJob) -> None:
+        self.left, self.high = [low], [high]
+        self.told: list[tuple[str, str]] = []
+
+    def next_job(self) -> FleetJob | None:
+        return self.left.pop() if self.left else None
+
+    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
+        if self.high:
+            self.left.append(self.high.pop())
+        return CONTINUE
+
+    def on_end(self, job_id: str, outcome: Outcome) -> None:
+        self.judge(job_id, outcome.evaluations)
+        self.told.append((job_id, str(outcome.state)))
+
+
+def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: Stage):
+    both = {"least_nodes": 2, "most_nodes": 2, "serial_share": 1.0}
+    low = job_of(stage.home, "low", 20.0, node_seconds=60.0, **both)
+    source = LaterSource(low, job_of(stage.home, "high", 0.2, priority=1, **both))
+    runner = stage.runner(source)
+    while stage.states().get("high") != "succeeded":
+        runner.look(time.time())
+    entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
+    done = (stage.manager.jobs.rundir("low").read_json("progress.json") or {})["done"]
+    assert 0 < done < 20
+    while entry.kept.launches < 2:
+        runner.look(time.time())
+        entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
+    rundir = stage.manager.jobs.rundir("low")
+    while len(list(rundir.events("step"))) < 2:
+        time.sleep(0.1)
+    stage.manager.cancel_job("low")  # it need not take its time; a person's own cancellation is not undone
+    runner.run()
+    assert source.told == [("high", "succeeded"), ("low", "ended")]
+    assert stage.launches() == {"low": 2, "high": 1}
+    assert stage.most_nodes() == 2, "never four at once"
+    steps = [item["step"] for item in rundir.events("step")]
+    assert steps[0] == 1
+    assert steps[1] == 1 + int(10 * done), "its second launch goes on where the first was"
+    assert any("of higher priority, needs its nodes" in sentence for sentence in stage.told)
+
+
+class _KilledError(BaseException):
+    """The orchestrator is gone."""
+
+
+def test_an_orchestrator_killed_after_each_thing_it_does_buys_nothing_twice_and_forgets_no_job(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    write, submit = FleetRecords._write, LocalClusterManager.submit_job
+
+    def write_and_die(self: FleetRecords, name: str, document: Any) -> None:
+        write(self, name, document)
+        raise _KilledError
+
+    def submit_and_die(self: LocalClusterManager, spec: Any) -> None:
+        submit(self, spec)
+        raise _KilledError
+
+    monkeypatch.setattr(FleetRecords, "_write", write_and_die)
+    monkeypatch.setattr(LocalClusterManager, "submit_job", submit_and_die)
+    sources, deaths, over = [], 0, False
+    while not over:
+        assert deaths < 60
+        sources.append(LaterSource(job_of(stage.home, "one", 0.3), job_of(stage.home, "two", 0.3)))
+        try:
+            runner = stage.runner(sources[-1])
+            while not over:
+                over = runner.look(time.time())
+                time.sleep(0.05)
+        except _KilledError:
+            deaths += 1
+    assert deaths >= 12, "two jobs, each: written, called, granted, submitted, settled, told"
+    assert stage.states() == {"one": "succeeded", "two": "succeeded"}
+    assert stage.launches() == {"one": 1, "two": 1}
+    assert sorted(sources[-1].told) == [("one", "succeeded"), ("two", "succeeded")]
+    calls = [(call.job_id, call.outcome is None) for call in stage.records.calls() if not call.evaluations]
+    assert calls.count(("one", True)) == calls.count(("one", False)) == 1, "given once, told of its end once"
+    assert sorted(calls) == [("one", False), ("one", True), ("two", False), ("two", True)]
+    assert stage.records.limits() == LIMITS
+
+
+class EndingSource(ListedJobs):
+    """Ends a job as soon as it was judged."""
+
+    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
+        return Verdict("it learns nothing") if job_id == "dull" else CONTINUE
+
+
+def test_a_job_that_its_source_has_seen_enough_of_is_ended_and_its_dollars_come_back(stage: Stage):
+    jobs = [job_of(stage.home, "dull", 60.0), job_of(stage.home, "good", 0.3)]
+    stage.runner(EndingSource(jobs)).run()
+    view = {job.job_id: job for job in FleetWatch(stage.records).view().jobs}
+    assert (view["dull"].state, view["dull"].reason) == ("ended", "it learns nothing")
+    assert view["good"].state == "succeeded"
+    assert view["dull"].promised_usd == view["dull"].usd < 0.05
+
+
+def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
+    runner = stage.runner(ListedJobs([job_of(stage.home, f"j{number}", 60.0) for number in range(3)]))
+    while "running" not in stage.states().values():
+        runner.look(time.time())
+    stage.records.ask_to_cancel()
+    runner.run()
+    assert set(stage.states().values()) == {"ended"}
+    assert not stage.manager.active_jobs()
+
+
+def test_a_supervisor_that_is_killed_is_no_failure_of_the_job(stage: Stage):
+    runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
+    rundir = stage.manager.jobs.rundir("one")
+    while not rundir.nodes():
+        runner.look(time.time())
+    from dtrain_dagster.clusters.supervision.settle import signal_supervisor
+
+    signal_supervisor(rundir, 9)  # type: ignore[arg-type]
+    while stage.states()["one"] != "paused":
+        runner.look(time.time())
+    rundir.write_json("progress.json", {"done": 60.0})
+    runner.run()
+    assert stage.states() == {"one": "succeeded"}
+    assert stage.launches() == {"one": 2}
+
+
+def test_a_fleet_has_one_orchestrator_and_one_list_of_jobs(stage: Stage):
+    with stage.records.sole_orchestrator():
+        assert stage.records.is_run()
+        other = FleetRecords(stage.home, "small")
+        with pytest.raises(FleetError, match="run by another process"), other.sole_orchestrator():
+            pass
+    assert not stage.records.is_run()
+    runner = stage.runner(ListedJobs([job_of(stage.home, "one", 0.1)]))
+    runner.look(time.time())
+    with pytest.raises(FleetError, match="gave job one before, and now two"):
+        stage.runner(ListedJobs([job_of(stage.home, "two", 0.1)]))
+    runner.run()
+    with pytest.raises(FleetError, match="budget_usd is 1e-06"):
+        stage.records.write_limits(replace(LIMITS, budget_usd=1e-6), time.time())
+    assert FleetState(stage.states()["one"]).is_final

@@ -1,0 +1,219 @@
+"""What is decided for a fleet, without a process: invariants over random states, and the rules one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain_dagster.costs.money import USD
+from dtrain_dagster.fleet.grants import Standing, node_limit, seconds_ahead
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide, granted
+
+LIMITS = FleetLimits(budget_usd=10.0, nodes=4, usd_per_node_hour=3.6, margin_seconds=10.0, slice_seconds=600.0)
+CENT = USD // 100
+"""At that price: ten node-seconds."""
+
+
+def waiting(job_id: str, number: int = 0, **fields: object) -> Standing:
+    job = FleetJob(**{"job_id": job_id, "node_seconds": 600.0, "startup_seconds": 10.0, **fields})  # type: ignore[arg-type]
+    return Standing(job=job, number=number)
+
+
+def running(job_id: str, nodes: int = 1, number: int = 0, grant: int = 100 * CENT, **fields: object) -> Standing:
+    return replace(
+        waiting(job_id, number, most_nodes=max(nodes, 1), **fields), state=FleetState.RUNNING, nodes=nodes,
+        grant_units=grant, launched_at=0.0, is_training=True, left_node_seconds=600.0,
+    )  # fmt: skip
+
+
+def decided(
+    *jobs: Standing, limits: FleetLimits = LIMITS, now: float = 0.0, more: bool = False
+) -> tuple[Decision, ...]:
+    return decide(FleetFacts(limits=limits, jobs=jobs, more_may_come=more), now)
+
+
+def starts(decisions: tuple[Decision, ...]) -> dict[str, int]:
+    return {item.job_id: item.nodes for item in decisions if isinstance(item, Start)}
+
+
+@st.composite
+def standings(draw: st.DrawFn, limits: FleetLimits) -> list[Standing]:
+    """Any state that a fleet can be in: nodes and grants within the limits, bills within the grants."""
+    free_nodes, free_units = limits.nodes, limits.budget_units
+    found = []
+    for number in range(draw(st.integers(0, 8))):
+        least = draw(st.integers(1, limits.nodes + 1))
+        job = FleetJob(
+            job_id=f"j{number}",
+            priority=draw(st.integers(0, 3)),
+            least_nodes=least,
+            most_nodes=draw(st.integers(least, limits.nodes + 2)),
+            node_seconds=draw(st.floats(1, 1e5)),
+            spread=draw(st.floats(0, 2)),
+            serial_share=draw(st.floats(0, 1)),
+            startup_seconds=draw(st.floats(0, 100)),
+            deadline=draw(st.none() | st.floats(1, 1e5)),
+        )
+        state = draw(st.sampled_from([item for item in FleetState if not item.is_final]))
+        paid = draw(st.integers(0, free_units // 4))
+        if state.has_nodes and job.least_nodes <= free_nodes:
+            grant = draw(st.integers(paid, max(paid, free_units // 2)))
+            nodes = draw(st.integers(job.least_nodes, min(free_nodes, job.most_nodes)))
+        else:
+            state, grant, nodes = FleetState.PAUSED if paid else FleetState.WAITING, paid, 0
+        free_nodes, free_units = free_nodes - nodes, free_units - grant
+        found.append(
+            Standing(
+                job=job, number=number, state=state, nodes=nodes, paid_units=paid, grant_units=grant,
+                launched_at=0.0 if paid or nodes else None, left_node_seconds=draw(st.none() | st.floats(0, 1e5)),
+                not_before=draw(st.sampled_from([0.0, 1e6])), is_training=bool(nodes) and draw(st.booleans()),
+            )
+        )  # fmt: skip
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_job(data: st.DataObject):
+    limits = FleetLimits(
+        budget_usd=data.draw(st.floats(0.01, 50)), nodes=data.draw(st.integers(1, 6)), usd_per_node_hour=3.06,
+        margin_seconds=data.draw(st.floats(1, 60)), slice_seconds=data.draw(st.floats(10, 3600)),
+    )  # fmt: skip
+    jobs = data.draw(standings(limits))
+    more, now = data.draw(st.booleans()), data.draw(st.floats(0, 1e5))
+    assert granted(jobs) <= limits.budget_units
+    decisions = decide(FleetFacts(limits=limits, jobs=tuple(jobs), more_may_come=more), now)
+    after = {job.job.job_id: job for job in jobs}
+    for item in decisions:
+        before = after[item.job_id]
+        if isinstance(item, Start):
+            assert before.state in (FleetState.WAITING, FleetState.PAUSED)
+            assert before.job.least_nodes <= item.nodes <= before.job.most_nodes
+            assert before.not_before <= now
+            after[item.job_id] = replace(
+                before, state=FleetState.RUNNING, nodes=item.nodes, grant_units=item.grant_units
+            )
+        elif isinstance(item, RaiseGrant):
+            assert before.state is FleetState.RUNNING
+            assert item.grant_units > before.grant_units
+            after[item.job_id] = replace(before, grant_units=item.grant_units)
+        else:
+            assert item.reason
+            assert before.state is FleetState.RUNNING or isinstance(item, End)
+        # at each point between two decisions, since a process may die there
+        assert granted(after.values()) <= limits.budget_units
+        assert sum(job.nodes for job in after.values()) <= limits.nodes
+    told = [item.job_id for item in decisions if not isinstance(item, RaiseGrant)]
+    assert len(told) == len(set(told)), "one answer for each job"
+    if not any(job.state.has_nodes for job in jobs) and not more:
+        left = {job.job.job_id for job in jobs} - set(told)
+        assert not left or starts(decisions) or any(after[name].not_before > now for name in left), "no fleet hangs"
+
+
+def test_a_limit_leaves_each_node_its_margin():
+    job = running("a", nodes=2, grant=100 * CENT)
+    assert seconds_ahead(job, LIMITS) == 500 - 10, "a dollar pays two nodes for 500 s each"
+    assert node_limit(replace(job, paid_units=10 * CENT), 100.0, LIMITS) == 100 + 2 * (450 - 10)
+
+
+def test_the_higher_priority_comes_first_and_then_the_shorter():
+    jobs = [waiting("long"), waiting("short", 1, node_seconds=60.0), waiting("first", 2, priority=1)]
+    limits = replace(LIMITS, nodes=2)
+    assert starts(decided(*jobs, limits=limits)) == {"first": 1, "short": 1}
+
+
+def test_few_nodes_each_for_many_and_more_for_few():
+    many = [waiting(f"j{number}", number, most_nodes=4, serial_share=0.05) for number in range(4)]
+    assert starts(decided(*many)) == {"j0": 1, "j1": 1, "j2": 1, "j3": 1}
+    assert starts(decided(*many[:2])) == {"j0": 2, "j1": 2}
+    assert starts(decided(many[0], more=True)) == {"j0": 1}, "others may come"
+    serial = waiting("serial", most_nodes=4, serial_share=0.9)
+    assert starts(decided(serial)) == {"serial": 1}, "more nodes would not pay"
+
+
+def test_a_job_that_runs_is_continued_on_more_nodes_where_it_then_ends_much_sooner():
+    job = running("a", grant=50 * CENT, serial_share=0.05)
+    wide = replace(job, job=replace(job.job, most_nodes=4), left_node_seconds=3000.0)
+    [pause] = [item for item in decided(wide) if isinstance(item, Pause)]
+    assert "on 4 nodes" in pause.reason
+    nearly_done = replace(wide, left_node_seconds=20.0)
+    assert not [item for item in decided(nearly_done) if isinstance(item, Pause)]
+    others = [waiting(f"j{number}", number) for number in range(1, 4)]
+    assert not [item for item in decided(wide, *others) if isinstance(item, Pause)], "others need the nodes"
+
+
+def test_a_higher_priority_takes_the_nodes_of_the_lowest_and_of_none_that_is_about_to_end():
+    low, middle = running("low", nodes=2), running("middle", nodes=2, number=1, priority=1)
+    wants = waiting("high", 2, priority=2, least_nodes=2, most_nodes=2)
+    decisions = decided(low, middle, wants)
+    assert [(item.job_id, "high" in item.reason) for item in decisions if isinstance(item, Pause)] == [("low", True)]
+    assert not starts(decisions), "its nodes are not free yet"
+    ending = replace(low, left_node_seconds=10.0)
+    paused = [item.job_id for item in decided(ending, middle, wants) if isinstance(item, Pause)]
+    assert paused == ["middle"]
+    leaving = replace(low, state=FleetState.PAUSING)
+    assert not decided(leaving, middle, wants), "two nodes are coming already"
+    same = waiting("same", 2, least_nodes=2, most_nodes=2)
+    assert not [item for item in decided(low, replace(middle), same) if isinstance(item, Pause)]
+
+
+def test_a_small_job_passes_a_wide_one_only_where_it_does_not_hold_it_up():
+    busy = replace(running("busy", nodes=3, grant=500 * CENT), left_node_seconds=3000.0)
+    wide = waiting("wide", 1, least_nodes=4, most_nodes=4, node_seconds=100.0)
+    short, long = waiting("short", 2, node_seconds=500.0), waiting("long", 3, node_seconds=5000.0)
+    assert starts(decided(busy, wide, short, long)) == {"short": 1}
+
+
+def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
+    late = waiting("late", deadline=500.0)
+    [end] = decided(late)
+    assert isinstance(end, End)
+    assert "not begun: it would take 10 min 10 s on 1 node, and its deadline is in 8 min 20 s" in end.reason
+    wide = waiting("wide", most_nodes=4, serial_share=0.0, deadline=250.0, spread=0.1)
+    assert starts(decided(wide, more=True)) == {"wide": 3}, "as few as end in time"
+    runs = running("runs", deadline=500.0)
+    assert not decided(runs, now=100.0), "it may still end in time"
+    [end] = decided(runs, now=300.0)
+    assert "needs 4 min 00 s more at least, its deadline is in 3 min 20 s" in getattr(end, "reason", "")
+    [end] = [item for item in decided(running("over", deadline=50.0), now=50.0) if isinstance(item, End)]
+    assert end.reason == "its deadline has passed"
+
+
+def test_what_cannot_end_within_the_budget_is_not_begun_and_is_told_why():
+    dear = waiting("dear", node_seconds=20_000.0)
+    [end] = decided(dear)
+    assert isinstance(end, End)
+    assert "not begun: it would cost $26.02 to its end, and of the budget $10.00 is left" in end.reason
+    assert starts(decided(dear, waiting("cheap", 1))) == {"cheap": 1}
+    rest = replace(dear, paid_units=100 * CENT, grant_units=100 * CENT, launched_at=0.0, state=FleetState.PAUSED)
+    [end] = decided(rest)
+    assert isinstance(end, End)
+    assert "not continued" in end.reason
+
+
+def test_no_job_begins_with_dollars_that_those_before_it_need():
+    runs = replace(running("runs", grant=100 * CENT), left_node_seconds=7000.0, left_spread=0.1)
+    assert not starts(decided(runs, waiting("b", 1, node_seconds=3000.0))), "7.7 of 10 dollars are needed to its end"
+    assert starts(decided(runs, waiting("b", 1, node_seconds=900.0))) == {"b": 1}
+
+
+def test_grants_are_slices_and_are_raised_while_there_is_room():
+    [start] = decided(waiting("a", node_seconds=5000.0))
+    assert isinstance(start, Start)
+    assert start.grant_units == LIMITS.units_of(10 + 10 + 600), "a margin, a start and a slice"
+    half = running("a", grant=LIMITS.units_of(10 + 290.0))
+    [more] = decided(replace(half, left_node_seconds=5000.0))
+    assert isinstance(more, RaiseGrant)
+    assert more.grant_units == LIMITS.units_of(10 + 600)
+    assert not decided(replace(half, grant_units=LIMITS.units_of(10 + 310.0), left_node_seconds=5000.0))
+
+
+def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_ends():
+    first = replace(running("first", grant=500 * CENT, priority=1), paid_units=490 * CENT, left_node_seconds=3000.0)
+    last = replace(running("last", number=1, grant=500 * CENT), paid_units=100 * CENT, left_node_seconds=3000.0)
+    [pause] = decided(first, last)
+    assert isinstance(pause, Pause)
+    assert (pause.job_id, "budget runs short" in pause.reason) == ("last", True)
