@@ -1,10 +1,10 @@
 """Dollars that a search takes to the score that random search reaches with its whole budget: by `worth`, by successive
 halving (ASHA), and without ending trials early.
 
-Run `python -m benchmarks.search --record FILE` once: it trains a random sample of a space for real (a network for the
+`python -m benchmarks.search --record FILE` trains a random sample of a space for real (a network for the
 digits of scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to
-its end, and keeps the learning curves. Then `python -m benchmarks.search --curves FILE` plays five searches on them,
-which differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
+its end, and keeps the learning curves. `python -m benchmarks.search --curves FILE` plays five searches on them, which
+differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
 policies get the same trials in the same order, the same costs and everything that is known at each moment. Only the
 clock and the fleet are played, and values are drawn at random for all, so what is compared is the ending of trials
 alone. The trainings are recorded one after the other in one process, so that what a start and a finish take is given.
@@ -32,6 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint import RESULTS
 from benchmarks.host import tell
 from benchmarks.search_policies import Played, Recorded, play
 from dtrain_dagster.search.check_space import job_of_trial
@@ -51,6 +52,8 @@ SPACE = {
     "model.args.layers": {"low": 1, "high": 3},
     "model.args.dropout": {"low": 0.0, "high": 0.6},
 }
+CURVES = RESULTS / "search_curves.json"
+"""The trainings that the saved result is of."""
 EPOCHS, PARALLEL, TRIALS, SEEDS = 12, 2, 32, 5
 STARTUP_SECONDS, FINISH_SECONDS = 8.0, 1.0
 
@@ -145,7 +148,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="train, and write the learning curves")
     parser.add_argument("--trainings", type=int, default=96)
     parser.add_argument("--seconds", type=float, default=1500.0, help="of recording, at most")
-    parser.add_argument("--curves", type=Path, metavar="FILE", help="what --record wrote")
+    parser.add_argument("--curves", type=Path, default=CURVES, metavar="FILE", help="what --record wrote")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--startup", type=float, default=STARTUP_SECONDS, help="seconds from a node to a first step")
     parser.add_argument("--finish", type=float, default=FINISH_SECONDS, help="seconds after a last evaluation")
@@ -153,8 +156,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.record:
         return record(asked.record, asked.trainings, asked.seconds)
-    if not asked.curves:
-        parser.error("give --record FILE, or --curves FILE")
     kept = json.loads(asked.curves.read_text())
     pool = [Recorded(item["scores"], item["evaluation_seconds"]) for item in kept["trainings"]]
     each = statistics.fmean(item.evaluation_seconds for item in pool)
