@@ -29,7 +29,12 @@ def fates(source: TrialSource) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize(
     ("sampler", "pruner"),
-    [(Sampler.TPE, Pruner.ASHA), (Sampler.TPE, Pruner.NONE), (Sampler.RANDOM, Pruner.HYPERBAND), (Sampler.QMC, Pruner.ASHA)],
+    [
+        (Sampler.TPE, Pruner.ASHA),
+        (Sampler.TPE, Pruner.NONE),
+        (Sampler.RANDOM, Pruner.HYPERBAND),
+        (Sampler.QMC, Pruner.ASHA),
+    ],
 )
 def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
     settings = SearchSettings(trials=16, parallel=3, sampler=sampler, pruner=pruner, seed=5)
