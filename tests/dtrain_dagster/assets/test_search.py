@@ -5,14 +5,55 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import dagster as dg
 import pytest
+from played_search import PRICE, USUAL, play, source_of
 from small_job import write_dataset
 
+from dtrain_dagster.assets.search import show_search
 from dtrain_dagster.pipelines import Cluster, build_training_assets
+from dtrain_dagster.search.run import Search, SearchRequest
+from dtrain_dagster.search.sampling import Sampler
+from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.tracking import SearchTracker
+from trainer.config import DatasetRef, JobConfig
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "model.args.channels": [8, 16]}
+
+
+def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> None:
+    """Nothing is trained: the page, and MLflow's parent and nested runs, written twice and there once."""
+    settings = SearchSettings(trials=5, parallel=2, sampler=Sampler.RANDOM)
+    source = play(source_of(settings), [])
+    base = JobConfig(job_id="search", run_dir=f"{tmp_path}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
+    request = SearchRequest(
+        name="played", space={"training.seed": [1]}, settings=settings, base=base, samples={}, budget_usd=None, nodes=2,
+        usd_per_node_hour=PRICE,
+    )  # fmt: skip
+    search = Search(tmp_path, request, None, {}, USUAL, before_usd=0.25)  # type: ignore[arg-type]
+    plan = SimpleNamespace(price_words="stand-in price")
+    page = show_search(search, source, plan)  # type: ignore[arg-type]
+    assert page.metadata is not None
+    assert page.metadata["best_trial"] == source.best.number  # type: ignore[union-attr]
+    assert page.metadata["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials))
+    for _ in range(2):
+        tracker = SearchTracker(f"sqlite:///{tmp_path}/mlflow.db", "studies", "played", "loss", 1.0)
+        tracker.write(source.trials[:3])
+        tracker.finish(source.trials, 0.25)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("studies").experiment_id])  # type: ignore[union-attr]
+    nested = {run.data.tags["dtrain.trial"]: run for run in runs if "dtrain.trial" in run.data.tags}
+    assert len(runs) == 6
+    assert nested.keys() == {"0", "1", "2", "3", "4"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in nested.values()} == {tracker.run_id}
+    first = source.trials[0]
+    curve = client.get_metric_history(nested["0"].info.run_id, "loss")
+    assert [item.value for item in sorted(curve, key=lambda item: item.step)] == list(first.scores)
+    assert nested["0"].data.params["training.schedule"] == first.values["training.schedule"]
 
 
 @pytest.mark.long
