@@ -23,6 +23,7 @@ from dtrain_dagster.assets import (
     registry,
     reporting,
     scaling,
+    search,
     training,
     walk_forward,
     walk_forward_report,
@@ -284,7 +285,11 @@ def build_graph(
         assets=[
             *assets,
             training.build_gpu_cluster(pipeline),
-            *([] if of_script else [scaling.build_scaling_study(pipeline)]),
+            *(
+                []
+                if of_script
+                else [scaling.build_scaling_study(pipeline), search.build_hyperparameter_search(pipeline)]
+            ),
         ],
         asset_checks=checks,
         resources=resources,

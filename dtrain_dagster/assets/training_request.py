@@ -143,10 +143,11 @@ def job_on(
     from dtrain_dagster.planning.tuned_settings import read_tuned
 
     own = {"threads_per_rank"} if cluster.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
-    tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated() | own)
+    found = read_tuned(config.settings_file)
+    tuned, words = found.settings_for(job, config.stated() | own)
     for sentence in words:
         dg.get_dagster_logger().warning(sentence)
-    return job_config({**sections, "training": {**training, **tuned}}, **place)
+    return job_config({**sections, **found.parts_for(job), "training": {**training, **tuned}}, **place)
 
 
 def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:

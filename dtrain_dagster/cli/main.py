@@ -31,6 +31,7 @@ from dtrain_dagster.cli.launch import launch
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
 from dtrain_dagster.cli.ray import ray
+from dtrain_dagster.cli.search import search
 from dtrain_dagster.cli.sections import SectionedGroup
 from dtrain_dagster.cli.slurm import slurm
 from dtrain_dagster.cli.train import train
@@ -57,6 +58,7 @@ COMMANDS = (
         launch,
         train,
         tune,
+        search,
         fleet,
         data,
         endpoint,

@@ -201,9 +201,11 @@ def job_of_options(
     job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     if settings_file:
         own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
-        tuned, words = read_tuned(settings_file).settings_for(job, stated_fields(asked) | own)
+        found = read_tuned(settings_file)
+        tuned, words = found.settings_for(job, stated_fields(asked) | own)
         for sentence in words:
             say(f"note: {sentence}", err=True)
+        given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
         given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
         job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     return job, node_count

@@ -1,7 +1,8 @@
-"""The file of settings that `dtrain tune` has measured, and their use by a training.
+"""The file of settings that `dtrain tune` has measured or `dtrain search` has found, and their use by a training.
 
-A setting that a person states comes first. The micro-batch and the accumulation are one setting: their product decides
-the training, and only its division was tuned.
+A file of `dtrain tune` changes how fast a training is, and so only some fields of ``training``. One of `dtrain search`
+says what is trained: any field of ``training``, the model and the loss. A setting that a person states comes first. The
+micro-batch and the accumulation are one setting: their product decides the training, and only its division was tuned.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import contextlib
 import json
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dtrain_dagster.planning.job_data import data_of
-from trainer.config import ConfigError, JobConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import NoDatasetError
 from trainer.storage.open import open_storage
 from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
+
+SEARCH = "search"
+"""The key of the evidence that names the search which has found the settings."""
+PARTS = ("model", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,27 @@ class Tuned:
     source: str
     training: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """``model`` and ``loss`` as a search has found them, with ``factory`` and ``args``; empty in a file of
+    `dtrain tune`."""
+
+    @property
+    def is_found(self) -> bool:
+        """Whether a search has found them."""
+        return SEARCH in self.evidence
+
+    def parts_for(self, job: JobConfig) -> dict[str, dict[str, Any]]:
+        """Return the sections of the model and the loss for a job that was configured without the file; only those that
+        a search has varied. Raise `ConfigError` for a job whose model or loss is neither the one that the search began
+        from nor the one that it has found."""
+        for name in PARTS if self.is_found else ():
+            here, before = asdict(getattr(job, name)), self.evidence.get(name)
+            if here not in (before, self.parts.get(name, before)):
+                raise ConfigError(
+                    f"settings of {self.source} were searched from {name} {before!r}, and this training has {here!r}: "
+                    "run `dtrain search` for this training, or leave the file out"
+                )
+        return self.parts
 
     def settings_for(self, job: JobConfig, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
         """Return fields of ``training`` for a job that was configured without the file, and notes on them for a person.
@@ -38,6 +64,8 @@ class Tuned:
         one alone, and for another number of samples in a step, which would make it another training.
         """
         used = {name: value for name, value in self.training.items() if name not in stated}
+        if self.is_found:
+            return used, self._notes(job, used)
         if any(name in stated for name in LAYOUT):
             used = {name: value for name, value in used.items() if name not in LAYOUT}
         if not self.evidence:
@@ -60,15 +88,23 @@ class Tuned:
                 f"settings of {self.source} were measured with {'; with '.join(wrong)}: run `dtrain tune` for this "
                 "training, or leave the file out"
             )
+        return used, self._notes(job, used)
+
+    def _notes(self, job: JobConfig, used: dict[str, Any]) -> list[str]:
+        """Return what a person should know who uses these settings for this job."""
         now = {"dataset_id": _dataset_id(job), "world_size": job.training.world_size}
         words = []
-        if used and not self.evidence.get("complete", True):
+        if self.is_found:
+            made = [name for name in self.training if name not in used]
+            words += [f"settings of {self.source}: training.{name} is as stated, not as found" for name in made]
+        if used and not self.is_found and not self.evidence.get("complete", True):
             words.append(
                 f"settings of {self.source} are of a search that ended early: they were not compared with the "
                 "configuration in the end, and may be no faster; tune again, with more --seconds"
             )
-        return used, words + [
-            f"settings of {self.source} were measured with {name} {self.evidence.get(name)}, and this training has "
+        verb = "found" if self.is_found else "measured"
+        return words + [
+            f"settings of {self.source} were {verb} with {name} {self.evidence.get(name)}, and this training has "
             f"{value}: its figures may be others"
             for name, value in now.items()
             if self.evidence.get(name) != value
@@ -91,12 +127,19 @@ def read_tuned(path: str) -> Tuned:
     try:
         document = json.loads(open_storage(folder or slash or ".").read(name))
     except FileNotFoundError:
-        raise ConfigError(f"settings {path}: there is no such file; `dtrain tune` writes one") from None
+        raise ConfigError(
+            f"settings {path}: there is no such file; `dtrain tune` and `dtrain search` write one"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"settings {path} cannot be read: {error}") from None
     training = document.get("training") if isinstance(document, dict) else None
     if not isinstance(training, dict):
         raise ConfigError(f'settings {path} must be a JSON object with "training" in it, as `dtrain tune` writes it')
+    evidence = document.get("evidence") or {}
+    if not isinstance(evidence, dict):
+        raise ConfigError(f'settings {path}: "evidence" is no JSON object; leave it out or tune again')
+    if SEARCH in evidence:
+        return _found(path, document, training, evidence)
     known = [knob for knob in KNOBS if knob in FIELDS]
     wrong = sorted({f"{key!r}" for key in document} - {"'training'", "'evidence'"})
     wrong += sorted(f"'training.{key}'" for key in training if key not in known)
@@ -110,7 +153,18 @@ def read_tuned(path: str) -> Tuned:
         raise ConfigError(
             f"settings {path}: one of {both} is missing: it takes both to say what a step has; add it, or tune again"
         )
-    evidence = document.get("evidence") or {}
-    if not isinstance(evidence, dict):
-        raise ConfigError(f'settings {path}: "evidence" is no JSON object; leave it out or tune again')
     return Tuned(path, training, evidence)
+
+
+def _found(path: str, document: dict[str, Any], training: dict[str, Any], evidence: dict[str, Any]) -> Tuned:
+    """Return the settings of a file of `dtrain search`. Raise `ConfigError` for what it cannot set."""
+    known = {item.name for item in fields(DistributedTrainingConfig)}
+    parts = {name: document[name] for name in PARTS if name in document}
+    wrong = sorted(f"{key!r}" for key in set(document) - {"training", "evidence", *PARTS})
+    wrong += sorted(f"'training.{key}'" for key in set(training) - known)
+    wrong += [f"{name!r}" for name, part in parts.items() if not isinstance(part, dict) or "factory" not in part]
+    if wrong:
+        raise ConfigError(
+            f"settings {path}: {', '.join(wrong)} is nothing that `dtrain search` writes; take the file as it was"
+        )
+    return Tuned(path, training, evidence, parts)

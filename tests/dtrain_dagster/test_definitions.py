@@ -44,6 +44,7 @@ def test_lineage_reads_like_the_product():
             "walk_forward/trained_checkpoint",
         },
         "walk_forward_report": {"walk_forward/year_scores"},
+        "hyperparameter_search": {"cost_estimate", "sharded_dataset"},
     }
     for node in graph.asset_nodes:
         assert node.group_name != "default"

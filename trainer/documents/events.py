@@ -82,6 +82,8 @@ class EvaluationEvent(Event):
     step: int | None = None
     loss: float | None = None
     seconds: float | None = None
+    metrics: Mapping[str, float | None] | None = None
+    """What a task measures besides its loss, such as ``accuracy``."""
 
 
 FinishStage = Literal["test split", "baselines", "report", "model"]

@@ -381,7 +381,7 @@ EVENTS: Mapping[str, Check] = {
         learning_rate=figure,
         **_step,
     ),
-    "evaluation": record(split=text, loss=figure, seconds=figure, **_step),
+    "evaluation": record(split=text, loss=figure, seconds=figure, metrics=optional(mapping(figure)), **_step),
     "finish": record(stage=text, **_who),
     "node": record(node_id=count, gpus=optional(many(obj)), **_who),
     "membership": record(

@@ -1,0 +1,281 @@
+"""The asset `hyperparameter_search`: trials of the planned training over a space, under one budget, and the settings of
+the best one."""
+
+import hashlib
+import json
+import math
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+from pydantic import Field
+
+from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.costs.estimate import Parts
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.support.formatting import dollars
+from trainer.config import JobConfig, parse_job
+
+if TYPE_CHECKING:
+    from dtrain_dagster.search.run import Search, SearchRequest, SearchView
+    from dtrain_dagster.search.source import TrialSource
+
+GROUP = "studies"
+DEFAULT_SPACE = {
+    "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
+    "training.weight_decay": {"low": 1e-4, "high": 0.3, "log": True},
+}
+"""What the launchpad begins with: what every training has."""
+
+
+class SamplerOption(Enum):
+    """How values are drawn."""
+
+    tpe = "tpe"
+    random = "random"
+    qmc = "qmc"
+    grid = "grid"
+
+
+class PrunerOption(Enum):
+    """What ends trials early."""
+
+    worth = "worth"
+    asha = "asha"
+    hyperband = "hyperband"
+    none = "none"
+
+
+class SearchOptions(LaunchpadOptions):
+    """The space, the trials and the budget of a search, in the launchpad."""
+
+    space: dict[str, Any] = DEFAULT_SPACE
+    """Field → range or list of choices, such as {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true},
+    "model.args.channels": [16, 32]}; see docs/search.md."""
+    metric: str = "loss"
+    """Of the validation split: loss, or a metric of the task, such as accuracy."""
+    maximise: bool = False
+    """Whether more of the metric is better."""
+    trials: int = Field(default=16, ge=1)
+    """Trials at most."""
+    parallel: int = Field(default=0, ge=0)
+    """Trials at once; 0: as many as there are nodes for."""
+    least_nodes: int = Field(default=1, ge=1)
+    """Nodes with which a trial begins at least. Its batches stay those of the plan."""
+    most_nodes: int = Field(default=1, ge=1)
+    """Nodes of a trial at most."""
+    budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
+    sampler: SamplerOption = SamplerOption.tpe
+    """How values are drawn: more where trials were good, at random, evenly, or all of a grid."""
+    pruner: PrunerOption = PrunerOption.asha
+    """What ends trials early: successive halving (asha, hyperband), that their dollars would do more in a fresh trial
+    (worth), or nothing."""
+    worth_usd: float = Field(default=0.0, ge=0, lt=math.inf)
+    """The most dollars that an improvement of the metric by 1 is worth: the search ends where none is. 0: any."""
+    seed: int = Field(default=0, ge=0)
+    """The same seed gives the same trials."""
+    any_order: bool = False
+    """Let no trial wait for another: quicker, and not repeatable."""
+    name: str = ""
+    """Name of the search; empty: made from all that it is, so that materializing again continues it."""
+
+
+def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `hyperparameter_search` of a graph, in a group of its own: it is not part of retraining."""
+    options = pipeline.options("hyperparameter_search", SearchOptions)
+
+    @dg.asset(
+        **pipeline.asset("hyperparameter_search", GROUP, inputs=("sharded_dataset", "cost_estimate"))
+        | {"group_name": pipeline.names.unique(GROUP)},
+        kinds={"python"},
+        required_resource_keys=pipeline.names.resources,
+        description=(
+            "Trials of the planned training over a space, several at once under one budget, ended early by successive "
+            "halving, or when what they would still cost exceeds what they can still gain. Its file is for "
+            "`settings_file` of `cost_estimate`. It trains: not part of `retraining`."
+        ),
+    )
+    def hyperparameter_search(
+        context: dg.AssetExecutionContext,
+        config: options,  # type: ignore[valid-type]
+        sharded_dataset: BuiltDataset,
+        cost_estimate: TrainingPlan,
+    ):  # no annotation, see assets.common
+        """Search the space, and show what was found and what it cost."""
+        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
+        return search_space(context, config, cluster, project, sharded_dataset, cost_estimate)
+
+    return hyperparameter_search
+
+
+hyperparameter_search = build_hyperparameter_search(STOCK)
+
+
+def search_space(
+    context: dg.AssetExecutionContext,
+    config: SearchOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    dataset: BuiltDataset,
+    plan: TrainingPlan,
+) -> dg.MaterializeResult:
+    """Return the search of a space around a plan's training."""
+    from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.search.check_space import check_space
+    from dtrain_dagster.search.measure import seconds_of_parts
+    from dtrain_dagster.search.run import open_search
+    from dtrain_dagster.search.space import parse_space
+
+    with refusing_mistakes():
+        request = request_of(config, cluster, project, dataset, plan)
+        space = parse_space(config.space, "launchpad: space")
+        ranks = request.least_nodes * request.processes_per_node
+        for sentence in check_space(
+            space, request.base, lambda job: check_job(job, ranks).sentences, "launchpad: space"
+        ):
+            context.log.warning(sentence)
+    manager = cluster.manager(context.run.run_id)
+    provision(context, manager, cluster, project, plan.sku, request.least_nodes)
+    phases = {name: plan.phases.get(name, 0.0) for name in ("startup", "steps", "evaluation", "checkpoint", "finish")}
+    expected = seconds_of_parts(Parts(**phases), plan.node_count, plan.work.evaluations)
+    env = cluster.node_env(project)
+    with refusing_mistakes():
+        search = open_search(Path(project.home), request, manager, env, lambda: (expected, 0.0), context.log.info)
+        context.log.info(f"search {request.name}: {'; '.join(search.plan.lines)}")
+        source = follow_search(context, search, project)
+    return show_search(search, source, plan)
+
+
+def follow_search(context: dg.AssetExecutionContext, search: "Search", project: ProjectResource) -> "TrialSource":
+    """Run a search to its end, tell how it stands, and write its trials to MLflow as they end."""
+    from dtrain_dagster.search.settings import SearchSettings
+    from dtrain_dagster.search.tracking import SearchTracker
+
+    settings: SearchSettings = search.request.settings
+    tracker = None
+    if not project.tracks_in_workspace:
+        tracker = SearchTracker(
+            project.tracking_uri, project.experiment, search.request.name, settings.metric, settings.sign
+        )
+    ended = 0
+
+    def watch(view: "SearchView") -> None:
+        nonlocal ended
+        now = sum(trial.state.is_final for trial in view.trials)
+        if now == ended:
+            return
+        ended = now
+        context.log.info(view.line(settings))
+        if tracker is not None:
+            tracker.write(view.trials)
+
+    source = search.run(watch)
+    if tracker is not None:
+        tracker.finish(source.trials, search.before_usd)
+    return source
+
+
+def request_of(
+    config: SearchOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    dataset: BuiltDataset,
+    plan: TrainingPlan,
+) -> "SearchRequest":
+    """Return what is searched. Raise `ConfigError` for what cannot be."""
+    from dtrain_dagster.search.run import SearchRequest
+    from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+
+    nodes = cluster.node_count
+    settings = SearchSettings(
+        trials=config.trials,
+        parallel=config.parallel or max(1, nodes // config.least_nodes),
+        sampler=sampler_of(config.sampler.value),
+        pruner=pruner_of(config.pruner.value),
+        seed=config.seed,
+        metric=config.metric,
+        maximise=config.maximise,
+        worth_usd=config.worth_usd or None,
+        repeatable=not config.any_order,
+    )
+    place = {"job_id": "search", "run_dir": f"{project.jobs_uri}/search", "tracking": {"tensorboard": False}}
+    base: JobConfig = parse_job(json.dumps({**plan.sections, **place}), source="the plan")
+    request = SearchRequest(
+        name="search",
+        space=config.space,
+        settings=settings,
+        base=base,
+        samples=dataset.samples,
+        budget_usd=config.budget_usd or None,
+        nodes=nodes,
+        least_nodes=config.least_nodes,
+        most_nodes=max(config.least_nodes, config.most_nodes),
+        processes_per_node=plan.processes_per_node,
+        usd_per_node_hour=price_of(plan.sku).usd_per_hour(tier_of(plan.tier)),
+        tier=tier_of(plan.tier),
+    )
+    return request.named(config.name or f"search-{mark_of(request, plan)}")
+
+
+def mark_of(request: "SearchRequest", plan: TrainingPlan) -> str:
+    """Return what tells searches apart that were given no name: ten hex digits over all that they are."""
+    what = json.dumps([request.described(), plan.fingerprint], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()[:10]
+
+
+def show_search(search: "Search", source: "TrialSource", plan: TrainingPlan) -> dg.MaterializeResult:
+    """Return the asset of a search that is over, with its pictures."""
+    from dtrain_dagster.reports import search_charts
+    from dtrain_dagster.reports.training_charts import markdown_image
+
+    settings, trials = search.request.settings, source.trials
+    metric, sign, result = settings.metric, settings.sign, search.result(source)
+    pictures = [
+        markdown_image(search_charts.history_chart(trials, sign, metric), "History"),
+        markdown_image(search_charts.dollars_chart(trials, sign, metric), "Score against dollars"),
+        markdown_image(search_charts.curves_chart(trials, sign, metric), "Learning curves"),
+        markdown_image(search_charts.coordinates_chart(source.space, trials, sign, metric), "Parallel coordinates"),
+    ]
+    if result["importance"]:
+        pictures.append(markdown_image(search_charts.importance_chart(result["importance"], metric), "Importance"))
+    rows = [
+        dg.TableRecord(
+            {
+                **row,
+                "score": "" if row["score"] is None else f"{row['score']:.6g}",
+                "usd": dollars(row["usd"]),
+                "values": json.dumps(row["values"]),
+            }
+        )
+        for row in result["trials"]
+    ]
+    best = result["best"]
+    return dg.MaterializeResult(
+        value={"name": search.request.name, "settings_file": result["settings_file"], "best": best},
+        metadata={
+            "search": search.request.name,
+            f"best_{metric}": best["score"] if best else "no trial was evaluated",
+            "best_trial": best["trial"] if best else "none",
+            "best_values": dg.JsonMetadataValue(best["values"] if best else {}),
+            "cost": dollars(result["usd"]),
+            "cost_usd": result["usd"],
+            "planned": "\n".join(search.plan.lines),
+            "price": plan.price_words,
+            "trials": dg.TableMetadataValue(rows, dg.TableSchema([dg.TableColumn(name) for name in rows[0].data]))
+            if rows
+            else "none",
+            "improvements": dg.JsonMetadataValue(result["improvements"]),
+            "pictures": dg.MarkdownMetadataValue("\n\n".join(pictures)),
+            "settings_file": dg.MetadataValue.path(search.best_file) if best else "none",
+            "ended": result["ended"] or "after its last trial",
+            "seconds": round(time.time() - search.began_at, 1),
+        },
+    )

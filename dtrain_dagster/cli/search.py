@@ -1,0 +1,351 @@
+"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one.
+
+Added to `dtrain` by `dtrain_dagster.cli.main`. `dtrain_dagster.search` decides what is tried and what goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Refusal,
+    cluster_of,
+    console,
+    ranks_of,
+    read_settings,
+    refuses,
+    say,
+)
+from dtrain_dagster.cli.job_life import new_job_id
+from dtrain_dagster.cli.train import (
+    as_overrides,
+    in_words_of_options,
+    job_of_options,
+    say_what_is_wrong,
+    say_what_was_got,
+    training_options,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dtrain_dagster.search.costing import TrialSeconds
+    from dtrain_dagster.search.run import Search, SearchView
+    from dtrain_dagster.search.settings import SearchSettings
+    from dtrain_dagster.search.trials import Trial
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.config import JobConfig
+
+
+@click.command()
+@training_options
+@click.option("--space", required=True, metavar="FILE", help="The space: a file of JSON, or JSON itself. See below.")
+@click.option("--trials", type=int, default=32, show_default=True, help="Trials at most.")
+@click.option("--parallel", type=int, metavar="P", help="Trials at once.  [default: as many as there are nodes for]")
+@click.option(
+    "--nodes-per-trial", default="1", show_default=True, metavar="K or K-L",
+    help="Nodes of one trial: its batches stay those of a training on all --nodes.",
+)  # fmt: skip
+@click.option(
+    "--budget",
+    type=float,
+    metavar="USD",
+    help="Dollars for all of it.  [default: twice what all trials take to their ends]",
+)
+@click.option(
+    "--sampler", default="tpe", show_default=True, metavar="NAME", help="tpe, random, qmc (evenly) or grid (all)."
+)
+@click.option(
+    "--pruner", default="asha", show_default=True, metavar="NAME",
+    help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on), hyperband, worth (its dollars "
+    "would do more in a fresh one) or none.",
+)  # fmt: skip
+@click.option(
+    "--worth", "worth_usd", type=float, metavar="USD",
+    help="The most dollars that an improvement of the metric by 1 is worth: then the search ends where none is.",
+)  # fmt: skip
+@click.option(
+    "--metric", default="loss", show_default=True, help="Of the validation split: loss, or one of the task's."
+)
+@click.option("--maximise", is_flag=True, help="More of the metric is better.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same trials.")
+@click.option("--any-order", is_flag=True, help="Let no trial wait for another: quicker, and not repeatable.")
+@click.option(
+    "--name", metavar="ID", help="Name of the search; one that is there is continued.  [default: from the time]"
+)
+@click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search costs, and end.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where the settings of the best trial go too."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the standard output.")
+@refuses
+def search(
+    config: str | None,
+    dataset: str | None,
+    model: str | None,
+    loss: str | None,
+    epochs: int | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    procs_per_node: int | None,
+    space: str,
+    trials: int,
+    parallel: int | None,
+    nodes_per_trial: str,
+    budget: float | None,
+    sampler: str,
+    pruner: str,
+    worth_usd: float | None,
+    metric: str,
+    maximise: bool,
+    seed: int,
+    any_order: bool,
+    name: str | None,
+    only_plan: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Search hyperparameters, on as many nodes as there are.
+
+    The job of the options is varied over the space; each trial is a training on the cluster, which may lose nodes. Its
+    validation score decides whether it goes on. Killed or interrupted, the same command with the same --name continues
+    where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain fleet cancel
+    NAME` ends them, and `dtrain fleet cost NAME` has the bill of each.
+
+    \b
+    A space has a range, or a list of choices, for each field that varies:
+      {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true},
+       "model.factory": ["tcn", "lstm"],
+       "model.args.channels": {"low": 16, "high": 64, "step": 16, "when": {"model.factory": "tcn"}}}
+
+    \b
+    Examples:
+      dtrain search --dataset latest --space space.json --trials 40 --budget 5
+      dtrain search --dataset latest --space space.json --plan
+      dtrain search --config job.json --space space.json --nodes 8 --nodes-per-trial 1-2 --name wide
+      dtrain train --dataset latest --settings .dtrain/searches/wide/best.json
+    """  # fmt: skip
+    from dataclasses import asdict
+
+    from dtrain_dagster.costs.prices import price_of, price_words
+    from dtrain_dagster.planning.job_data import samples_of
+    from dtrain_dagster.search.check_space import check_space
+    from dtrain_dagster.search.measure import measure_trial
+    from dtrain_dagster.search.run import SearchRequest, open_search
+    from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+    from dtrain_dagster.search.space import parse_space
+    from dtrain_dagster.support.user_sources import ensure_importable
+
+    settings = read_settings(procs_per_node, nodes)
+    document, source = _space_of(space)
+    parsed = parse_space(document, source)
+    least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
+    wanted = SearchSettings(
+        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=sampler_of(sampler),
+        pruner=pruner_of(pruner), seed=seed, metric=metric, maximise=maximise, worth_usd=worth_usd,
+        repeatable=not any_order,
+    )  # fmt: skip
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    search_name = new_job_id(name, "search")
+    asked = as_overrides(model, loss, epochs)
+    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
+        job, node_count = job_of_options(settings, config, dataset, [*asked, *overrides], nodes, search_name)
+        say_what_is_wrong(job, node_count, settings)
+        for sentence in check_space(parsed, job, _checker(settings, least), source):
+            say(sentence, err=True)
+    ensure_importable()
+    job, price = _reachable(job, settings), price_of(cluster.sku)
+    request = SearchRequest(
+        name=search_name, space=document, settings=wanted, base=job, samples=samples_of(job),
+        budget_usd=budget, nodes=node_count, least_nodes=least, most_nodes=most,
+        processes_per_node=ranks_of(settings), usd_per_node_hour=price.usd_per_hour(settings.tiers[0]),
+        tier=settings.tiers[0],
+    )  # fmt: skip
+    say_what_was_got(manager.provision_cluster(least, cluster.sku), cluster.sku)
+    env = cluster.node_env(project)
+    say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
+    is_here = settings.kind.is_this_machine
+
+    def measure() -> tuple[TrialSeconds, float]:
+        return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
+
+    found = open_search(Path(settings.home), request, manager, env, measure)
+    for sentence in (*found.plan.lines, f"dollars: {price_words(cluster.sku, settings.kind.buys_nodes)}"):
+        say(sentence, err=True)
+    if only_plan:
+        if as_json:
+            say(json.dumps({"name": search_name, "plan": asdict(found.plan)}))
+        return
+    _run(found, wanted, out, as_json)
+
+
+def _space_of(text: str) -> tuple[Any, str]:
+    """Return the document of a space, and what messages call it. Raise `Refusal` for no JSON."""
+    source = "--space"
+    if not text.lstrip().startswith("{"):
+        source = text
+        try:
+            text = Path(text).read_text()
+        except OSError as error:
+            raise Refusal(
+                f"--space {source} cannot be read: {error.strerror or error}; give a file of JSON, or JSON itself"
+            ) from None
+    try:
+        return json.loads(text), source
+    except ValueError as error:
+        raise Refusal(f"{source} is not JSON: {error}") from None
+
+
+def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
+    """Return the least and the most nodes of a trial. Raise `Refusal` for no such numbers."""
+    first, _, last = text.partition("-")
+    if not first.isdigit() or (last and not last.isdigit()) or text.endswith("-"):
+        raise Refusal(f"--nodes-per-trial {text}: give a number, or two as 1-3")
+    least, most = int(first), int(last or first)
+    if not 1 <= least <= most <= nodes:
+        raise Refusal(f"--nodes-per-trial {text}: of {nodes} node(s) (--nodes), a trial has at least 1 and at most all")
+    return least, most
+
+
+def _checker(settings: Settings, nodes: int) -> Callable[[JobConfig], Sequence[str]]:
+    """Return the check of a trial's job on this cluster."""
+    from dtrain_dagster.planning.check_job import check_job
+
+    return lambda job: check_job(job, nodes * ranks_of(settings)).sentences
+
+
+def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
+    """Return the job with its dataset where nodes read it, and the content of that dataset as a part of the job."""
+    from dataclasses import replace
+
+    from dtrain_dagster.cli.job_options import with_reachable_data
+    from dtrain_dagster.planning.job_data import data_of
+
+    known = replace(job.dataset, dataset_id=data_of(job).dataset_id)
+    return with_reachable_data(replace(job, dataset=known), settings)
+
+
+def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool) -> None:
+    """Run a search, show how it stands, and print its result."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    shown, told = console(), set[int]()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as bar:
+        task = bar.add_task("starting", total=wanted.trials)
+
+        def watch(view: SearchView) -> None:
+            for trial in view.trials:
+                if trial.state.is_final and trial.number not in told:
+                    told.add(trial.number)
+                    say(trial_line(trial, wanted.sign), err=True)
+            bar.update(task, description=view.line(wanted), completed=len(told))
+
+        with _left_by_signals(found.request.name):
+            source = found.run(watch)
+    result = found.result(source)
+    if out is not None and source.best is not None:
+        out.write_text(Path(found.best_file).read_text())
+    if as_json:
+        say(json.dumps(result))
+        return
+    shown.print(trials_table(result["trials"], wanted.metric), highlight=False)
+    for sentence in summary(result):
+        say(sentence)
+
+
+class _Terminated(BaseException):
+    """The process received SIGTERM."""
+
+
+@contextmanager
+def _left_by_signals(name: str) -> Iterator[None]:
+    """End the command on Ctrl-C or SIGTERM within the block, and say that its trials go on."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated) as error:
+        say(
+            f"the trials that run go on, each up to the dollars that it was promised; the same command with --name "
+            f"{name} goes on with the search, `dtrain fleet cancel {name}` ends them",
+            err=True,
+        )
+        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def trial_line(trial: Trial, sign: float) -> str:
+    """Return how a trial has ended, in a line. Pure."""
+    from dtrain_dagster.search.check_space import shown_values
+    from dtrain_dagster.support.formatting import dollars
+
+    best = trial.best(sign)
+    score = "no score" if best is None else f"{best:.6g}"
+    why = f": {trial.reason}" if trial.reason else ""
+    return (
+        f"trial {trial.number} {trial.state}, {score} after {len(trial.scores)}/{trial.of} evaluations, "
+        f"{dollars(trial.usd)} ({shown_values(trial.values)}){why}"
+    )
+
+
+def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
+    """Return a row for each trial. Pure."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from dtrain_dagster.search.check_space import shown_values
+    from dtrain_dagster.support.formatting import dollars
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("TRIAL", "STATE", metric.upper(), "EVALUATIONS", "COST", "VALUES"):
+        table.add_column(
+            title, justify="right" if title in ("TRIAL", metric.upper(), "EVALUATIONS", "COST") else "left"
+        )
+    for row in rows:
+        score = "–" if row["score"] is None else f"{row['score']:.6g}"
+        values = Text(shown_values(row["values"]))
+        table.add_row(str(row["trial"]), row["state"], score, row["evaluations"], dollars(row["usd"]), values)
+    return table
+
+
+def summary(result: Mapping[str, Any]) -> list[str]:
+    """Return the result in sentences. Pure."""
+    from dtrain_dagster.search.check_space import shown_values
+    from dtrain_dagster.support.formatting import dollars
+
+    counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
+    planned = result["planned"]
+    lines = [
+        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; planned were at most "
+        f"{dollars(planned['at_most_usd'])} and {dollars(planned['expected_usd'])} expected"
+    ]
+    lines += [result["ended"]] if result["ended"] else []
+    for item in result["improvements"][1:]:
+        lines.append(
+            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
+            f"{dollars(item['usd_since'])}"
+        )
+    if (best := result["best"]) is not None:
+        lines.append(
+            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
+        )
+        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
+    else:
+        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
+    return lines

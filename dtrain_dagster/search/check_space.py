@@ -1,0 +1,174 @@
+"""The check of a space against the job that it varies, before anything is bought: every field is there and accepts both
+ends of its range, and every model and loss takes the arguments that it would be given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value, did_you_mean
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+
+OF_CLUSTER = frozenset({
+    "world_size", "backend", "master_addr", "master_port", "max_node_seconds", "resume", "regroup", "tls",
+    "threads_per_rank", "checkpoint_frequency", "keep_checkpoints", "monitor_interval_seconds",
+})  # fmt: skip
+"""Fields of ``training`` that say where and how a job runs. What is learned does not depend on them."""
+PARTS = ("model", "loss")
+
+
+def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
+    """Return the job with these values in it. Where another model or loss is drawn than that of ``base``, the arguments
+    of that one do not go along. Raise `ConfigError` for values that do not go together."""
+    document = asdict(base)
+    drawn = space.fields_of(values)
+    for part in PARTS:
+        factory = drawn.get(f"{part}.factory")
+        if factory is not None and factory != document[part]["factory"]:
+            document[part] = {"factory": factory, "args": {}}
+    for field, value in drawn.items():
+        *path, last = field.split(".")
+        node = document
+        for name in path:
+            node = node[name]
+        node[last] = value
+    return parse_job(json.dumps(document), source=source)
+
+
+def check_space(
+    space: Space, base: JobConfig, check: Callable[[JobConfig], Sequence[str]] = lambda job: (), source: str = "space"
+) -> list[str]:
+    """Check the space against the job that it varies, and return what could not be checked, in sentences. ``check`` is
+    called with the jobs at the ends of what models and losses are given: it raises `ConfigError` where such a one could
+    not be trained, and returns what it could not find out. Raise `SpaceError`."""
+    for parameter in space.parameters:
+        _check_field(parameter, base, source)
+    for parameter in space.parameters:
+        _check_argument(parameter, space, base, source)
+    for values in space.corners():
+        try:
+            job_of_trial(base, space, values, source)
+        except ConfigError as error:
+            raise SpaceError(_without_place(error, source, f"a trial with {shown_values(values)}")) from None
+    said: list[str] = []
+    for values in extremes(space):
+        try:
+            said += check(job_of_trial(base, space, values, source))
+        except ConfigError as error:
+            raise SpaceError(
+                f"{source}: a trial with {shown_values(values)} could not be trained: {error}; narrow the range, or "
+                "make it conditional"
+            ) from None
+    return list(dict.fromkeys(said))
+
+
+def extremes(space: Space) -> list[dict[str, Value]]:
+    """Return values of the least and the greatest trial with each model and loss."""
+    parts = [item for item in space.parameters if item.field in ("model.factory", "loss.factory")]
+    found: list[dict[str, Value]] = []
+    for part in [*parts, None]:
+        for end in part.domain.ends() if part else [None]:
+            for share in (0.0, 1.0):
+
+                def choose(item: Parameter, part: Any = part, end: Any = end, share: float = share) -> Value:
+                    if item is part:
+                        return end
+                    return item.domain.at(0.0 if item in parts else share)
+
+                if (values := space.draw(choose)) not in found:
+                    found.append(values)
+    return found
+
+
+def shown_values(values: Mapping[str, Value]) -> str:
+    """Return values for a person: ``training.learning_rate = 0.001, model.args.width = 32``."""
+    return ", ".join(
+        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
+    )
+
+
+def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
+    """Raise `SpaceError` for a field that is not there, or that no search can vary."""
+    where, field = f"{source}: {parameter.name}", parameter.field
+    said = f"{field}" if field == parameter.name else f"field = {field}"
+    section, _, rest = field.partition(".")
+    known = [item.name for item in fields(DistributedTrainingConfig) if item.name not in OF_CLUSTER]
+    if section == "training":
+        if rest in OF_CLUSTER:
+            raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
+        if rest not in known:
+            hint = did_you_mean(f"training.{rest}", [f"training.{name}" for name in known])
+            raise SpaceError(f"{where}: there is no field {field}{hint}")
+        return
+    if section in PARTS and (rest == "factory" or (rest.startswith("args.") and "." not in rest[5:] and rest[5:])):
+        if base.is_of_script:
+            raise SpaceError(
+                f"{where}: the model and the loss of a script are the script's own; vary fields of training"
+            )
+        return
+    if section == "dataset" and rest.startswith("args.") and base.dataset.factory is not None:
+        return
+    places = [*(f"training.{name}" for name in known), "model.factory", "loss.factory"]
+    hint = did_you_mean(field, places)
+    if not hint and rest == "" and section:
+        hint = did_you_mean(f"training.{section}", places)
+    raise SpaceError(
+        f"{where}: there is no field {field} to vary{hint or ''}; fields are training.NAME, model.factory, "
+        "model.args.NAME, loss.factory, loss.args.NAME"
+    )
+
+
+def _check_argument(parameter: Parameter, space: Space, base: JobConfig, source: str) -> None:
+    """Raise `SpaceError` for an argument that a stock model or loss does not have. Those of the user's own are tried
+    out in a process of their own, by `check_space`'s ``check``."""
+    part, _, name = parameter.field.partition(".args.")
+    if not name or part not in PARTS:
+        return
+    for factory in _factories_of(parameter, part, space, base):
+        accepted = stock_arguments(part, factory)
+        if accepted is None or name in accepted:
+            continue
+        many = any(item.field == f"{part}.factory" for item in space.parameters)
+        remedy = f'; make it conditional: "when": {{"{part}.factory": …}}' if many and not parameter.when else ""
+        raise SpaceError(
+            f"{source}: {parameter.name}: the {part} {factory!r} has no argument {name!r}{did_you_mean(name, accepted)}"
+            f"{'' if accepted else '; it takes none'}{remedy}"
+        )
+
+
+def _factories_of(parameter: Parameter, part: str, space: Space, base: JobConfig) -> Sequence[str]:
+    """Return the models or losses beside which a parameter can be there."""
+    chosen = [item for item in space.parameters if item.field == f"{part}.factory"]
+    if not chosen:
+        return (getattr(base, part).factory,)
+    found: list[str] = []
+    for item in chosen:
+        found += [str(value) for value in parameter.when.get(item.name, item.domain.ends())]
+    return found
+
+
+def stock_arguments(part: str, factory: str) -> list[str] | None:
+    """Return the names of the arguments of a stock model or loss; None for another, or an unknown one."""
+    if ":" in factory:
+        return None
+    from trainer.model import losses, rows, stock, tokens  # torch
+
+    tables: dict[str, Sequence[Mapping[str, Callable[..., Any]]]] = {
+        "model": (stock.STOCK, rows.MODELS, tokens.MODELS),
+        "loss": (losses.STOCK, rows.LOSSES, tokens.LOSSES),
+    }
+    for table in tables[part]:
+        if factory in table:
+            names = inspect.signature(table[factory]).parameters
+            return [name for name in names if name not in ("self", "spec", "outputs")]
+    return None
+
+
+def _without_place(error: ConfigError, source: str, place: str) -> str:
+    """Return the message of a job's check, said of a trial."""
+    text = str(error)
+    return f"{source}: {place}: {text.removeprefix(f'{source}: ')}"

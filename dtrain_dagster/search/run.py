@@ -1,0 +1,296 @@
+"""A search from its request to its result: checked, its trial measured, its trials run by a fleet, its result kept.
+
+    <home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
+    <home>/searches/<name>/study.db      its trials (`dtrain_dagster.search.study`)
+    <home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
+    <home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
+    <home>/fleets/<name>/…               its jobs and dollars (`dtrain_dagster.fleet.records`)
+
+Whoever begins a search of a name that is there continues it: nothing is bought twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.costs.prices import Tier
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.fleet.jobs import FleetLimits
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.search.costing import TrialSeconds
+from dtrain_dagster.search.jobs import TrialJobs
+from dtrain_dagster.search.plan import RESULT, past_searches, plan_search
+from dtrain_dagster.search.results import importances, result_document, settings_document
+from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.source import TrialSource
+from dtrain_dagster.search.space import SpaceError, parse_space
+from dtrain_dagster.search.study import FOLDER, StudyRecord
+from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.config import JobConfig
+from trainer.documents.places import PlaceError, checked_id
+from trainer.storage.open import open_storage
+
+SEARCH, BEST = "search.json", "best.json"
+UNASKED = 2.0
+"""Times what its trials cost to their ends that a search may cost to which nobody gave a budget."""
+MARGIN_SECONDS = 30.0
+"""Seconds for which each node of a trial may be paid after it has come to its limit, see `FleetLimits`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchRequest:
+    """What is searched, and by which means."""
+
+    name: str
+    space: Mapping[str, Any]
+    """Plain data, see `dtrain_dagster.search.space`."""
+    settings: SearchSettings
+    base: JobConfig
+    """The job that is varied. Its world size may be that of more nodes than a trial has: its batches stay the same."""
+    samples: Mapping[str, int]
+    """Samples of each split."""
+    budget_usd: float | None
+    """Dollars that all trials may cost together, with the measurement before them; None: see `Search.budget_usd`."""
+    nodes: int
+    """Nodes of all trials at once."""
+    least_nodes: int = 1
+    most_nodes: int = 1
+    """Nodes of one trial: it begins on what is free of them, and takes in more or gives some back between launches."""
+    processes_per_node: int = 1
+    usd_per_node_hour: float
+    tier: Tier = "dedicated"
+    deadline: float | None = None
+    """Unix time by which all must have ended; None: any."""
+    parent: Mapping[str, str] = field(default_factory=dict)
+    """What it is a part of, such as a Dagster run; for people."""
+
+    def __post_init__(self) -> None:
+        try:
+            checked_id(self.name, "the name of the search")
+        except PlaceError as error:
+            raise SpaceError(str(error)) from None
+        if not 1 <= self.least_nodes <= self.most_nodes <= self.nodes:
+            raise SpaceError(
+                f"a trial has {self.least_nodes} to {self.most_nodes} nodes, and all together {self.nodes}: "
+                "1 <= least <= most <= all is needed"
+            )
+        if self.budget_usd is not None and not self.budget_usd > 0:
+            raise SpaceError(f"budget_usd = {self.budget_usd:g}: give the dollars that all trials may cost together")
+
+    def named(self, name: str) -> SearchRequest:
+        """Return the same search under another name."""
+        return replace(self, name=name)
+
+    @property
+    def at_once(self) -> int:
+        """Return the nodes that work at the same time."""
+        return min(self.settings.parallel * self.most_nodes, self.nodes)
+
+    def described(self) -> dict[str, Any]:
+        """Return all that decides which trials the search has."""
+        job = json.loads(self.base.to_json())
+        kept = {name: job[name] for name in ("dataset", "model", "loss", "training")}
+        kept["training"] |= {"max_node_seconds": None}
+        return {"space": dict(self.space), "job": kept, **self.settings.decisive()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchView:
+    """How a search stands, for people who watch it."""
+
+    trials: Sequence[Trial]
+    best: Trial | None
+    spent_usd: float
+    """Dollars of all trials, with those that run, and of the measurement before the first one."""
+    eta_seconds: float | None
+    """Seconds until the last trial, as they go now; None while not known."""
+
+    def line(self, settings: SearchSettings) -> str:
+        """Return how the search stands, for a person."""
+        over = sum(trial.state.is_final for trial in self.trials)
+        parts = [f"{over} of {settings.trials} trials over, {len(self.trials) - over} running"]
+        parts.append(f"{dollars(self.spent_usd)} spent")
+        if self.best is not None and (score := self.best.best(settings.sign)) is not None:
+            parts.append(f"best {settings.metric} {score:.6g} (trial {self.best.number})")
+        if self.eta_seconds is not None:
+            parts.append(f"about {format_duration(self.eta_seconds)} left")
+        return ", ".join(parts)
+
+
+class Search:
+    """One search on a cluster. Make it with `open_search`."""
+
+    def __init__(
+        self, home: Path, request: SearchRequest, manager: GPUClusterManager, env: Mapping[str, str],
+        expected: TrialSeconds, before_usd: float = 0.0, told: Callable[[str], object] = lambda sentence: None,
+    ) -> None:  # fmt: skip
+        """``expected``: what a trial takes, which was measured for ``before_usd``."""
+        self.request, self.expected, self.before_usd = request, expected, before_usd
+        self.folder = search_folder(home, request.name)
+        self.plan = plan_search(
+            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd,
+            past_searches(home, request.name, request.base.dataset.dataset_id, request.settings.metric),
+        )  # fmt: skip
+        self._home, self._manager, self._env, self._told = home, manager, env, told
+        self._storage = open_storage(str(self.folder))
+        self._bills: dict[str, float] = {}
+        self.began_at = time.time()
+        """Unix time at which this process began with it."""
+
+    def run(self, watch: Callable[[SearchView], object] = lambda view: None) -> TrialSource:
+        """Run the search, or go on with it, until it is over, and return its trials. ``watch`` is called after each
+        look. Raise `FleetError` where another process runs it, `SpaceError` where it was begun as another search."""
+        request = self.request
+        space = parse_space(request.space)
+        record = StudyRecord(self.folder, request.name, space, request.settings.sign)
+        make_job = TrialJobs(
+            name=request.name, space=space, base=request.base, jobs_uri=request.base.run_dir.rpartition("/")[0],
+            samples=request.samples, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
+            processes_per_node=request.processes_per_node,
+        )  # fmt: skip
+        source = TrialSource(
+            space, request.settings, make_job, record, self.expected, request.usd_per_node_hour,
+            (request.least_nodes + request.most_nodes) / 2,
+        )  # fmt: skip
+        fleet = FleetRecords(self._home, request.name)
+        terms = LaunchTerms(processes_per_node=request.processes_per_node, env=self._env, tier=request.tier)
+        with fleet.sole_orchestrator():
+            fleet.forget_cancellation()
+            fleet.write_limits(self.limits(), time.time())
+            runner = FleetRunner(self._manager, fleet, source, terms, self._told)
+            runner.run(lambda: watch(self._view(source)))
+        self._keep(source)
+        return source
+
+    @property
+    def budget_usd(self) -> float:
+        """Return the dollars that all may cost together; without a budget `UNASKED` times what its trials cost to their
+        ends, with what each may be paid after it has come to its limit."""
+        request = self.request
+        if request.budget_usd is not None:
+            return request.budget_usd
+        after = MARGIN_SECONDS * request.at_once * request.usd_per_node_hour / 3600
+        return self.before_usd + UNASKED * self.plan.trial_usd * request.settings.trials + after
+
+    def limits(self) -> FleetLimits:
+        """Return the limits of its fleet. Raise `SpaceError` where the measurement has used the budget up."""
+        request = self.request
+        left = self.budget_usd - self.before_usd
+        if left <= 0:
+            raise SpaceError(
+                f"budget_usd = {self.budget_usd:g}: measuring a trial has cost {self.before_usd:.2g} dollars; give more"
+            )
+        return FleetLimits(
+            budget_usd=left, nodes=request.nodes, usd_per_node_hour=request.usd_per_node_hour,
+            deadline=request.deadline, margin_seconds=MARGIN_SECONDS,
+        )  # fmt: skip
+
+    @property
+    def best_file(self) -> str:
+        """Return the address of the settings of the best trial, which is there once a search has found one."""
+        return f"{self.folder}/{BEST}"
+
+    def result(self, source: TrialSource) -> dict[str, Any]:
+        """Return the result as plain data."""
+        request = self.request
+        more = {
+            "name": request.name, "dataset_id": request.base.dataset.dataset_id, "pruner": str(request.settings.pruner),
+            "sampler": str(request.settings.sampler), "seed": request.settings.seed, "budget_usd": self.budget_usd,
+            "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
+            "ended": source.ended, "settings_file": self.best_file if source.best is not None else None,
+            "importance": importances(source.space, source.trials, request.settings.sign),
+        }  # fmt: skip
+        return result_document(source.trials, request.settings, self.before_usd, more)
+
+    def _keep(self, source: TrialSource) -> None:
+        """Write the result, and the settings of the best trial."""
+        self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
+        if source.best is not None:
+            request = self.request
+            document = settings_document(request.name, source.space, request.settings, source.best, request.base)
+            self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
+
+    def _view(self, source: TrialSource) -> SearchView:
+        settled = sum(trial.usd for trial in source.trials)
+        running = source.running
+        return SearchView(
+            trials=source.trials,
+            best=source.best,
+            spent_usd=self.before_usd + settled + sum(self._running_usd(trial) for trial in running),
+            eta_seconds=self._eta(source),
+        )
+
+    def _running_usd(self, trial: Trial) -> float:
+        job_id = f"{self.request.name}-{trial.number:04d}"
+        with suppress(ClusterError, OSError):  # it has no nodes yet, or cannot be asked now
+            self._bills[job_id] = CostTracker("", self._manager.node_usage(job_id), self.request.tier).total_usd
+        return self._bills.get(job_id, 0.0)
+
+    def _eta(self, source: TrialSource) -> float | None:
+        over = [trial for trial in source.trials if trial.node_seconds > 0]
+        if not over:
+            return None
+        each = sum(trial.node_seconds for trial in over) / len(over)
+        left = self.request.settings.trials - len(source.trials) + 0.5 * len(source.running)
+        at_once = self.request.at_once
+        seconds = left * each / at_once
+        budget = self.budget_usd - self.before_usd - sum(trial.usd for trial in source.trials)
+        return min(seconds, budget / self.request.usd_per_node_hour * 3600 / at_once)
+
+
+def search_folder(home: Path, name: str) -> Path:
+    """Return the folder of a search."""
+    return home / FOLDER / name
+
+
+def kept_search(home: Path, name: str) -> dict[str, Any] | None:
+    """Return what was kept of a search when it began; None where there is none."""
+    try:
+        found = json.loads((search_folder(home, name) / SEARCH).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SpaceError(
+            f"{search_folder(home, name) / SEARCH} is damaged: {error}; choose another name, or remove the folder"
+        ) from None
+    return found if isinstance(found, dict) else None
+
+
+def open_search(
+    home: Path,
+    request: SearchRequest,
+    manager: GPUClusterManager,
+    env: Mapping[str, str],
+    measure: Callable[[], tuple[TrialSeconds, float]],
+    told: Callable[[str], object] = lambda sentence: None,
+) -> Search:
+    """Return a search, begun now or before. ``measure`` says what a trial takes, and what finding that out has cost; it
+    is called once in the life of a search. Raise `SpaceError` where the one of this name was begun with something
+    else."""
+    kept, described = kept_search(home, request.name), request.described()
+    described = json.loads(json.dumps(described))
+    if kept is None:
+        expected, before_usd = measure()
+        document = {
+            "name": request.name, "described": described, "expected": asdict(expected), "before_usd": before_usd,
+            "began_at": time.time(), "parent": dict(request.parent),
+        }  # fmt: skip
+        open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
+        return Search(home, request, manager, env, expected, before_usd, told)
+    before = kept["described"]
+    if before != described:
+        differs = sorted(name for name in before.keys() | described.keys() if before.get(name) != described.get(name))
+        raise SpaceError(
+            f"search {request.name} was begun with another {', '.join(differs)}: repeat it as it was, or choose "
+            "another name"
+        )
+    return Search(home, request, manager, env, TrialSeconds(**kept["expected"]), float(kept["before_usd"]), told)

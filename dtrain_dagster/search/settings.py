@@ -1,0 +1,76 @@
+"""What a search is asked for, besides its space and the job that it varies. Plain data, checked as it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.search.pruning import Pruner
+from dtrain_dagster.search.sampling import Sampler
+from dtrain_dagster.search.space import SpaceError, did_you_mean
+
+LOSS = "loss"
+MOST_TRIALS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSettings:
+    """How a search draws and judges its trials."""
+
+    trials: int = 32
+    """Trials at most."""
+    parallel: int = 2
+    """Trials that may run at once."""
+    sampler: Sampler = Sampler.TPE
+    pruner: Pruner = Pruner.ASHA
+    seed: int = 0
+    metric: str = LOSS
+    """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""
+    maximise: bool = False
+    """Whether more of the metric is better."""
+    worth_usd: float | None = None
+    """The most dollars that an improvement of the metric by 1 is worth; None: trials are compared with each other
+    only."""
+    repeatable: bool = True
+    """Whether trial n knows exactly the trials up to n - ``parallel``, and waits for them to end: then the same seed
+    gives the same trials, however long each takes. False: it knows all that have ended, and never waits."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.trials <= MOST_TRIALS:
+            raise SpaceError(f"trials = {self.trials}: a search has from 1 to {MOST_TRIALS:,} trials")
+        if self.parallel < 1:
+            raise SpaceError(f"parallel = {self.parallel}: at least one trial has to run")
+        if self.seed < 0:
+            raise SpaceError(f"seed = {self.seed}: seeds are 0 or more")
+        if self.worth_usd is not None and not 0 < self.worth_usd < math.inf:
+            raise SpaceError(
+                f"worth_usd = {self.worth_usd:g}: an improvement is worth more than 0 dollars; or leave it out"
+            )
+
+    @property
+    def sign(self) -> float:
+        """Return 1 where the metric is minimised, else -1."""
+        return -1.0 if self.maximise else 1.0
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what decides which trials the search has. More ``trials`` only continue it."""
+        return {
+            "parallel": self.parallel, "sampler": str(self.sampler), "pruner": str(self.pruner), "seed": self.seed,
+            "metric": self.metric, "maximise": self.maximise, "worth_usd": self.worth_usd,
+            "repeatable": self.repeatable,
+        }  # fmt: skip
+
+
+def sampler_of(name: str) -> Sampler:
+    """Return the sampler of this name. Raise `SpaceError` for an unknown one."""
+    if name not in tuple(Sampler):
+        raise SpaceError(f"sampler = {name!r} is unknown{did_you_mean(name, list(Sampler))}")
+    return Sampler(name)
+
+
+def pruner_of(name: str) -> Pruner:
+    """Return the pruner of this name. Raise `SpaceError` for an unknown one."""
+    if name not in tuple(Pruner):
+        raise SpaceError(f"pruner = {name!r} is unknown{did_you_mean(name, list(Pruner))}")
+    return Pruner(name)

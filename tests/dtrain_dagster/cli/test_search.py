@@ -1,0 +1,132 @@
+"""`dtrain search` on a real cluster: its orchestrator is killed, and the same command goes on; nothing is bought twice,
+and the settings of the best trial are what a training takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from small_job import write_dataset
+
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.search import summary, trial_line, trials_table
+from dtrain_dagster.cli.train import job_of_options
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.settings.environment import Settings
+from trainer.rundir import RunDir
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+SPACE = {
+    "training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True},
+    "model.args.channels": {"low": 8, "high": 16, "step": 8},
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DTRAIN_NODES", "2")
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "walks")
+    (tmp_path / "space.json").write_text(json.dumps(SPACE))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> None:
+    size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1")
+    asked = ("search", "--dataset", "walks", "--space", "space.json", "--epochs", "3", "--trials", "4", *size,
+             "--pruner", "asha", "--name", "killed", "--json")  # fmt: skip
+    first = subprocess.Popen([DTRAIN, *asked], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    jobs = place / "home" / "storage" / "jobs"
+    deadline = time.monotonic() + 240
+    while len(list(jobs.glob("killed-*/launch.json"))) < 2 and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.2)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    begun = {path.parent.name: RunDir(str(path.parent)).read_job() for path in jobs.glob("killed-*/launch.json")}
+    assert len(begun) >= 2
+    done = subprocess.run([DTRAIN, *asked], cwd=place, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert [row["trial"] for row in result["trials"]] == [0, 1, 2, 3]
+    assert result["best"]["score"] == min(row["score"] for row in result["trials"])
+    manager = build_resources(Settings())["cluster"].manager()
+    for row in result["trials"]:
+        rundir = RunDir(f"{jobs}/killed-{row['trial']:04d}")
+        job = rundir.read_job()
+        assert job.training.learning_rate == row["values"]["training.learning_rate"]
+        assert job.model.args == {"channels": row["values"]["model.args.channels"]}
+        assert job.training.world_size == 2  # its batches are those of both nodes, and it had one
+        assert begun.get(job.job_id, job).training.learning_rate == job.training.learning_rate
+        usage = manager.node_usage(job.job_id)
+        assert {item.node_id for item in usage} == {0}
+        assert row["usd"] == pytest.approx(CostTracker("", usage, "dedicated").total_usd)
+    billed = sum(row["usd"] for row in result["trials"]) + result["measuring_usd"]
+    assert result["usd"] == pytest.approx(billed)
+    assert 0 < result["usd"] <= result["budget_usd"]
+
+    again = subprocess.run([DTRAIN, *asked], cwd=place, capture_output=True, text=True, timeout=200)
+    assert json.loads(again.stdout) == result  # it is over: nothing is run, and its result is the same
+    found, _ = job_of_options(Settings(), None, "walks", [], 2, settings_file=result["settings_file"])
+    assert found.training.learning_rate == result["best"]["values"]["training.learning_rate"]
+    assert found.model.args == {"channels": result["best"]["values"]["model.args.channels"]}
+    other = subprocess.run([DTRAIN, *asked, "--seed", "1"], cwd=place, capture_output=True, text=True, timeout=200)
+    assert other.returncode == 2
+    assert "search killed was begun with another seed" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--space", "{}"], "it is empty"),
+        (
+            ["--space", '{"training.learning_rate": {"low": -1.0, "high": 1.0, "log": true}}'],
+            "no logarithm of low = -1",
+        ),
+        (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "did you mean channels?"),
+        (["--space", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--space", "{"], "is not JSON"),
+        (["--space", "space.json", "--sampler", "tp"], "did you mean tpe?"),
+        (["--space", "space.json", "--pruner", "ash"], "did you mean asha?"),
+        (["--space", "space.json", "--nodes-per-trial", "3"], "of 2 node(s)"),
+        (["--space", "space.json", "--nodes-per-trial", "x"], "give a number, or two as 1-3"),
+        (["--space", "space.json", "--trials", "0"], "trials = 0"),
+        (["--space", "space.json", "--name", "a/b"], "--name 'a/b'"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_bought(place: Path, options: list[str], words: str) -> None:
+    found = CliRunner().invoke(main, ["search", "--dataset", "walks", *options])
+    assert found.exit_code == 2, found.output
+    assert words in found.output.replace("\n", " ")
+    assert not (place / "home" / "storage" / "jobs").exists()
+    assert not (place / "home" / "searches").exists()
+
+
+def test_lines_for_people_are_whole() -> None:
+    trial = Trial(
+        number=3, values={"training.learning_rate": 0.0123456, "model.factory": "tcn"}, of=8, scores=(0.5, 0.25),
+        times=(1.0, 2.0), steps=(1, 2), state=TrialState.PRUNED, reason="not worth it", usd=0.5,
+    )  # fmt: skip
+    assert trial_line(trial, 1.0) == (
+        "trial 3 pruned, 0.25 after 2/8 evaluations, $0.5000 (training.learning_rate = 0.01235, model.factory = tcn): "
+        "not worth it"
+    )
+    nothing = {
+        "trials": [], "counts": {}, "usd": 0.0, "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "ended": "",
+        "improvements": [], "metric": "loss", "best": None, "settings_file": None,
+    }  # fmt: skip
+    assert "no trial was evaluated" in summary(nothing)[-1]
+    assert trials_table([], "loss").row_count == 0

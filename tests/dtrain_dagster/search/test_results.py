@@ -1,0 +1,144 @@
+"""The plan of a search, its results, its file of settings, and its pictures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from played_search import SPACE, USUAL, play, source_of
+
+from dtrain_dagster.planning.tuned_settings import read_tuned
+from dtrain_dagster.reports import search_charts
+from dtrain_dagster.search.costing import TrialSeconds, learned_seconds
+from dtrain_dagster.search.plan import PastSearch, halving_share, past_searches, plan_search
+from dtrain_dagster.search.pruning import Pruner
+from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
+from dtrain_dagster.search.sampling import Sampler
+from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.space import parse_space
+from dtrain_dagster.search.trials import Trial, TrialState
+from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
+
+BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
+
+
+def trial(number: int, scores: tuple[float, ...], first: float, usd: float) -> Trial:
+    times = tuple(first + 10.0 * place for place in range(len(scores)))
+    return Trial(
+        number=number, values={}, of=4, scores=scores, times=times, steps=tuple(range(len(scores))), usd=usd,
+        state=TrialState.COMPLETE, node_seconds=60.0,
+    )  # fmt: skip
+
+
+def test_what_each_improvement_cost_adds_up_to_the_dollars_until_then() -> None:
+    trials = [trial(0, (1.0, 0.8, 0.6, 0.5), 10.0, 4.0), trial(1, (0.9, 0.7, 0.4, 0.3), 50.0, 4.0)]
+    first, second = improvements(trials, 1.0)
+    assert (first.trial, first.score, first.gained) == (0, 0.5, None)
+    assert (second.trial, second.score, second.gained) == (1, 0.3, pytest.approx(0.2))
+    assert first.usd == pytest.approx(4.0)
+    assert first.usd + second.usd_since == pytest.approx(second.usd) == pytest.approx(8.0)
+    assert second.usd_per_gain == pytest.approx(4.0 / 0.2)
+    assert [item.trial for item in improvements(trials, -1.0)] == [0]
+
+
+def test_the_plan_says_at_most_and_expected_and_is_honest_about_what_it_does_not_know() -> None:
+    settings = SearchSettings(trials=10, pruner=Pruner.ASHA)
+    plan = plan_search(settings, USUAL, 3600.0, 2, None)
+    assert plan.trial_usd == pytest.approx(USUAL.total)
+    assert plan.at_most_usd == pytest.approx(10 * USUAL.total)
+    assert plan.expected_usd < plan.at_most_usd
+    assert "of 10 random trials the best is, with 95%, among the best 26 % of the space" in plan.lines[2]
+    assert plan_search(settings, USUAL, 3600.0, 2, 50.0).at_most_usd == 50.0
+    everything = plan_search(replace(settings, pruner=Pruner.NONE), USUAL, 3600.0, 2, None)
+    assert everything.expected_usd == everything.at_most_usd
+    past = [PastSearch(name="a", pruner="asha", share=0.4, scores=tuple(0.1 * n for n in range(1, 21)))]
+    known = plan_search(settings, USUAL, 3600.0, 2, None, past)
+    assert known.expected_usd == pytest.approx(0.4 * known.at_most_usd)
+    assert "expected to find loss 0.2 or better, and with 95% 0.6" in known.lines[2]
+
+
+def test_halving_does_what_is_left_at_each_rung() -> None:
+    assert halving_share(1) == 1.0
+    assert halving_share(3) == pytest.approx((1 + 2 / 3) / 3)
+    assert halving_share(9) == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
+
+
+def test_what_trials_take_is_learned_from_their_bills() -> None:
+    """A start is what an ended trial was paid beyond its evaluations, a finish what a whole one was paid besides."""
+    whole = replace(trial(0, (1.0, 1.0, 1.0, 1.0), 0.0, 1.0), node_seconds=4 * 10 + 7 + 3)
+    ended = replace(trial(1, (1.0, 1.0), 0.0, 1.0), node_seconds=2 * 10 + 7, state=TrialState.PRUNED)
+    found = learned_seconds(TrialSeconds(startup=1, training=4, of=4, finish=1), [whole, ended], 1.0)
+    assert found == TrialSeconds(startup=7.0, training=40.0, of=4, finish=3.0)
+    assert learned_seconds(found, [], 1.0) is found
+
+
+def test_the_result_is_kept_and_found_by_the_next_search_of_the_data(tmp_path: Path) -> None:
+    settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
+    source = play(source_of(settings), [])
+    document = result_document(source.trials, settings, 0.5, {"dataset_id": "d1", "pruner": "asha"})
+    assert document["usd"] == pytest.approx(0.5 + sum(item.usd for item in source.trials))
+    assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
+    folder = tmp_path / "searches" / "first"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(document))
+    (tmp_path / "searches" / "broken").mkdir()
+    (tmp_path / "searches" / "broken" / "result.json").write_text("{")
+    [past] = past_searches(tmp_path, "second", "d1", "loss")
+    assert past.name == "first"
+    assert 0 < past.share < 1
+    assert not past_searches(tmp_path, "first", "d1", "loss")
+    assert not past_searches(tmp_path, "second", "d2", "loss")
+    assert importances(SPACE, source.trials, 1.0)
+    assert importances(SPACE, source.trials[:3], 1.0) == {}
+
+
+def test_pictures_are_drawn_of_any_search() -> None:
+    settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
+    for trials in (play(source_of(settings), []).trials, ()):
+        charts = (
+            search_charts.history_chart(trials, 1.0, "loss"),
+            search_charts.dollars_chart(trials, 1.0, "loss"),
+            search_charts.curves_chart(trials, 1.0, "loss"),
+            search_charts.coordinates_chart(SPACE, trials, 1.0, "loss"),
+        )
+        assert all(b"</svg>" in chart for chart in charts)
+    assert b"width" in search_charts.importance_chart({"width": 0.7, "rate": 0.3}, "loss")
+
+
+class TestSettingsFile:
+    """The file of the best trial, as a training takes it."""
+
+    def written(self, tmp_path: Path) -> str:
+        space = parse_space({"training.learning_rate": [0.1], "model.factory": ["lstm"], "model.args.layers": [2]})
+        values = {"training.learning_rate": 0.1, "model.factory": "lstm", "model.args.layers": 2}
+        found = replace(trial(3, (0.5,), 0.0, 1.0), values=values)
+        path = tmp_path / "best.json"
+        path.write_text(json.dumps(settings_document("mine", space, SearchSettings(), found, BASE)))
+        return str(path)
+
+    def test_it_sets_what_was_varied(self, tmp_path: Path) -> None:
+        tuned = read_tuned(self.written(tmp_path))
+        assert tuned.settings_for(BASE, ()) == ({"learning_rate": 0.1}, [])
+        assert tuned.parts_for(BASE) == {"model": {"factory": "lstm", "args": {"layers": 2}}}
+
+    def test_what_is_stated_comes_first_and_is_told(self, tmp_path: Path) -> None:
+        used, [said] = read_tuned(self.written(tmp_path)).settings_for(BASE, {"learning_rate"})
+        assert used == {}
+        assert "training.learning_rate is as stated, not as found" in said
+
+    def test_another_model_than_was_searched_is_refused(self, tmp_path: Path) -> None:
+        tuned = read_tuned(self.written(tmp_path))
+        found = replace(BASE, model=FactoryConfig(factory="lstm", args={"layers": 2}))
+        assert tuned.parts_for(found)  # the one that was found
+        with pytest.raises(ConfigError, match="were searched from model"):
+            tuned.parts_for(replace(BASE, model=FactoryConfig(factory="transformer")))
+
+    def test_what_no_search_writes_is_refused(self, tmp_path: Path) -> None:
+        path = Path(self.written(tmp_path))
+        document = json.loads(path.read_text())
+        for wrong in ({"training": {"learning_rat": 1.0}}, {"model": {"args": {}}}, {"tracking": {}}):
+            path.write_text(json.dumps(document | wrong))
+            with pytest.raises(ConfigError, match="is nothing that `dtrain search` writes"):
+                read_tuned(str(path))

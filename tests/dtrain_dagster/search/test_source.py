@@ -1,0 +1,210 @@
+"""The trials of a search as a fleet asks for them: the same seed gives the same trials, whatever the order of events,
+and a search that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from played_search import OF, SPACE, USUAL, Calls, make_job, play, replay, score, source_of
+
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.search.pruning import DIVERGED, Pruner
+from dtrain_dagster.search.sampling import Sampler, draw_values, grid_of
+from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+from dtrain_dagster.search.source import TrialSource
+from dtrain_dagster.search.space import SpaceError, parse_space
+from dtrain_dagster.search.study import MemoryRecord, StudyRecord
+from dtrain_dagster.search.trials import TrialState, best_trial
+from trainer.documents.events import EvaluationEvent
+from trainer.errors import ConfigError
+
+
+def fates(source: TrialSource) -> list[tuple[object, ...]]:
+    """What the search did, without dollars."""
+    return [(trial.values, trial.scores, trial.state, trial.reason) for trial in source.trials]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "pruner"),
+    [
+        (Sampler.TPE, Pruner.ASHA),
+        (Sampler.TPE, Pruner.NONE),
+        (Sampler.RANDOM, Pruner.HYPERBAND),
+        (Sampler.QMC, Pruner.ASHA),
+    ],
+)
+def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
+    settings = SearchSettings(trials=16, parallel=3, sampler=sampler, pruner=pruner, seed=5)
+    random = np.random.default_rng(1)
+    one = play(source_of(settings), [])
+    other = play(source_of(settings), [], delay=lambda number, place: float(random.exponential(60.0)))
+    assert fates(one) == fates(other)
+    assert len({str(trial.values) for trial in one.trials}) == 16
+    assert all(trial.known == tuple(range(max(0, trial.number - 2))) for trial in one.trials)
+    another = play(source_of(SearchSettings(trials=16, sampler=sampler, pruner=pruner, seed=6)), [])
+    assert another.trials[0].values != one.trials[0].values
+
+
+def test_in_any_order_no_trial_waits_for_another() -> None:
+    late = {1: 10_000.0}
+    settings = SearchSettings(trials=10, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE, repeatable=False)
+    calls: Calls = []
+    play(source_of(settings), calls, delay=lambda number, place: late.get(number, 0.0))
+    ended = [job_id for job_id, outcome in calls if outcome is not None]
+    assert ended.index("trial-1") == 9  # all others passed it
+    calls = []
+    in_order = SearchSettings(trials=10, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE)
+    play(source_of(in_order), calls, delay=lambda number, place: late.get(number, 0.0))
+    assert [job_id for job_id, outcome in calls if outcome is not None].index("trial-1") == 2
+
+
+@pytest.mark.parametrize(("pruner", "stop_after"), [(Pruner.ASHA, 7), (Pruner.ASHA, 30), (Pruner.WORTH, 30)])
+def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, pruner: Pruner, stop_after: int) -> None:
+    """The trials that ran begin again in the played fleet; what was drawn and decided is what the study holds."""
+    settings = SearchSettings(trials=9, parallel=2, pruner=pruner, seed=3)
+    whole = play(source_of(settings), [])
+    calls: Calls = []
+    play(source_of(settings, StudyRecord(tmp_path, "killed", SPACE, 1.0)), calls, stop_after=stop_after)
+    again = source_of(settings, StudyRecord(tmp_path, "killed", SPACE, 1.0))
+    replay(again, calls)
+    given = [job_id for job_id, outcome in calls if outcome is None]
+    play(again, calls)
+    assert [trial.values for trial in again.trials] == [trial.values for trial in whole.trials]
+    assert [trial.scores for trial in again.trials] == [trial.scores for trial in whole.trials]
+    jobs = [job_id for job_id, outcome in calls if outcome is None]
+    assert jobs[: len(given)] == given
+    assert len(jobs) == len(set(jobs)) == 9
+
+
+def test_a_decision_that_was_written_is_told_again_whatever_is_known_by_then(tmp_path: Path) -> None:
+    settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.ASHA)
+    calls: Calls = []
+    first = play(source_of(settings, StudyRecord(tmp_path, "told", SPACE, 1.0)), calls)
+    pruned = next(trial for trial in first.trials if trial.state is TrialState.PRUNED)
+    kept = StudyRecord(tmp_path, "told", SPACE, 1.0).begun(pruned.number)
+    assert kept is not None
+    assert (kept.reason, kept.scores, kept.values) == (pruned.reason, pruned.scores, pruned.values)
+    again = source_of(settings, StudyRecord(tmp_path, "told", SPACE, 1.0))
+    again.next_job()
+    again.next_job()
+    lost = [
+        EvaluationEvent(time=float(place), split="valid", step=place, loss=0.0)  # better than all, and too late
+        for place in range(1, OF)
+    ]
+    if pruned.number < 2:
+        assert again.judge(f"trial-{pruned.number}", lost).reason == pruned.reason
+
+
+def test_evaluations_after_a_decision_do_not_count() -> None:
+    """A trial goes on for a moment while it is ended; how far is chance."""
+    settings = SearchSettings(trials=4, parallel=1, pruner=Pruner.ASHA, sampler=Sampler.RANDOM)
+    source = source_of(settings)
+    for number, loss in enumerate((0.5, 0.9)):
+        job = source.next_job()
+        assert job is not None
+        told = [EvaluationEvent(time=float(place), split="valid", step=place, loss=loss) for place in range(1, OF + 1)]
+        verdict = source.judge(job.job_id, told[:1])
+        assert verdict.ends is (number == 1)
+        state = FleetState.ENDED if verdict.ends else FleetState.SUCCEEDED
+        source.on_end(job.job_id, Outcome(state=state, evaluations=tuple(told)))
+    assert [len(trial.scores) for trial in source.trials] == [OF, 1]
+
+
+def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> None:
+    settings = SearchSettings(trials=8, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE)
+
+    def diverging(values: object, place: int) -> float:
+        loss = score(values, place)  # type: ignore[arg-type]
+        return math.nan if loss > 1.3 and place == 2 else loss
+
+    source = play(source_of(settings), [], curve=diverging)
+    diverged = [trial for trial in source.trials if trial.reason == DIVERGED]
+    assert diverged
+    assert all(len(trial.scores) == 2 for trial in diverged)
+    assert source.best is not None
+    assert source.best.state is TrialState.COMPLETE
+    play(source_of(SearchSettings(trials=8, pruner=Pruner.WORTH)), [], curve=diverging)  # infinity breaks nothing
+
+
+def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
+    def refusing(number: int, values: object, usual: object) -> object:
+        if number == 1:
+            raise ConfigError("no ranks for that batch")
+        return make_job(number, values, usual)  # type: ignore[arg-type]
+
+    settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.RANDOM)
+    source = TrialSource(SPACE, settings, refusing, MemoryRecord(), USUAL, 3.6)  # type: ignore[arg-type]
+    play(source, [])
+    assert [trial.state for trial in source.trials][1] is TrialState.FAILED
+    assert source.trials[1].reason == "no training: no ranks for that batch"
+    assert len(source.trials) == 3
+
+
+def test_a_job_that_fails_by_itself_is_no_decision_of_the_search() -> None:
+    source = source_of(SearchSettings(trials=2, parallel=1, sampler=Sampler.RANDOM))
+    job = source.next_job()
+    assert job is not None
+    source.on_end(job.job_id, Outcome(state=FleetState.FAILED, reason="out of memory"))
+    assert (source.trials[0].state, source.trials[0].reason) == (TrialState.FAILED, "out of memory")
+    assert isinstance(source.next_job(), FleetJob)
+    assert source.best is None
+
+
+def test_the_estimator_learns_and_successive_halving_saves() -> None:
+    random, learned = (
+        [
+            play(source_of(SearchSettings(trials=40, parallel=2, sampler=sampler, pruner=Pruner.NONE, seed=seed)), [])
+            for seed in range(3)
+        ]
+        for sampler in (Sampler.RANDOM, Sampler.TPE)
+    )
+    late = [np.mean([trial.best(1.0) for trial in source.trials[20:]]) for source in (*random, *learned)]
+    assert np.mean(late[3:]) < np.mean(late[:3])
+    halved = play(source_of(SearchSettings(trials=40, parallel=2, pruner=Pruner.ASHA)), [])
+    evaluations = sum(len(trial.scores) for trial in halved.trials)
+    assert evaluations < 0.6 * 40 * OF
+    assert halved.best is not None
+    assert halved.best.state is TrialState.COMPLETE
+
+
+def test_more_of_a_metric_can_be_better() -> None:
+    up, down = (
+        play(source_of(SearchSettings(trials=12, maximise=maximise, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)), [],
+             curve=lambda values, place, sign=sign: sign * score(values, place))
+        for maximise, sign in ((True, -1.0), (False, 1.0))
+    )  # fmt: skip
+    assert [trial.scores for trial in up.trials] == [tuple(-s for s in trial.scores) for trial in down.trials]
+    assert up.best is not None
+    assert best_trial(up.trials, -1.0) is up.best
+    assert up.best.number == down.best.number  # type: ignore[union-attr]
+
+
+def test_a_grid_is_every_combination_once() -> None:
+    space = parse_space(
+        {
+            "model.factory": ["tcn", "lstm"],
+            "model.args.channels": {"low": 16, "high": 32, "step": 16, "when": {"model.factory": "tcn"}},
+            "training.seed": {"low": 1, "high": 3},
+        }
+    )
+    whole = grid_of(space)
+    assert len(whole) == 2 * 3 + 3
+    drawn = [draw_values(space, Sampler.GRID, 0, number, (), (), 1.0) for number in range(10)]
+    assert drawn[9] is None
+    assert sorted(map(str, drawn[:9])) == sorted(map(str, whole))
+    with pytest.raises(SpaceError, match=r"training\.learning_rate is a range without steps"):
+        grid_of(SPACE)
+
+
+def test_names_are_explained() -> None:
+    with pytest.raises(SpaceError, match=r"did you mean random\?"):
+        sampler_of("rndom")
+    with pytest.raises(SpaceError, match="there are worth, asha, hyperband, none"):
+        pruner_of("zzz")
+    with pytest.raises(SpaceError, match="trials = 0"):
+        SearchSettings(trials=0)
+    with pytest.raises(SpaceError, match="worth_usd = -1"):
+        SearchSettings(worth_usd=-1.0)

@@ -1,0 +1,194 @@
+"""What a space may be, what is drawn from it, and what is said of one that cannot be searched."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_job import write_dataset
+
+from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial, stock_arguments
+from dtrain_dagster.search.space import Choices, Range, SpaceError, parse_space
+from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
+
+RATE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
+MODELS: dict[str, Any] = {
+    "layers of the lstm": {"field": "model.args.layers", "low": 1, "high": 3, "when": {"model.factory": "lstm"}},
+    "model.args.channels": {"low": 16, "high": 64, "step": 16, "when": {"model.factory": ["tcn"]}},
+    "model.factory": ["tcn", "lstm"],
+}
+BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data"))
+
+
+def said(document: Any, base: JobConfig = BASE) -> str:
+    with pytest.raises(SpaceError) as found:
+        check_space(parse_space(document), base)
+    return str(found.value)
+
+
+class TestWhatIsRefused:
+    """Each message names the parameter and the remedy."""
+
+    @pytest.mark.parametrize(
+        ("item", "words"),
+        [
+            ({"low": -1.0, "high": 1.0, "log": True}, ["no logarithm of low = -1", "take a low above 0"]),
+            ({"low": 0, "high": 8, "log": True, "type": "float"}, ["no logarithm of low = 0"]),
+            ({"low": 2.0, "high": 1.0}, ["low = 2 is above high = 1", "exchange"]),
+            ({"low": 1.0}, ["high = None is not a number"]),
+            ({"low": "1", "high": 2}, ["low = '1' is not a number"]),
+            ({"low": True, "high": 2}, ["low = True is not a number"]),
+            ({"low": 1.0, "high": float("inf")}, ["high = inf is not a number"]),
+            ({"lo": 1.0, "high": 2.0}, ["'lo'", "did you mean low?"]),
+            ({"low": 1.0, "high": 2.0, "log": "yes"}, ["log = 'yes' is neither true nor false"]),
+            ({"low": 1.0, "high": 2.0, "log": True, "step": 0.1}, ["log and step do not go together"]),
+            ({"low": 1.0, "high": 2.0, "step": 3.0}, ["step = 3 does not fit between 1 and 2"]),
+            ({"low": 1.0, "high": 2.0, "step": 0}, ["step = 0 is not a number above 0"]),
+            ({"low": 1, "high": 9, "step": 0.5}, ["step = 0.5 of whole numbers has to be whole"]),
+            ({"low": 1.5, "high": 3, "type": "int"}, ["whole numbers need whole bounds"]),
+            ({"low": 1, "high": 3, "type": "integer"}, ["type = 'integer' is neither int nor float"]),
+            ({"low": 1, "high": 3, "choices": [1]}, ["either choices, or low and high"]),
+            ({}, ["either choices, or low and high"]),
+            ([], ["has no value to choose"]),
+            ([1, 1], ["1 is there twice"]),
+            ({"choices": [1, 2], "log": True}, ["log belongs to a range"]),
+            (0.1, ["is no range"]),
+            ({"low": 1.0, "high": 2.0, "when": "tcn"}, ["when = 'tcn' is no condition"]),
+            ({"low": 1.0, "high": 2.0, "when": {"model.factory": []}}, ["names no value"]),
+        ],
+    )
+    def test_a_range(self, item: Any, words: list[str]) -> None:
+        told = said({"training.learning_rate": item})
+        assert told.startswith("space: training.learning_rate")
+        assert all(word in told for word in words), told
+
+    @pytest.mark.parametrize("document", [{}, [], None])
+    def test_an_empty_space(self, document: Any) -> None:
+        assert "name at least one field and its range" in said(document)
+
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            ("training.learning_rat", "did you mean training.learning_rate?"),
+            ("learning_rate", "did you mean training.learning_rate?"),
+            ("model.factori", "did you mean model.factory?"),
+            ("training.world_size", "says how a job runs"),
+            ("run_dir", "fields are training.NAME"),
+            ("model.args.", "fields are training.NAME"),
+            ("dataset.args.seed", "fields are training.NAME"),
+        ],
+    )
+    def test_a_field_that_is_not_there(self, name: str, hint: str) -> None:
+        assert hint in said({name: {"low": 1, "high": 2}})
+
+    def test_an_argument_that_the_model_does_not_have(self) -> None:
+        told = said({"model.args.chanels": {"low": 8, "high": 16}})
+        assert "the model 'tcn' has no argument 'chanels'; did you mean channels?" in told
+        told = said({"model.factory": ["tcn", "lstm"], "model.args.channels": {"low": 8, "high": 16}})
+        assert "the model 'lstm' has no argument 'channels'" in told
+        assert "make it conditional" in told
+
+    def test_values_that_the_field_does_not_take(self) -> None:
+        assert "training.min_lr_fraction = 2.0" in said({"training.min_lr_fraction": {"low": 0.1, "high": 2.0}})
+        assert "training.precision" in said({"training.precision": ["fp32", "fp8"]})
+
+    def test_conditions(self) -> None:
+        one = {"low": 1, "high": 2}
+        assert "names 'b', which the space lacks" in said({"training.seed": {**one, "when": {"b": 1}}})
+        told = said({"model.factory": ["tcn"], "model.args.channels": {**one, "when": {"model.factory": "lstm"}}})
+        assert "wants model.factory = 'lstm', and it has only tcn" in told
+        told = said({"training.epochs": one, "training.seed": {**one, "when": {"training.epochs": 1}}})
+        assert "which is a range; conditions are on choices" in told
+        circle = {
+            "training.epochs": {"choices": [1, 2], "when": {"training.seed": 1}},
+            "training.seed": {"choices": [1, 2], "when": {"training.epochs": 1}},
+        }
+        assert "go in a circle" in said(circle)
+        twice = {"a": {"field": "training.seed", **one}, "training.seed": one}
+        assert "both set training.seed" in said(twice)
+
+    def test_a_trial_that_could_not_be_trained(self) -> None:
+        def check(job: JobConfig) -> list[str]:
+            if job.training.learning_rate > 0.01:
+                raise ConfigError("it would not fit into memory")
+            return ["not tried out"]
+
+        with pytest.raises(SpaceError, match=r"training\.learning_rate = 0\.1 could not be trained: it would not fit"):
+            check_space(parse_space(RATE), BASE, check)
+        assert check_space(parse_space({"training.seed": [1, 2]}), BASE, check) == ["not tried out"]
+
+
+class TestWhatIsDrawn:
+    """Values are within their ranges, and there only under their conditions."""
+
+    @given(st.floats(0, 1), st.sampled_from([True, False]), st.sampled_from([None, 3]), st.booleans())
+    @settings(max_examples=200)
+    def test_a_range_is_kept(self, share: float, log: bool, step: float | None, whole: bool) -> None:
+        domain = Range(low=2, high=30, log=log and step is None, step=step, whole=whole)
+        value = domain.at(share)
+        assert 2 <= value <= 30
+        assert isinstance(value, int) or not whole
+        assert step is None or (value - 2) % 3 == pytest.approx(0)
+
+    def test_both_ends_and_all_between_are_met(self) -> None:
+        domain = Range(low=1, high=5, whole=True)
+        assert {domain.at(share / 100) for share in range(101)} == {1, 2, 3, 4, 5}
+        assert Choices(values=("a", "b")).at(1.0) == "b"
+
+    def test_conditions_decide_what_is_there(self) -> None:
+        space, random_ = parse_space(MODELS), random.Random(0)
+        assert space.parameters[0].name == "model.factory"
+        seen = set()
+        for _ in range(50):
+            values = space.draw(lambda item: item.domain.at(random_.random()))
+            seen.add(frozenset(values))
+            job = job_of_trial(BASE, space, values)
+            assert set(job.model.args) == {{"tcn": "channels", "lstm": "layers"}[job.model.factory]}
+        assert len(seen) == 2
+        check_space(space, BASE)
+
+    def test_arguments_of_another_model_do_not_go_along(self) -> None:
+        base = JobConfig(**{**{name: getattr(BASE, name) for name in ("job_id", "run_dir", "dataset")},
+                            "model": FactoryConfig(factory="tcn", args={"dropout": 0.5})})  # fmt: skip
+        space = parse_space({"model.factory": ["tcn", "lstm"]})
+        assert job_of_trial(base, space, {"model.factory": "tcn"}).model.args == {"dropout": 0.5}
+        assert job_of_trial(base, space, {"model.factory": "lstm"}).model.args == {}
+
+    def test_the_ends_of_each_model_are_tried(self) -> None:
+        found = extremes(parse_space({**MODELS, **RATE}))
+        pairs = {(item["model.factory"], item["training.learning_rate"]) for item in found}
+        assert pairs >= {("tcn", 1e-4), ("tcn", 1e-1), ("lstm", 1e-4), ("lstm", 1e-1)}
+
+    def test_stock_parts_tell_their_arguments(self) -> None:
+        assert stock_arguments("model", "tcn") == ["channels", "dropout"]
+        assert stock_arguments("model", "mine:model") is None
+        assert stock_arguments("loss", "cross_entropy") == []
+
+
+@pytest.mark.slow
+def test_an_argument_of_ones_own_model_is_named_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own code is tried in a process of its own, and is not imported here."""
+    from dtrain_dagster.planning.check_job import check_job
+
+    (tmp_path / "my_net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make(spec, outputs, wide=4):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))\n"
+    )
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "my_net")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    base = JobConfig(
+        job_id="base", run_dir=str(tmp_path / "base"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
+        model=FactoryConfig(factory="my_net:make"),
+    )  # fmt: skip
+    check = lambda job: check_job(job, 1).sentences  # noqa: E731
+    assert check_space(parse_space({"model.args.wide": {"low": 1, "high": 8}}), base, check) == []
+    with pytest.raises(SpaceError, match="it accepts: wide=4"):
+        check_space(parse_space({"model.args.width": {"low": 1, "high": 8}}), base, check)
