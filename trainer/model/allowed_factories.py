@@ -18,7 +18,10 @@ from trainer.spec import BINARY, OWN, REGRESSION, ROWS, TOKENS, WINDOWS
 
 VARIABLE = "DTRAIN_FACTORY_MODULES"
 STOCK_OF_KIND: dict[str, dict[str, tuple[str, ...]]] = {
-    WINDOWS: {"model": ("tcn", "lstm", "transformer"), "loss": ("student_t", "gaussian", "mse")},
+    WINDOWS: {
+        "model": ("har_tcn", "tcn", "lstm", "transformer"),
+        "loss": ("return_and_volatility", "student_t", "gaussian", "mse"),
+    },
     ROWS: {"model": ("mlp", "linear"), "loss": ("squared_error", "logistic", "cross_entropy")},
     TOKENS: {"model": ("gpt",), "loss": ("cross_entropy",)},
     OWN: {"model": (), "loss": ("cross_entropy", "squared_error")},
