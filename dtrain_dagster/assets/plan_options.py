@@ -72,8 +72,8 @@ class TrainingOptions(PlanOptions):
     """The training, its limits and its probe, in the launchpad."""
 
     model: str = "har_tcn"
-    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is left
-    as it is, a dataset of rows or tokens gets the usual model of its kind."""
+    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is
+    left as it is, a dataset of rows or tokens gets the usual model of its kind."""
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""
     loss: str = "return_and_volatility"

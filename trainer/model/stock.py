@@ -230,8 +230,8 @@ STOCK: dict[str, Callable[..., nn.Module]] = {"har_tcn": har_tcn, "tcn": tcn, "l
 def build_model(
     config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
 ) -> Standardize:
-    """Return the model by name (``har_tcn``, ``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
-    ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
+    """Return the model by name (a key of `STOCK`) or ``package.module:factory``, called with ``(spec, outputs,
+    **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
     ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
 
     Weights come from torch's global random state: seed it before.

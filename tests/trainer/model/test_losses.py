@@ -246,7 +246,11 @@ number = 3
 @pytest.mark.parametrize(
     ("factory", "args", "message"),
     [
-        ("huber", {}, r"neither a stock loss \(gaussian, mse, student_t\) nor written as package\.module:factory"),
+        (
+            "huber",
+            {},
+            r"neither a stock loss \(gaussian, mse, return_and_volatility, student_t\) nor written as package\.module:",
+        ),
         ("no_such_package.loss:make", {}, r"no module 'no_such_package' on the nodes' Python path"),
         ("own_loss:absent", {}, r"module 'own_loss' has no attribute 'absent'"),
         ("own_loss:number", {}, r"is a int, not something to call"),
