@@ -42,7 +42,7 @@ from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import YearSplit, build_year
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.judged_baselines import judge_baselines
@@ -51,7 +51,9 @@ from trainer.evaluation.report import Predictions
 from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
 from trainer.evaluation.year_scores import score_predictions
 from trainer.exit_codes import DONE
+from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import PREDICTIONS, RESULT, RunDir
+from trainer.spec import WINDOWS
 
 YEARS = (2014, 2022)
 OWN_FEATURES = 8
@@ -79,13 +81,14 @@ class FewerFeatures:
 
 def year_job(folder: Path, dataset: DatasetRef, seed: int) -> JobConfig:
     """Return the job of a year: the default model and settings, with the global batch of three nodes on one rank."""
-    usual = DistributedTrainingConfig()
+    usual, (model, loss) = DistributedTrainingConfig(), usual_parts(WINDOWS, None)
     training = replace(
         usual, world_size=1, batch_size_per_gpu=usual.global_batch_size, gradient_accumulation_steps=1, seed=seed,
         threads_per_rank=torch.get_num_threads(),
     )  # fmt: skip
     return JobConfig(
-        job_id=folder.name, run_dir=str(folder), dataset=dataset, training=training,
+        job_id=folder.name, run_dir=str(folder), dataset=dataset, model=FactoryConfig(factory=model),
+        loss=FactoryConfig(factory=loss), training=training,
         tracking=TrackingConfig(tensorboard=False),
     )  # fmt: skip
 

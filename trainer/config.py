@@ -278,8 +278,8 @@ class JobConfig:
     run_dir: str
     """The folder of this job; a path or any fsspec address. All output is written here, see `trainer.rundir`."""
     dataset: DatasetRef
-    model: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="har_tcn"))
-    loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="return_and_volatility"))
+    model: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="tcn"))
+    loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
     training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 

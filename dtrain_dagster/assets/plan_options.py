@@ -77,7 +77,8 @@ class TrainingOptions(PlanOptions):
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""
     loss: str = "return_and_volatility"
-    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model."""
+    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model; with another
+    model of windows, student_t."""
     loss_args: dict[str, Any] = {}
     """Arguments of the loss's factory, by name."""
     epochs: int = _of_training("epochs")

@@ -16,7 +16,7 @@ def parse(*overrides: str, **changes: object) -> JobConfig:
 
 def test_a_job_needs_an_id_a_folder_and_a_dataset_and_no_more() -> None:
     job = parse()
-    assert (job.model.factory, job.loss.factory, job.training.epochs) == ("har_tcn", "return_and_volatility", 6)
+    assert (job.model.factory, job.loss.factory, job.training.epochs) == ("tcn", "student_t", 6)
     assert job.training.global_batch_size == 128 * 2 * 3
 
 

@@ -213,7 +213,7 @@ class ReturnAndVolatility(StudentTLoss):
                 "or more and a spread above 0"
             )
         self.members, self.weight, self.spread = members, weight, spread
-        self.outputs = self.member_outputs * members  # type: ignore[misc]
+        self.outputs = self.member_outputs * members
         # The volatility is that of a day. The rest is about what was learned on prices, where training starts.
         self.log_ratio = -0.5 * math.log(spec.horizon) - 0.05
 
