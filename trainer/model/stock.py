@@ -138,57 +138,56 @@ class LastToken(nn.Module):
         return self.norm(self.encoder(self.embed(x) + self.position)[:, -1])
 
 
-class ScaleOfAverages(nn.Module):
-    """A linear forecast of the log scale from averages of each feature over the last day, days 2, 3, 4 to 5, 6 to 10,
-    and so on, as in Corsi's heterogeneous autoregression (2009). (B, W, F) -> (B, 1).
-
-    It has no mean and one shape for all days: where a crisis goes beyond all that was seen, it errs less than a network
-    that may bend everything.
-    """
+class SpanAverages(nn.Module):
+    """Averages of each feature over the last day, days 2, 3, 4 to 5, 6 to 10, and so on: the inputs of Corsi's
+    heterogeneous autoregression (2009). (B, W, F) -> (B, F · spans)."""
 
     averages: Tensor
     starts = (0, 1, 2, 3, 5, 10, 22, 40)
     """Days back from the last one at which spans begin; each ends where the next begins, the last with the window."""
-    unit = 0.3
-    """Weights are many and much alike, and the same is true of them as in `LinearSkip`."""
 
-    def __init__(self, window: int, features: int) -> None:
+    def __init__(self, window: int) -> None:
         super().__init__()
         bounds = [*(start for start in self.starts if start < window), window]
         spans = list(itertools.pairwise(bounds))
+        self.count = len(spans)
         # Divided by the root of their number, independent days have a variance of one in each span.
-        weights = [
-            [(first <= back < last) / math.sqrt(last - first) for first, last in spans] for back in range(window)
-        ]
+        weights = [[(a <= back < b) / math.sqrt(b - a) for a, b in spans] for back in range(window)]
         self.register_buffer("averages", torch.tensor(weights[::-1]), persistent=False)
-        self.linear = nn.Linear(features * len(spans), 1)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return log scales (B, 1) for standardised windows (B, W, F)."""
-        return self.linear((x.clamp(-8, 8).transpose(1, 2) @ self.averages).flatten(1)) * self.unit
+        """Return averages (B, F · spans) for standardised windows (B, W, F)."""
+        return (x.clamp(-8, 8).transpose(1, 2) @ self.averages).flatten(1)
 
 
 class HarTcn(nn.Module):
-    """Two forecasts, each trained by its own loss: a linear one of the scale, and a temporal convolution of mean and
-    scale. Both have one shape and one ratio of volatility to scale for all days. (B, W, F) -> (B, 8): see
-    `trainer.model.losses.ReturnAndVolatility`."""
+    """Two forecasts, each trained by its own loss: a linear one of the scale, from averages of days, and a temporal
+    convolution of mean and scale. Both have one shape and one ratio of volatility to scale for all days. (B, W, F) ->
+    (B, 8): see `trainer.model.losses.ReturnAndVolatility`.
 
+    The linear one has no mean. Where a crisis goes beyond all that was seen, it errs less than a network that may bend
+    everything.
+    """
+
+    linear_unit = 0.3
+    """Its weights are many and much alike, and the same is true of them as in `LinearSkip`."""
     constants_unit = 5.0
     """Four numbers that all samples share have far to go: at the pace of the other weights they did not arrive."""
 
     def __init__(self, spec: DataSpec, channels: int, dropout: float) -> None:
         super().__init__()
         features = len(spec.features)
-        self.linear = ScaleOfAverages(spec.window, features)
+        self.averages = SpanAverages(spec.window)
+        self.linear = nn.Linear(features * self.averages.count, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
         self.network = LinearSkip(DilatedTree(spec.window, features, channels, dropout), channels, spec, outputs=2)
         self.constants = nn.Parameter(torch.zeros(2, 2))
         """Of each forecast: raw shape, and log volatility over scale."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs (B, 8) for standardised windows (B, W, F)."""
-        scale = self.linear(x)
+        scale = self.linear(self.averages(x)) * self.linear_unit
         of_linear, of_network = (self.constants * self.constants_unit).expand(len(x), 2, 2).unbind(1)
         return torch.cat([torch.zeros_like(scale), scale, of_linear, self.network(x), of_network], 1)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model.losses import StudentTLoss, build_loss
-from trainer.model.stock import STOCK, DilatedTree, ScaleOfAverages, Standardize, build_model
+from trainer.model.stock import STOCK, DilatedTree, SpanAverages, Standardize, build_model
 from trainer.spec import DataSpec
 
 SPEC = DataSpec(
@@ -44,17 +45,14 @@ def test_the_default_model_is_small() -> None:
     assert 10_000 < sum(parameter.numel() for parameter in model.parameters()) < 13_000
 
 
-def test_the_linear_forecast_sees_averages_of_days_that_divide_the_window() -> None:
+def test_averages_of_days_divide_the_window() -> None:
     """The last day alone, then further back ever more days at once, each day in one average."""
-    part = ScaleOfAverages(60, 1)
-    nn.init.ones_(part.linear.weight)
-    x = torch.rand(1, 60, 1)
-    back = x[0, :, 0].flip(0)
-    spans = [
-        back[first:last] for first, last in ((0, 1), (1, 2), (2, 3), (3, 5), (5, 10), (10, 22), (22, 40), (40, 60))
-    ]
-    expected = part.unit * sum(span.sum() / len(span) ** 0.5 for span in spans)
-    torch.testing.assert_close(part(x)[0, 0], expected)
+    x = torch.rand(1, 60, 2)
+    back = x[0].flip(0)
+    bounds = [0, 1, 2, 3, 5, 10, 22, 40, 60]
+    spans = [back[first:last] for first, last in itertools.pairwise(bounds)]
+    expected = torch.stack([span.sum(0) / len(span) ** 0.5 for span in spans], -1)
+    torch.testing.assert_close(SpanAverages(60)(x), expected.flatten()[None])
 
 
 def test_a_model_of_two_forecasts_refuses_a_loss_of_one() -> None:
