@@ -185,7 +185,8 @@ def constant_nll(shards: DataShardManager) -> float:
 
 
 def run_leakage_checks(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:
-    """Run all three trials and return them with the verdict, ready for JSON."""
+    """Run all three trials and return them with the verdict, ready for JSON. The dataset has the second target of the
+    default loss from now on."""
     started = time.monotonic()
     shards.add_target(ReturnAndVolatility.second_target)
     constant = constant_nll(shards)
