@@ -87,7 +87,7 @@ def shard_pandas(folder: Path) -> int:
     frame["date"] = pd.to_datetime(frame["date"])
     frame = frame.sort_values(["ticker", "date"], kind="stable")
     returns = np.log(frame["adj_close"]).groupby(frame["ticker"]).diff()
-    index = index_features(returns.groupby(frame["date"]).mean().dropna())
+    index = index_features(*(part.groupby(frame["date"]).mean().dropna() for part in (returns, returns**2)))
     parts = [ticker_features(part, index, HORIZON) for _, part in frame.groupby("ticker", sort=False)]
     pd.concat(parts).dropna(subset=list(FEATURES)).to_parquet(folder / "pandas.parquet", compression="zstd")
     return len(frame)
@@ -101,12 +101,13 @@ def feature_frames(folder: Path) -> Iterator[Any]:
     from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
 
     file = pq.ParquetFile(folder / "walks.parquet")
-    total, count = 0.0, 0
+    total, squares, count = 0.0, 0.0, 0
     for group in range(file.num_row_groups):
         part = file.read_row_group(group, columns=["date", "adj_close"]).to_pandas()
-        total, count = total + np.log(part["adj_close"]).diff().to_numpy(), count + 1
+        returns = np.log(part["adj_close"]).diff().to_numpy()
+        total, squares, count = total + returns, squares + returns**2, count + 1
     dates = pd.to_datetime(part["date"])
-    index = index_features(pd.Series(total / count, index=dates).dropna())
+    index = index_features(*(pd.Series(part / count, index=dates).dropna() for part in (total, squares)))
     for group in range(file.num_row_groups):
         part = file.read_row_group(group).to_pandas()
         part["date"] = pd.to_datetime(part["date"])

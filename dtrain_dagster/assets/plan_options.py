@@ -71,13 +71,14 @@ class PlanOptions(LaunchpadOptions):
 class TrainingOptions(PlanOptions):
     """The training, its limits and its probe, in the launchpad."""
 
-    model: str = "tcn"
-    """A stock model, such as tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is left as
-    it is, a dataset of rows or tokens gets the usual model of its kind."""
+    model: str = "har_tcn"
+    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is
+    left as it is, a dataset of rows or tokens gets the usual model of its kind."""
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""
-    loss: str = "student_t"
-    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model."""
+    loss: str = "return_and_volatility"
+    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model; with another
+    model of windows, student_t."""
     loss_args: dict[str, Any] = {}
     """Arguments of the loss's factory, by name."""
     epochs: int = _of_training("epochs")

@@ -115,8 +115,9 @@ class ScriptTraining:
 def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:
     """Return the options with the usual model and loss of this kind of dataset, where nobody has stated others. Raise
     ValueError for an unknown kind. Pure."""
-    usual = zip(("model", "loss"), usual_parts(kind_of(manifest), manifest.get("task")), strict=True)
     stated = config.stated()
+    parts = usual_parts(kind_of(manifest), manifest.get("task"), has_own_model="model" in stated)
+    usual = zip(("model", "loss"), parts, strict=True)
     return config.model_copy(update={name: part for name, part in usual if name not in stated})
 
 

@@ -43,9 +43,10 @@ def read_config(path: str) -> str:
         raise ConfigError(f"--config {path} is not JSON: it is no text in UTF-8") from None
 
 
-def dataset_config(settings: Settings, dataset: str) -> str:
+def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False) -> str:
     """Return a job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last;
-    or by the ``package.module:function`` that makes it. Model and loss are the usual ones for its kind."""
+    or by the ``package.module:function`` that makes it. Model and loss are the usual ones for its kind.
+    ``has_own_model``: whether another model will be set."""
     if _FUNCTION.fullmatch(dataset):
         parts = {"model": {"factory": "(--model)"}, "loss": {"factory": "cross_entropy"}}
         return json.dumps({"dataset": {"uri": f"{FACTORY}:{dataset}"}, **parts})
@@ -55,7 +56,7 @@ def dataset_config(settings: Settings, dataset: str) -> str:
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
         if open_storage(uri).exists("manifest.json"):
-            return json.dumps({"dataset": {"uri": uri}, **_usual_parts(uri)})
+            return json.dumps({"dataset": {"uri": uri}, **_usual_parts(uri, has_own_model)})
     known = ", ".join(sorted({name for place in places for name in open_storage(place).list()}))
     raise ConfigError(
         f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
@@ -63,11 +64,11 @@ def dataset_config(settings: Settings, dataset: str) -> str:
     )
 
 
-def _usual_parts(uri: str) -> dict[str, Any]:
+def _usual_parts(uri: str, has_own_model: bool) -> dict[str, Any]:
     """Return the sections of a model and a loss for the dataset of this kind."""
     manifest = load_manifest(open_storage(uri))
     try:
-        model, loss = usual_parts(kind_of(manifest), manifest.get("task"))
+        model, loss = usual_parts(kind_of(manifest), manifest.get("task"), has_own_model)
     except ValueError as error:
         raise ConfigError(f"--dataset {uri}: {error}") from None
     return {"model": {"factory": model}, "loss": {"factory": loss}}

@@ -196,9 +196,10 @@ def job_of_options(
             else "either --config or --dataset"
         )
         raise click.UsageError(f"give {others}", context)
-    text, source = read_config(config) if config else dataset_config(settings, dataset or ""), config
+    has_own_model = any(field.startswith(("model=", "model.factory=")) for field in asked)
+    text = read_config(config) if config else dataset_config(settings, dataset or "", has_own_model)
     given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
-    job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+    job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
     if settings_file:
         own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
         found = read_tuned(settings_file)
@@ -207,7 +208,7 @@ def job_of_options(
             say(f"note: {sentence}", err=True)
         given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
         given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
-        job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+        job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
     return job, node_count
 
 

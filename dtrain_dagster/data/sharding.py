@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features
+from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
-CODE_VERSION = 3
+CODE_VERSION = 4
 """The version of the builder. Raise it when the same prices would give other rows: older datasets are then not
 reused."""
 SPLITS = ("train", "valid", "test")
@@ -245,18 +245,18 @@ class _Builder:
         }
 
     def _index(self, rules: TickerRules) -> pd.DataFrame:
-        """Return the features of the equal-weighted index, by date."""
+        """Return the features of all tickers together, by date."""
         import pandas as pd
 
-        total = pd.Series(dtype=float)
-        count = pd.Series(dtype=float)
+        total, squares, count = (pd.Series(dtype=float) for _ in range(3))
         for found in self.engine.map_tickers(iter_tickers(self.prices), partial(daily_returns, rules)):
             for returns in found:
                 total = total.add(returns, fill_value=0.0)
+                squares = squares.add(returns**2, fill_value=0.0)
                 count = count.add(pd.Series(1.0, index=returns.index), fill_value=0.0)
         if len(total) < 2:
             raise DataError(f"{self.prices.uri} has fewer than three days of prices: there is nothing to learn from")
-        return index_features((total / count).sort_index())
+        return index_features((total / count).sort_index(), (squares / count).sort_index())
 
     def _write_shards(self, index: pd.DataFrame, rules: TickerRules) -> list[dict[str, Any]]:
         """Write tickers into shards in order, each shard with about the same number of rows; return the shards'
@@ -313,6 +313,7 @@ class _Builder:
                 )
         _, std = self.features.mean_std()
         flat = [name for name, value in zip(FEATURES, std, strict=True) if not value > 1e-12]
+        flat = [name for name in flat if name not in MAY_BE_FLAT]
         target_std = float(np.atleast_1d(self.target.mean_std()[1])[0])
         if flat or not target_std > 1e-12:
             raise DataError(f"{', '.join(flat) or TARGET} does not vary over the training split: are these prices?")

@@ -114,7 +114,7 @@ def test_a_launchpad_begins_with_what_the_graph_was_built_with(location: dg.Defi
         return {name: field.default_value for name, field in fields.items() if field.default_provided}
 
     plan = launchpad("quotes", "cost_estimate")
-    assert (plan["epochs"], plan["model"]) == (2, "tcn")
+    assert (plan["epochs"], plan["model"]) == (2, "har_tcn")
     assert launchpad("quotes", "sharded_dataset")["window"] == 20
     assert launchpad("quotes", "stock_prices")["source"] == "us_ohlcv"
     assert launchpad("features", "cost_estimate")["model"] == "lstm"

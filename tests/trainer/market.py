@@ -55,6 +55,7 @@ class Market:
         }
         columns: dict[str, list[np.ndarray]] = {name: [] for name in (*FEATURES, "ewma_variance", "target_log_rv")}
         columns |= {"target_return": [], "date": [], "ticker": []}
+        self.targets: tuple[str, ...] = ("target_return",)
         self.tickers_by_code = [f"T{number}" for number in range(tickers)]
         self._rows: dict[str, list[np.ndarray]] = {name: [] for name in splits}
         for number, r in enumerate(returns):
@@ -103,10 +104,14 @@ class Market:
     def end_rows(self, split: str, positions: np.ndarray) -> np.ndarray:
         return self.rows[split][positions]
 
+    def add_target(self, name: str) -> None:
+        self.targets = ("target_return", name)
+
     def gather(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         steps = np.arange(-self.spec.window + 1, 1)
         windows = torch.from_numpy(self.features[rows[:, None] + steps])
-        return windows, torch.from_numpy(self.columns["target_return"][rows].astype(np.float32))
+        target = np.column_stack([self.columns[name][rows] for name in self.targets]).astype(np.float32)
+        return windows, torch.from_numpy(target if len(self.targets) == 2 else target[:, 0])
 
     def column(self, name: str, rows: np.ndarray) -> np.ndarray:
         return self.columns[name][rows]

@@ -87,7 +87,8 @@ class Staging:
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
         spec, pinned = shards.spec, device.type == "cuda"
-        shapes = ((samples, spec.window, len(spec.features)), (samples,))
+        target = (samples,) if len(shards.targets) == 1 else (samples, len(shards.targets))
+        shapes = ((samples, spec.window, len(spec.features)), target)
         self._host = [tuple(torch.empty(shape, pin_memory=pinned) for shape in shapes) for _ in range(slots)]
         self._there = [tuple(torch.empty(shape, device=device) for shape in shapes) for _ in range(slots)]
         self._copied, self._used = ([self._module.Event() for _ in range(slots)] for _ in range(2))

@@ -53,6 +53,8 @@ class DataShardManager(CachedArrays):
         self._flat = tensor_over(self._maps["features"]).view(-1)
         self._windows = self._flat.as_strided((rows - window + 1, window * width), (width, 1))
         self._targets = tensor_over(self._maps["target"])
+        self._second_name: str | None = None
+        self._second: Tensor | None = None
         self._ranges = {split: self._sample_ranges(split) for split in self.manifest["splits"]}
 
     def count(self, split: str) -> int:
@@ -81,6 +83,25 @@ class DataShardManager(CachedArrays):
         advise(self._maps["features"], mmap.MADV_WILLNEED, first - self.spec.window + 1, last)
         advise(self._maps["target"], mmap.MADV_WILLNEED, first, last)
 
+    def add_target(self, name: str) -> None:
+        """Stack a stored column to the target: from now on `gather` returns targets (B, 2). Raise `DatasetError` where
+        there is no such column."""
+        if name not in self._extra:
+            raise DatasetError(
+                f"{self.storage.uri} has no column {name}, which the loss needs beside the target: build the dataset "
+                "with it, or take another loss, such as student_t"
+            )
+        self._second_name, self._second = name, tensor_over(self._maps[name])
+        if self.device.type != "cpu":
+            self._second = self._second.to(self.device, self._targets.dtype)
+        if self.is_larger_than_memory:
+            advise(self._maps[name], mmap.MADV_RANDOM, 0, self.rows)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns that targets are made of."""
+        return (self._target,) if self._second_name is None else (self._target, self._second_name)
+
     @property
     def device(self) -> torch.device:
         """The device on which windows are gathered."""
@@ -89,19 +110,22 @@ class DataShardManager(CachedArrays):
     @property
     def sample_bytes(self) -> int:
         """The bytes of all features and targets."""
-        return self._flat.nbytes + self._targets.nbytes
+        second = 0 if self._second is None else self._targets.nbytes
+        return self._flat.nbytes + self._targets.nbytes + second
 
     def keep_on(self, device: torch.device) -> None:
         """Copy features and targets to this device; from now on, windows are gathered there."""
         self._targets, self._flat = self._targets.to(device, copy=True), self._flat.to(device, copy=True)
         self._windows = self._flat.as_strided(self._windows.shape, self._windows.stride())
+        if self._second is not None:
+            self._second = self._second.to(device, self._targets.dtype)
         self.is_larger_than_memory = False  # it is not, there
 
     def gather(
         self, rows: NDArray[np.int64] | Tensor, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32; on
-        `device`, in the tensors ``out`` if they are given."""
+        """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32, or
+        (B, 2) after `add_target`; on `device`, in the tensors ``out`` if they are given."""
         spec = self.spec
         index = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows, dtype=np.int64))).to(
             self.device
@@ -111,10 +135,16 @@ class DataShardManager(CachedArrays):
                 self._read_ahead(row, row + 1)
         first, shape = index - (spec.window - 1), (len(index), spec.window, len(spec.features))
         if out is None:
-            return self._windows.index_select(0, first).view(shape), self._targets.index_select(0, index)
+            return self._windows.index_select(0, first).view(shape), self._targets_at(index)
         torch.index_select(self._windows, 0, first, out=out[0].view(len(index), -1))
-        torch.index_select(self._targets, 0, index, out=out[1])
+        out[1].copy_(self._targets_at(index))
         return out
+
+    def _targets_at(self, index: Tensor) -> Tensor:
+        target = self._targets.index_select(0, index)
+        if self._second is None:
+            return target
+        return torch.stack((target, self._second.index_select(0, index).to(target.dtype)), -1)
 
     def column(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return the values of any stored column in these rows."""

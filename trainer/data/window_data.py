@@ -20,7 +20,7 @@ from trainer.runtime.step_timer import StepTimer
 
 
 class WindowData:
-    """The windows of ``shards``: batches are pairs (raw windows (B, W, F), targets (B,)), float32."""
+    """The windows of ``shards``: batches are pairs (raw windows (B, W, F), targets (B,) or (B, 2)), float32."""
 
     def __init__(self, shards: DataShardManager) -> None:
         self.shards = shards

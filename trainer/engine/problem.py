@@ -123,6 +123,9 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
     """Return the problem of a job on windows of prices. Raise `trainer.config.ConfigError` for a model or loss that
     cannot be used."""
     criterion = build_loss(job.loss, shards.spec).to(device)
+    second = getattr(criterion, "second_target", None)
+    if second is not None:
+        shards.add_target(second)
     module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
     baselines = BaselineJudgement(shards, "test")

@@ -109,14 +109,15 @@ def evaluate(
 
 def _judge_batch(criterion: Any, rows: NDArray, outputs: Tensor, target: Tensor) -> NDArray:
     """(B, 6) float64: row, target, loss, mu, sigma, nu."""
-    nothing = torch.full_like(target, math.nan)
+    returns = target if target.dim() == 1 else target[:, 0]
+    nothing = torch.full_like(returns, math.nan)
     mu, sigma, nu = nothing, nothing, nothing
     if gives_predictive(criterion):
         predictive: Predictive = criterion.predictive(outputs)
         mu, sigma, nu = predictive.mu, predictive.sigma, predictive.nu
     elif callable(getattr(criterion, "point", None)):
         mu = criterion.point(outputs)
-    columns = (target, criterion(outputs, target), mu, sigma, nu)
+    columns = (returns, criterion(outputs, target), mu, sigma, nu)
     return np.column_stack([rows, *(column.double().cpu().numpy() for column in columns)])
 
 

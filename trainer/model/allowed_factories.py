@@ -18,7 +18,10 @@ from trainer.spec import BINARY, OWN, REGRESSION, ROWS, TOKENS, WINDOWS
 
 VARIABLE = "DTRAIN_FACTORY_MODULES"
 STOCK_OF_KIND: dict[str, dict[str, tuple[str, ...]]] = {
-    WINDOWS: {"model": ("tcn", "lstm", "transformer"), "loss": ("student_t", "gaussian", "mse")},
+    WINDOWS: {
+        "model": ("har_tcn", "tcn", "lstm", "transformer"),
+        "loss": ("return_and_volatility", "student_t", "gaussian", "mse"),
+    },
     ROWS: {"model": ("mlp", "linear"), "loss": ("squared_error", "logistic", "cross_entropy")},
     TOKENS: {"model": ("gpt",), "loss": ("cross_entropy",)},
     OWN: {"model": (), "loss": ("cross_entropy", "squared_error")},
@@ -109,9 +112,12 @@ def refuse_other_kinds(job: JobConfig, kind: str) -> None:
             )
 
 
-def usual_parts(kind: str, task: str | None) -> tuple[str, str]:
-    """Return the stock model and loss that are used where none is named. ``task``: that of a table. Pure."""
+def usual_parts(kind: str, task: str | None, has_own_model: bool = False) -> tuple[str, str]:
+    """Return the stock model and loss that are used where none is named. ``task``: that of a table; ``has_own_model``:
+    whether another model is named, which makes one forecast of a window. Pure."""
     model, loss = (STOCK_OF_KIND[kind][part][0] for part in ("model", "loss"))
+    if kind == WINDOWS and has_own_model:
+        loss = "student_t"
     if kind == ROWS:
         loss = {REGRESSION: "squared_error", BINARY: "logistic"}.get(str(task), "cross_entropy")
     return model, loss

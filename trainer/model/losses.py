@@ -2,7 +2,8 @@
 
 A loss is an ``nn.Module`` with an attribute ``outputs`` (how many numbers the model must yield per sample) and
 ``forward(outputs (B, K), target (B,)) -> (B,)``, one loss per sample, *not* reduced: the trainer divides by the global
-batch. Two optional methods say what the outputs mean, both in the unit of the target:
+batch. An attribute ``second_target`` names a stored column that is stacked to the target then, (B, 2). Two optional
+methods say what the outputs mean, both in the unit of the target:
 
 - ``predictive(outputs) -> Predictive``: a Student-t distribution per sample; NLL, pinball and coverage are judged then;
 - ``point(outputs) -> (B,)``: a point forecast only; its squared error is judged then.
@@ -177,6 +178,67 @@ class _StudentTNLL(torch.autograd.Function):
         return by_outputs * gradient[..., None], None, None
 
 
+class ReturnAndVolatility(StudentTLoss):
+    """The loss of several forecasts of one return, each by itself: its negative log likelihood, and how far its scale
+    is from the volatility that was realised on the way.
+
+    For each of ``members`` forecasts a model gives four outputs: raw mean, log scale and shape, as for `StudentTLoss`,
+    and the log ratio of volatility to scale, from what it is for a Student-t distribution on. One return says little
+    about the scale that it was drawn from, and the daily returns that it is the sum of say much more: their log
+    realised volatility is the second target, which shares the scale. What is predicted is the mean of all raw outputs;
+    a mean of log scales was better than a mixture of the distributions.
+    """
+
+    second_target = "target_log_rv"
+    """The column that is stacked to the target; without it the likelihood alone counts."""
+    member_outputs = 4
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        members: int = 2,
+        weight: float = 1.0,
+        spread: float = 0.5,
+        nu_min: float = 2.5,
+        nu_max: float = 60.0,
+        nu_start: float = 6.0,
+        mean_unit: float = MEAN_UNIT,
+    ) -> None:
+        """``weight``: of the volatility against the likelihood; ``spread``: the standard deviation of its log around a
+        good forecast."""
+        super().__init__(spec, nu_min, nu_max, nu_start, mean_unit)
+        if members < 1 or weight < 0 or spread <= 0:
+            raise ValueError(
+                f"members = {members}, weight = {weight}, spread = {spread}: needs members of 1 or more, a weight of 0 "
+                "or more and a spread above 0"
+            )
+        self.members, self.weight, self.spread = members, weight, spread
+        self.outputs = self.member_outputs * members
+        # The volatility is that of a day. The rest is about what was learned on prices, where training starts.
+        self.log_ratio = -0.5 * math.log(spec.horizon) - 0.05
+
+    def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the distribution that the mean of the forecasts' raw outputs (B, 4 · members) means."""
+        return super().predictive(self._of_members(outputs)[..., :3].mean(1))
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample (B,), the mean over its forecasts, for raw outputs (B, 4 · members) and
+        targets (B, 2), return and log realised volatility; for returns (B,) alone, that of the likelihood."""
+        own = self._of_members(outputs)
+        returns, *volatility = (target,) if target.dim() == 1 else target.unbind(-1)
+        likelihood = _StudentTNLL.apply(
+            own[..., :3].flatten(0, 1), returns.float().repeat_interleave(self.members), self
+        ).unflatten(0, (-1, self.members))
+        if not volatility:
+            return likelihood.mean(1)
+        expected = self.log_scale + self.log_ratio + own[..., 1] + own[..., 3]
+        miss = (expected - volatility[0].float()[:, None]) / self.spread
+        return (likelihood + 0.5 * self.weight * miss**2).mean(1)
+
+    def _of_members(self, outputs: Tensor) -> Tensor:
+        return outputs.float().unflatten(-1, (self.members, self.member_outputs))
+
+
 class GaussianLoss(nn.Module):
     """Negative log likelihood of a normal distribution; two raw outputs, in the units of `StudentTLoss`."""
 
@@ -216,13 +278,17 @@ class MeanSquaredError(nn.Module):
         return ((self.point(outputs) - target) / self.unit) ** 2
 
 
-STOCK: dict[str, type[nn.Module]] = {"student_t": StudentTLoss, "gaussian": GaussianLoss, "mse": MeanSquaredError}
+STOCK: dict[str, type[nn.Module]] = {
+    "return_and_volatility": ReturnAndVolatility,
+    "student_t": StudentTLoss,
+    "gaussian": GaussianLoss,
+    "mse": MeanSquaredError,
+}
 
 
 def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
-    """Return the loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
-    ``(spec, **args)`` and tried on two samples. ``modules``: as for `build_model`. Raise `ConfigError` if it cannot be
-    used."""
+    """Return the loss by name (a key of `STOCK`) or ``package.module:factory``, called with ``(spec, **args)`` and
+    tried on two samples. ``modules``: as for `build_model`. Raise `ConfigError` if it cannot be used."""
     loss = build_criterion(config, STOCK, spec, modules)
     outputs, target = torch.zeros(2, int(loss.outputs)), torch.full((2,), spec.target_mean)  # type: ignore[arg-type]
     try_criterion(config, loss, outputs, target)

@@ -6,6 +6,7 @@ what is trained, saved and served takes raw feature windows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,71 @@ class LastToken(nn.Module):
         return self.norm(self.encoder(self.embed(x) + self.position)[:, -1])
 
 
+class SpanAverages(nn.Module):
+    """Averages of each feature over the last day, days 2, 3, 4 to 5, 6 to 10, and so on: the inputs of Corsi's
+    heterogeneous autoregression (2009). (B, W, F) -> (B, F · spans)."""
+
+    averages: Tensor
+    starts = (0, 1, 2, 3, 5, 10, 22, 40)
+    """Days back from the last one at which spans begin; each ends where the next begins, the last with the window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        bounds = [*(start for start in self.starts if start < window), window]
+        spans = list(itertools.pairwise(bounds))
+        self.count = len(spans)
+        # Divided by the root of their number, independent days have a variance of one in each span.
+        weights = [[(a <= back < b) / math.sqrt(b - a) for a, b in spans] for back in range(window)]
+        self.register_buffer("averages", torch.tensor(weights[::-1]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return averages (B, F · spans) for standardised windows (B, W, F)."""
+        return (x.clamp(-8, 8).transpose(1, 2) @ self.averages).flatten(1)
+
+
+class HarTcn(nn.Module):
+    """Two forecasts, each trained by its own loss: a linear one of the scale, from averages of days, and a temporal
+    convolution of mean and scale. Both have one shape and one ratio of volatility to scale for all days. (B, W, F) ->
+    (B, 8): see `trainer.model.losses.ReturnAndVolatility`.
+
+    The linear one has no mean. Where a crisis goes beyond all that was seen, it errs less than a network that may bend
+    everything.
+    """
+
+    linear_unit = 0.3
+    """Its weights are many and much alike, and the same is true of them as in `LinearSkip`."""
+    constants_unit = 5.0
+    """Four numbers that all samples share have far to go: at the pace of the other weights they did not arrive."""
+
+    def __init__(self, spec: DataSpec, channels: int, dropout: float) -> None:
+        super().__init__()
+        features = len(spec.features)
+        self.averages = SpanAverages(spec.window)
+        self.linear = nn.Linear(features * self.averages.count, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.network = LinearSkip(DilatedTree(spec.window, features, channels, dropout), channels, spec, outputs=2)
+        self.constants = nn.Parameter(torch.zeros(2, 2))
+        """Of each forecast: raw shape, and log volatility over scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs (B, 8) for standardised windows (B, W, F)."""
+        scale = self.linear(self.averages(x)) * self.linear_unit
+        of_linear, of_network = (self.constants * self.constants_unit).expand(len(x), 2, 2).unbind(1)
+        return torch.cat([torch.zeros_like(scale), scale, of_linear, self.network(x), of_network], 1)
+
+
+def har_tcn(spec: DataSpec, outputs: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
+    """Return a linear forecast from averages beside a temporal convolutional network with a linear skip. Raise
+    ValueError for a loss that does not judge two forecasts."""
+    if outputs != 8:
+        raise ValueError(
+            f"it makes two forecasts of four numbers each, for the loss return_and_volatility, and this loss asks for "
+            f"{outputs} numbers: leave the loss as it is, or take the model tcn"
+        )
+    return HarTcn(spec, channels, dropout)
+
+
 def tcn(spec: DataSpec, outputs: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
     """Return a temporal convolutional network with a linear skip; about 12,000 parameters by default."""
     return LinearSkip(DilatedTree(spec.window, len(spec.features), channels, dropout), channels, spec, outputs)
@@ -157,14 +223,14 @@ def transformer(
     return LinearSkip(body, width, spec, outputs)
 
 
-STOCK: dict[str, Callable[..., nn.Module]] = {"tcn": tcn, "lstm": lstm, "transformer": transformer}
+STOCK: dict[str, Callable[..., nn.Module]] = {"har_tcn": har_tcn, "tcn": tcn, "lstm": lstm, "transformer": transformer}
 
 
 def build_model(
     config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
 ) -> Standardize:
-    """Return the model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
-    ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
+    """Return the model by name (a key of `STOCK`) or ``package.module:factory``, called with ``(spec, outputs,
+    **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
     ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
 
     Weights come from torch's global random state: seed it before.

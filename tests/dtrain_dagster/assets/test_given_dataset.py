@@ -101,7 +101,9 @@ def test_a_dataset_of_another_kind_has_its_usual_model_and_loss_unless_others_ar
     stated = replace(request, config=TrainingOptions(model="linear")).on_nodes(1).job
     assert (stated.model.factory, stated.loss.factory) == ("linear", "cross_entropy")
     windows = with_usual_parts(TrainingOptions(), {})
-    assert (windows.model, windows.loss) == ("tcn", "student_t")
+    assert (windows.model, windows.loss) == ("har_tcn", "return_and_volatility")
+    of_one_forecast = with_usual_parts(TrainingOptions(model="tcn"), {})
+    assert (of_one_forecast.model, of_one_forecast.loss) == ("tcn", "student_t")
 
 
 def test_a_model_of_rows_has_a_card_of_its_own(tmp_path: Path) -> None:

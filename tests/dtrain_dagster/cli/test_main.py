@@ -41,7 +41,7 @@ from trainer.config import ConfigError, parse_job
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir
 
-USUAL_PARTS = {"model": {"factory": "tcn"}, "loss": {"factory": "student_t"}}
+USUAL_PARTS = {"model": {"factory": "har_tcn"}, "loss": {"factory": "return_and_volatility"}}
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
 import os, sys, time
@@ -451,6 +451,8 @@ class TestPlanJob:
         for given in ("abc", str(folder)):
             text = dataset_config(settings, given)
             assert json.loads(text) == {"dataset": {"uri": str(folder)}, **USUAL_PARTS}
+        other = json.loads(dataset_config(settings, "abc", has_own_model=True))
+        assert other["loss"] == {"factory": "student_t"}  # of one forecast, as other models make
         job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # 1000 samples in batches of 768
         assert total_steps(job) == 4
         limited = replace(job, training=replace(job.training, max_steps=1))

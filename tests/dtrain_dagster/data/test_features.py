@@ -52,10 +52,11 @@ def test_every_column_is_what_its_definition_says(prices: pd.DataFrame, rows: pd
     for name, series in closes.items():
         days = list(series)
         returns[name] = {b: math.log(series[b]) - math.log(series[a]) for a, b in itertools.pairwise(days)}
-    market = {}
+    market, stocks = {}, {}
     for day in sorted(set().union(*returns.values())):
         today = [series[day] for series in returns.values() if day in series]
         market[day] = sum(today) / len(today)
+        stocks[day] = math.sqrt(sum(r * r for r in today) / len(today))
     expected = []
     for name, series in returns.items():
         days, index_days = list(series), list(market)
@@ -66,7 +67,12 @@ def test_every_column_is_what_its_definition_says(prices: pd.DataFrame, rows: pd
                 variance = 0.94 * variance + 0.06 * past[-1] ** 2
             if place < 21:
                 continue
-            index_past = [market[d] for d in index_days[: index_days.index(day) + 1]]
+            known_days = index_days[: index_days.index(day) + 1]
+            index_past, stocks_past = ([series[d] for d in known_days] for series in (market, stocks))
+            scaled = [0.0] * 10 + [
+                min(8.0, abs(past[at]) / math.exp(log_rv(past[max(0, at - 60) : at]))) for at in range(10, len(past))
+            ]
+            echoes = [place + 1 - 63 * quarters for quarters in (1, 2, 3, 4)]
             future = [series[d] for d in days[place + 1 : place + 1 + HORIZON]]
             known = len(future) == HORIZON
             expected.append(
@@ -82,6 +88,10 @@ def test_every_column_is_what_its_definition_says(prices: pd.DataFrame, rows: pd
                     "index_return": index_past[-1],
                     "index_log_rv_5": log_rv(index_past[-5:]),
                     "index_log_rv_22": log_rv(index_past[-22:]),
+                    "stocks_log_rv_1": log_rv(stocks_past[-1:]),
+                    "stocks_log_rv_22": log_rv(stocks_past[-22:]),
+                    "log_rv_250": log_rv(past[-250:]),
+                    "quarter_echo": sum(max(scaled[first - 2 : first + HORIZON + 2]) for first in echoes if first > 1),
                     "ewma_variance": variance + 1e-8,
                     "target_log_rv": log_rv(future) if known else math.nan,
                     "target_return": sum(future) if known else math.nan,
@@ -111,7 +121,10 @@ def test_no_feature_looks_ahead(place: int, prices: pd.DataFrame, rows: pd.DataF
     targets = [TARGET, "target_log_rv"]
     pd.testing.assert_frame_equal(rows.loc[ended, targets], other.loc[ended, targets], check_exact=True)
     for name in FEATURES:  # the change would have been seen
-        assert (rows.loc[~known, name] != other.loc[~known, name]).mean() > 0.9
+        echo = rows["date"] > days[min(place + 63, len(days) - 1)]  # of a change, a quarter later
+        later_rows = echo if name == "quarter_echo" else ~known
+        if later_rows.any():
+            assert (rows.loc[later_rows, name] != other.loc[later_rows, name]).mean() > 0.9
     reaches_over = known & ~ended
     assert (rows.loc[reaches_over, TARGET] != other.loc[reaches_over, TARGET]).all()
 

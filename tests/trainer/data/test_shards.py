@@ -61,6 +61,28 @@ def test_windows_and_targets_are_those_of_the_parquet_files(shards: DataShardMan
     assert [shards.tickers_by_code[code] for code in shards.tickers(rows)] == columns["ticker"][rows].tolist()
 
 
+def test_a_second_target_is_stacked_to_the_first(shards: DataShardManager, dataset: Path) -> None:
+    columns = stored(dataset)
+    rows = shards.end_rows("train", np.arange(shards.count("train")))[::97]
+    windows, alone = shards.gather(rows)
+    before = shards.sample_bytes
+    shards.add_target("target_log_rv")
+    assert shards.targets == ("target_return", "target_log_rv")
+    assert shards.sample_bytes == before + 4 * shards.rows
+    same, both = shards.gather(rows)
+    out = torch.empty_like(windows), torch.empty(len(rows), 2)
+    shards.gather(rows, out)
+    for made in (both, out[1]):
+        assert torch.equal(made[:, 0], alone)
+        assert np.array_equal(made[:, 1].numpy(), columns["target_log_rv"][rows])
+    assert torch.equal(same, windows)
+
+
+def test_a_second_target_that_is_not_stored_is_refused(shards: DataShardManager) -> None:
+    with pytest.raises(DatasetError, match=r"no column volume, which the loss needs .* such as student_t"):
+        shards.add_target("volume")
+
+
 def test_no_window_crosses_a_ticker_or_its_split(shards: DataShardManager) -> None:
     splits = shards.manifest["splits"]
     for split in ("train", "valid", "test"):

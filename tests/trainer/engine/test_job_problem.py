@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.dtrain_dagster.small_job import write_dataset
 from tests.kinds import build_table, build_texts
 from trainer.config import JobConfig, parse_job
+from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.exit_codes import DONE, UNUSABLE
 from trainer.model.saved_model import SavedModelError, load_saved_model
@@ -105,6 +108,24 @@ def test_rows_are_learned_judged_and_saved(tmp_path: Path, target: str, loss: st
         saved.predict([[5.0, -1.0, 9.0]])
     with pytest.raises(ValueError, match=r"x holds a value that is missing"):
         saved.predict([[float("nan"), -1.0, 1.0]])
+
+
+def test_windows_are_learned_by_return_and_volatility_and_served_as_one_forecast(tmp_path: Path) -> None:
+    """The usual model and loss: what is judged and served is the mean of the two forecasts."""
+    dataset = write_dataset(tmp_path / "windows")
+    job = job_of(tmp_path, str(dataset), "har_tcn", "return_and_volatility", threads_per_rank=1)
+    code, result, report = result_of(job)
+    assert (code, result["status"]) == (DONE, "succeeded")
+    assert report["model"]["nll"] < report["baselines"]["constant"]["nll"]
+    assert report["model"]["loss"] > report["model"]["nll"] + 0.1  # how far the volatility was missed counts, too
+    saved = load_saved_model(lambda name: (tmp_path / "run" / "model" / name).read_bytes(), ())
+    shards = DataShardManager(str(dataset))
+    with np.load(tmp_path / "run" / "predictions.npz") as judged:
+        windows, _ = shards.gather(judged["row"][:50])
+        found = saved.predict(windows.numpy())
+        for name in ("mu", "sigma", "nu"):
+            np.testing.assert_allclose(found[name], judged[name][:50], rtol=1e-4, atol=1e-6)
+    assert set(found) == {"mu", "sigma", "nu", "q05", "q25", "q50", "q75", "q95"}
 
 
 def test_tokens_are_learned_and_judged(tmp_path: Path) -> None:

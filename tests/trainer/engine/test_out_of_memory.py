@@ -168,7 +168,8 @@ def perceptron() -> nn.Module:
 
 def stock(name: str) -> Callable[[], nn.Module]:
     args = {"transformer": {"layers": 4, "dropout": 0.1}}.get(name, {})
-    return lambda: build_model(FactoryConfig(factory=name, args=args), SPEC, 3)
+    outputs = 8 if name == "har_tcn" else 3
+    return lambda: build_model(FactoryConfig(factory=name, args=args), SPEC, outputs)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -178,7 +179,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "two towers": TwoTowers,
     "convolutions": Convolutions,
 }
-WITHOUT_BLOCKS = ("tcn", "lstm")
+WITHOUT_BLOCKS = ("har_tcn", "tcn", "lstm")
 """A list of single layers, and one layer: nothing that could be computed twice in parts."""
 
 

@@ -15,6 +15,7 @@ from trainer.model.losses import (
     GaussianLoss,
     MeanSquaredError,
     Predictive,
+    ReturnAndVolatility,
     StudentTLoss,
     build_loss,
     student_t_cdf,
@@ -173,6 +174,36 @@ def test_loss_is_float32_under_autocast() -> None:
     assert StudentTLoss(SPEC)(outputs, torch.zeros(2)).dtype == torch.float32
 
 
+def test_each_forecast_is_judged_by_likelihood_and_volatility_and_their_mean_is_predicted() -> None:
+    torch.manual_seed(0)
+    loss, one = ReturnAndVolatility(SPEC, weight=2.0), StudentTLoss(SPEC)
+    outputs = torch.randn(6, 8)
+    returns, volatility = 0.04 * torch.randn(6), torch.randn(6) - 4
+    expected = torch.zeros(6)
+    for member in outputs.split(4, dim=1):
+        scale = one.predictive(member[:, :3]).sigma
+        miss = (scale.log() + loss.log_ratio + member[:, 3] - volatility) / 0.5
+        expected += (one(member[:, :3], returns) + miss**2) / 2
+    torch.testing.assert_close(loss(outputs, torch.stack((returns, volatility), -1)), expected)
+    alone = sum(one(member[:, :3], returns) for member in outputs.split(4, dim=1)) / 2
+    torch.testing.assert_close(loss(outputs, returns), alone)
+    mean = one.predictive((outputs[:, :3] + outputs[:, 4:7]) / 2)
+    for name in ("mu", "sigma", "nu"):
+        torch.testing.assert_close(getattr(loss.predictive(outputs), name), getattr(mean, name))
+
+
+def test_the_volatility_pulls_the_scale_and_a_ratio_that_is_learned_gives_way() -> None:
+    loss = ReturnAndVolatility(SPEC, members=1)
+    outputs = torch.zeros(1, 4, requires_grad=True)
+    target = torch.tensor([[0.0, loss.log_scale + loss.log_ratio + 1.0]])  # more volatile than expected
+    loss(outputs, target).sum().backward()
+    assert outputs.grad is not None
+    alone = torch.zeros(1, 4, requires_grad=True)
+    loss(alone, target[:, 0]).sum().backward()
+    assert alone.grad is not None
+    torch.testing.assert_close(outputs.grad - alone.grad, torch.tensor([[0.0, -4.0, 0.0, -4.0]]))
+
+
 def test_squared_error_is_in_units_of_the_targets_variance() -> None:
     loss = MeanSquaredError(SPEC)
     torch.testing.assert_close(loss(torch.zeros(1, 1), torch.tensor([0.04])), torch.tensor([1.0]))
@@ -215,7 +246,11 @@ number = 3
 @pytest.mark.parametrize(
     ("factory", "args", "message"),
     [
-        ("huber", {}, r"neither a stock loss \(gaussian, mse, student_t\) nor written as package\.module:factory"),
+        (
+            "huber",
+            {},
+            r"neither a stock loss \(gaussian, mse, return_and_volatility, student_t\) nor written as package\.module:",
+        ),
         ("no_such_package.loss:make", {}, r"no module 'no_such_package' on the nodes' Python path"),
         ("own_loss:absent", {}, r"module 'own_loss' has no attribute 'absent'"),
         ("own_loss:number", {}, r"is a int, not something to call"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model.losses import StudentTLoss, build_loss
-from trainer.model.stock import STOCK, DilatedTree, Standardize, build_model
+from trainer.model.stock import STOCK, DilatedTree, SpanAverages, Standardize, build_model
 from trainer.spec import DataSpec
 
 SPEC = DataSpec(
@@ -26,17 +27,37 @@ SPEC = DataSpec(
 )
 
 
+def outputs_of(name: str) -> int:
+    return 8 if name == "har_tcn" else 3
+
+
 @pytest.mark.parametrize("window", [1, 2, 7, 60, 64])
 @pytest.mark.parametrize("name", sorted(STOCK))
 def test_stock_models_start_at_the_unconditional_forecast(name: str, window: int) -> None:
     torch.manual_seed(0)
-    model = build_model(FactoryConfig(factory=name), replace(SPEC, window=window), 3)
-    torch.testing.assert_close(model(torch.randn(5, window, 8)), torch.zeros(5, 3))
+    outputs = outputs_of(name)
+    model = build_model(FactoryConfig(factory=name), replace(SPEC, window=window), outputs)
+    torch.testing.assert_close(model(torch.randn(5, window, 8)), torch.zeros(5, outputs))
 
 
 def test_the_default_model_is_small() -> None:
-    model = build_model(FactoryConfig(factory="tcn"), SPEC, 3)
+    model = build_model(FactoryConfig(factory="har_tcn"), SPEC, 8)
     assert 10_000 < sum(parameter.numel() for parameter in model.parameters()) < 13_000
+
+
+def test_averages_of_days_divide_the_window() -> None:
+    """The last day alone, then further back ever more days at once, each day in one average."""
+    x = torch.rand(1, 60, 2)
+    back = x[0].flip(0)
+    bounds = [0, 1, 2, 3, 5, 10, 22, 40, 60]
+    spans = [back[first:last] for first, last in itertools.pairwise(bounds)]
+    expected = torch.stack([span.sum(0) / len(span) ** 0.5 for span in spans], -1)
+    torch.testing.assert_close(SpanAverages(60)(x), expected.flatten()[None])
+
+
+def test_a_model_of_two_forecasts_refuses_a_loss_of_one() -> None:
+    with pytest.raises(ConfigError, match=r"two forecasts .* this loss asks for 3 numbers: .* take the model tcn"):
+        build_model(FactoryConfig(factory="har_tcn"), SPEC, 3)
 
 
 @pytest.mark.parametrize("window", [5, 60, 64])
@@ -56,7 +77,7 @@ def test_the_tree_equals_dilated_causal_convolutions(window: int) -> None:
 @pytest.mark.parametrize("name", sorted(STOCK))
 def test_every_day_of_the_window_matters(name: str) -> None:
     torch.manual_seed(0)
-    model = build_model(FactoryConfig(factory=name, args={"dropout": 0.0}), SPEC, 3)
+    model = build_model(FactoryConfig(factory=name, args={"dropout": 0.0}), SPEC, outputs_of(name))
     for parameter in model.parameters():
         if not parameter.detach().any():
             nn.init.normal_(parameter)
@@ -142,7 +163,7 @@ def failing(spec, outputs): raise RuntimeError("no weights file")
 @pytest.mark.parametrize(
     ("factory", "args", "message"),
     [
-        ("resnet", {}, r"neither a stock model \(lstm, tcn, transformer\)"),
+        ("resnet", {}, r"neither a stock model \(har_tcn, lstm, tcn, transformer\)"),
         ("tcn", {"chanels": 3}, r"'chanels'; it accepts: channels: 'int' = 32, dropout: 'float' = 0\.1"),
         ("transformer", {"width": 30}, r"width = 30 must be a multiple of heads = 4"),
         ("own_model_module:short", {}, r"gave \(2, 1\) for a batch of shape \(2, 60, 8\); expected \(2, 3\)"),
