@@ -17,9 +17,10 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 LEAST_WORK_SECONDS = 30.0
 """Seconds after its start for which a launch must be promised dollars, unless its work takes less."""
 LEAST_RAISE_SHARE = 0.05
-"""The smallest raise, as a share of the slice that a job is promised beforehand."""
+"""The smallest raise, as a share of what a job is promised beforehand."""
 UNFORESEEN_SHARE = 0.25
-"""Share of a slice that a job is promised which has done all the work that was expected of it, and still runs."""
+"""Share of its whole work, or of a slice if that is less, that a job is promised which has done all that was expected
+of it, and still runs."""
 SURE = 2.0
 """Standard deviations above the expected work up to which a job is promised dollars without another look."""
 
@@ -121,11 +122,12 @@ def next_grant(standing: Standing, free_units: int, limits: FleetLimits) -> Rais
     """Return the raise of a running job, as soon as half of a slice is used, or half of what it still needs."""
     ahead = seconds_ahead(standing, limits)
     needed = standing.seconds_left(standing.nodes, SURE)
-    wanted = min(limits.slice_seconds, max(needed, UNFORESEEN_SHARE * limits.slice_seconds))
+    whole = standing.job.startup_seconds + standing.job.seconds_on(standing.nodes)
+    wanted = min(limits.slice_seconds, max(needed, UNFORESEEN_SHARE * min(limits.slice_seconds, whole)))
     if ahead >= wanted / 2:
         return Raise(None)
     more = limits.units_of(standing.nodes * (wanted - ahead))
     given = min(more, max(0, free_units))
-    least = limits.units_of(standing.nodes * LEAST_RAISE_SHARE * limits.slice_seconds)
+    least = limits.units_of(standing.nodes * LEAST_RAISE_SHARE * wanted)
     lacks = given < more and ahead + limits.seconds_of(given) / standing.nodes < wanted / 2
     return Raise(standing.grant_units + given if given >= min(least, more) else None, lacks)

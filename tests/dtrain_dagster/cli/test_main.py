@@ -126,6 +126,11 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--config", "--dataset", "--epochs", "--global-batch", "--loss", "--model", "--name", "--nodes", "--out"),
             *("--procs-per-node", "--seconds", "--set"),
         ],
+        "search": [
+            *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
+            *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--out", "--parallel", "--plan"),
+            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--space", "--trials", "--worth"),
+        ],
         "jobs": [],
         "status": ["job_id"],
         "logs": ["--follow", "--node", "--tail", "-f", "job_id"],

@@ -59,3 +59,20 @@ def test_nothing_is_overspent_while_the_orchestrator_is_dead(seed: int, share: f
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 80), share=st.floats(0.02, 3.0), began=st.floats(0, 9000))
 def test_nothing_is_overspent_in_many_fleets(seed: int, count: int, share: float, began: float):
     check(seed, count, share, [(began, began + 1500.0), (began + 4000.0, began + 9000.0)])
+
+
+@pytest.mark.parametrize("takes", [0.5, 1.0, 3.0])
+def test_short_jobs_under_a_small_budget_are_not_paused_and_continued_in_turns(takes: float):
+    """The budget is less than one slice beforehand: what it has left is for the work, and not for many starts."""
+    jobs = [
+        SimulatedJob(
+            job=FleetJob(job_id=f"j{number}", node_seconds=1.0, startup_seconds=8.0), node_seconds=takes, arrives_at=0.0
+        )
+        for number in range(4)
+    ]
+    budget = 131 / 3600 * 3.06  # twice what all take to their ends, and the margin of two nodes
+    limits = FleetLimits(budget_usd=budget, nodes=2, usd_per_node_hour=3.06)
+    played = play(jobs, limits, Surroundings(look_seconds=0.5))
+    assert played.overspent_usd == 0
+    assert [end.state for end in played.ends] == ["succeeded"] * 4, [end.reason for end in played.ends]
+    assert [end.launches for end in played.ends] == [1] * 4
