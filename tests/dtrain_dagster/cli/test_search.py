@@ -80,7 +80,7 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
 
     again = subprocess.run([DTRAIN, *asked], cwd=place, capture_output=True, text=True, timeout=200)
     assert json.loads(again.stdout) == result  # it is over: nothing is run, and its result is the same
-    found, _ = job_of_options(Settings(), None, "walks", [], 2, settings_file=result["settings_file"])
+    found, _ = job_of_options(Settings(), None, "walks", [], 2, "again", result["settings_file"])
     assert found.training.learning_rate == result["best"]["values"]["training.learning_rate"]
     assert found.model.args == {"channels": result["best"]["values"]["model.args.channels"]}
     other = subprocess.run([DTRAIN, *asked, "--seed", "1"], cwd=place, capture_output=True, text=True, timeout=200)

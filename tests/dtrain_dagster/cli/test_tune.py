@@ -165,7 +165,8 @@ def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
 
 def test_a_file_that_cannot_be_used_is_refused_with_its_reason(folder: Folder):
     asked = ("train", "--dataset", "walks", "--settings")
-    assert "there is no such file; `dtrain tune` and `dtrain search` write one" in folder.refused(*asked, "nowhere.json")
+    said = folder.refused(*asked, "nowhere.json")
+    assert "there is no such file; `dtrain tune` and `dtrain search` write one" in said
     wrong = folder.write("wrong.json", {"training": {"precision": "bf16", "epochs": 3}, "comment": "fast"})
     said = folder.refused(*asked, wrong)
     assert "'comment', 'training.epochs' cannot be set by such a file" in said
