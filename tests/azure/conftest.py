@@ -17,6 +17,7 @@ sys.path.insert(
 from tests.azure.azurite import Azurite, missing
 from tests.azure.emulator import Emulator
 from tests.azure.emulator.contract import schemas_folder, violations
+from tests.azure.shell import MODEL, Shell
 
 
 @pytest.fixture(scope="session")
@@ -93,3 +94,30 @@ def new_client() -> Any:
 
     where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
     return MLClient(DefaultAzureCredential(), *where)
+
+
+@pytest.fixture
+def shell(azurite_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+    """`dtrain` before a workspace of this test's own."""
+    with Emulator(tmp_path / "cloud") as cloud:
+        for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+            monkeypatch.delenv(name)
+        cloud.use(monkeypatch)
+        own = {
+            "DTRAIN_HOME": str(tmp_path / "home"),
+            "DTRAIN_CLUSTER": "azure_ml",
+            "DTRAIN_CLUSTER_NAME": "dtrain",
+            "DTRAIN_STORAGE": "az://dtrain/team",
+            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
+            "DTRAIN_AZURE_POLL_SECONDS": "0.5",
+            "DTRAIN_THREADS_PER_RANK": "1",
+            "DTRAIN_FACTORY_MODULES": "my_model",
+        }
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        folder = tmp_path / "work"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        (folder / "my_model.py").write_text(MODEL)
+        yield Shell(folder, cloud, dict(os.environ) | cloud.environment | own)

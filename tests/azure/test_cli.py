@@ -4,102 +4,19 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from dtrain_dagster.cli.main import main
-from tests.azure.azurite import missing
-from tests.azure.emulator import ROOT, Emulator
+from tests.azure.shell import JOBS, Shell
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.long  # each time: the commands in cli/test_main.py, such jobs in test_manager.py
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
-JOBS = "az://dtrain/team/jobs"
-MODEL = """
-import time
-from torch import nn
-
-
-class Paced(nn.Linear):
-    pause = 0.0
-
-    def forward(self, x):
-        time.sleep(self.pause)
-        return super().forward(x.flatten(1))
-
-
-def make(spec, outputs, pause=0.0):
-    print("a model of my own", flush=True)
-    made = Paced(spec.window * len(spec.features), outputs)
-    made.pause = pause
-    return made
-"""
-
-
-@dataclass
-class Shell:
-    """A working folder with a home of its own, in front of the emulated workspace."""
-
-    folder: Path
-    cloud: Emulator
-    env: dict[str, str]
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        env = self.env | {"PYTHONPATH": os.pathsep.join([self.env["PYTHONPATH"], str(ROOT)])}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [DTRAIN, *arguments],
-            cwd=self.folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-
-    def __call__(self, *arguments: str, code: int = 0) -> str:
-        """What a command says; in this process, for speed."""
-        done = CliRunner().invoke(main, arguments)
-        assert done.exit_code == code, done.output
-        return done.output
-
-
-@pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    if why := missing():
-        pytest.skip(why)
-    with Emulator(tmp_path / "cloud") as cloud:
-        for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
-            monkeypatch.delenv(name)
-        cloud.use(monkeypatch)
-        own = {
-            "DTRAIN_HOME": str(tmp_path / "home"),
-            "DTRAIN_CLUSTER": "azure_ml",
-            "DTRAIN_CLUSTER_NAME": "dtrain",
-            "DTRAIN_STORAGE": "az://dtrain/team",
-            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-            "DTRAIN_AZURE_POLL_SECONDS": "0.5",
-            "DTRAIN_THREADS_PER_RANK": "1",
-            "DTRAIN_FACTORY_MODULES": "my_model",
-        }
-        for name, value in own.items():
-            monkeypatch.setenv(name, value)
-        folder = tmp_path / "work"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        (folder / "my_model.py").write_text(MODEL)
-        yield Shell(folder, cloud, dict(os.environ) | cloud.environment | own)
 
 
 def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: Shell, tmp_path: Path) -> None:

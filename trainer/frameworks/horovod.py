@@ -11,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
+import trainer
 from trainer.comm.horovod_env import horovod_variables, node_name
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import interface_of, own_address
@@ -41,10 +43,13 @@ def start_server(address: str, plan: str) -> int:
     """Start the rendezvous server as a process that the kernel kills with this one, and return its port. Raise
     `ConfigError` where it does not start."""
     command = [sys.executable, "-P", "-m", SERVER, address, plan, str(os.getpid())]
+    # The folder that this package is in: on Azure ML it is the working folder, which ``-P`` leaves out.
+    paths = [str(Path(trainer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     # This process becomes the user's program, and keeps its number and its thread: the server ends with that.
     server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=partial(die_with, os.getpid())
-    )
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=partial(die_with, os.getpid()),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
     assert server.stdout is not None
     line = server.stdout.readline()
     if not line.strip().isdecimal():
