@@ -115,6 +115,19 @@ class Project:
         return found
 
 
+def passed_gate(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether the model of a graph that `dagster asset materialize` has made passed the gate, which a model of four
+    tickers may or may not. The command must have failed by that, and by nothing else, if it did not."""
+    verdict = re.search(r"'promotion_gate' on 'registered_model' (passed|did not pass)", done.stdout)
+    assert verdict, done.stdout[-6000:]
+    if verdict[1] == "passed":
+        assert done.returncode == 0, done.stdout[-6000:]
+    else:
+        assert done.returncode == 1, done.stdout[-6000:]
+        assert "1 blocking asset check failed with ERROR severity:\nregistered_model: promotion_gate" in done.stdout
+    return verdict[1] == "passed"
+
+
 def make_project(home: Path, **env: str) -> Project:
     dagster_home = home / "dagster"
     dagster_home.mkdir(parents=True)

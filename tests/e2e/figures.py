@@ -25,10 +25,10 @@ TOLERANCE = {
 }
 """The largest difference that rounding for display makes, where it is not that of dollars."""
 DOLLARS = 5.1e-7
-LAST_DIGITS = {"probe_usd": 2.1, "total_usd": 0.51}
+LAST_DIGITS = {"probe_usd": 2.1, "total_usd": 1.1}
 """The same of figures that stand in a bill's tables, in units of its last digit: the larger the bill, the fewer digits
 it has (`digits_of`). Its rows share their rounding, so that they sum to it: each of the two nodes of a probe may stand
-a last digit beside its own value."""
+a last digit beside its own value. The sum of a training and its probe is one of two rounded values."""
 
 
 def figures_of(run_dir: Path, assets: Mapping[str, Mapping[str, Any]]) -> Figures:
