@@ -338,8 +338,9 @@ def run(
 
 
 def whole_graph(job: dg.JobDefinition) -> list[dg.AssetKey]:
-    """All that is made once: not the test years of the walk forward, nor their report."""
-    return [key for key in job.asset_layer.executable_asset_keys if not key.path[0].startswith("walk_forward")]
+    """All that trains once: neither the test years of the walk forward and their report, nor a search."""
+    many = ("walk_forward", "hyperparameter_search")
+    return [key for key in job.asset_layer.executable_asset_keys if not key.path[0].startswith(many)]
 
 
 def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
