@@ -41,8 +41,8 @@ reused."""
 SPLITS = ("train", "valid", "test")
 PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
 TRAIN_SHARE, VALID_SHARE = 0.70, 0.15
-
-
+FLAT = 1e-12
+"""The standard deviation at and below which a column does not vary."""
 LEAST = {"window": 2, "horizon": 1, "shards": 1}
 """The least values of the numbers of `DatasetParams`."""
 
@@ -312,20 +312,19 @@ class _Builder:
                     "train_last and valid_last"
                 )
         _, std = self.features.mean_std()
-        flat = [name for name, value in zip(FEATURES, std, strict=True) if not value > 1e-12]
+        flat = [name for name, value in zip(FEATURES, std, strict=True) if not value > FLAT]
         flat = [name for name in flat if name not in MAY_BE_FLAT]
         target_std = float(np.atleast_1d(self.target.mean_std()[1])[0])
-        if flat or not target_std > 1e-12:
+        if flat or not target_std > FLAT:
             raise DataError(f"{', '.join(flat) or TARGET} does not vary over the training split: are these prices?")
 
     def _normalisation(self) -> dict[str, Any]:
         mean, std = self.features.mean_std()
+        std = [1.0 if value <= FLAT else float(value) for value in std]  # what may be flat is then zero throughout
         target_mean, target_std = self.target.mean_std()
         return {
             "fitted_on": "train",
-            "features": {
-                name: {"mean": float(mean[place]), "std": float(std[place])} for place, name in enumerate(FEATURES)
-            },
+            "features": {name: {"mean": float(mean[place]), "std": std[place]} for place, name in enumerate(FEATURES)},
             "target": {"mean": float(target_mean), "std": float(target_std)},
         }
 

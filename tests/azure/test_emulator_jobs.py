@@ -232,7 +232,7 @@ def test_a_lost_node_comes_back_with_its_rank(emulator: Emulator, submit: Callab
 
 
 def test_the_service_may_start_a_preempted_job_again(emulator: Emulator, submit: Callable[..., Any]) -> None:
-    emulator.control("fault", fault="preempt", job="restarted", node=0, log="step 2", policy="restart")
+    emulator.control("fault", fault="preempt", job="restarted", node=1, log="step 2", policy="restart")
     submit("restarted", steps=8, nodes=2)
     assert wait(lambda: ended(emulator, "restarted")) == "Completed"
     assert emulator.control("bought")["jobs"]["restarted"]["launches"] == 2

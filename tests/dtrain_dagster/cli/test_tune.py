@@ -43,6 +43,10 @@ EVIDENCE: dict[str, Any] = {
     "dataset_id": "d1", "world_size": 2, "samples_per_rank": 256,
     "model": {"factory": "tcn", "args": {}}, "loss": {"factory": "student_t", "args": {}},
 }  # fmt: skip
+OF_THE_USUAL = EVIDENCE | {
+    "model": {"factory": "har_tcn", "args": {}}, "loss": {"factory": "return_and_volatility", "args": {}},
+}  # fmt: skip
+"""The same of the model and the loss that a training on prices has where nobody says otherwise."""
 CUT = {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1, "precision": "bf16"}
 
 
@@ -225,7 +229,7 @@ def test_tuned_settings_are_a_part_of_a_plan_and_of_its_identity(tmp_path: Path)
     dataset = BuiltDataset(
         uri="data", dataset_id="d1", rows=1, samples={}, excluded={}, built=True, shared_uri="data"
     )  # fmt: skip
-    (tmp_path / "fast.json").write_text(json.dumps({"training": CUT, "evidence": EVIDENCE}))
+    (tmp_path / "fast.json").write_text(json.dumps({"training": CUT, "evidence": OF_THE_USUAL}))
 
     def planned(**options: Any) -> JobConfig:
         return job_on(2, TrainingOptions(**options), resources["cluster"], resources["project"], dataset)
@@ -321,7 +325,7 @@ def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder
     assert stated_fields(asked) == {"precision", "epochs", "clip_norm"}
     training = CUT | {"threads_per_rank": 7}
     file = tmp_path / "fast.json"
-    file.write_text(json.dumps({"training": training, "evidence": EVIDENCE | {"dataset_id": None}}))
+    file.write_text(json.dumps({"training": training, "evidence": OF_THE_USUAL | {"dataset_id": None}}))
     for threads, used in ((None, 7), (2, 2)):
         settings = Settings(home=tmp_path / "home", nodes=2, threads_per_rank=threads)
         sets = ('training={"clip_norm": 0.5, "precision": "fp32"}',)
