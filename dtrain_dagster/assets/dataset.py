@@ -150,10 +150,12 @@ def shard_prices(
     validation = validated(stock_prices, calendar)
     with opened_engine(settings.data_engine, project.storage_uri) as engine:
         built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
-    return publish(context, project, built)
+    return show_dataset(context, project, built, settings.data_engine)
 
 
-def publish(context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset) -> dg.MaterializeResult:
+def show_dataset(
+    context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset, engine: str
+) -> dg.MaterializeResult:
     """Return a dataset as an asset, once it is where the nodes read it."""
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
@@ -186,7 +188,7 @@ def publish(context: dg.AssetExecutionContext, project: ProjectResource, built: 
             "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
-            "data_engine": load_settings().data_engine if built.built else "not asked: it was there already",
+            "data_engine": engine if built.built else "not asked: it was there already",
             "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
             "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "path": dg.MetadataValue.path(built.uri),

@@ -13,7 +13,7 @@ import dagster as dg
 from pydantic import Field
 
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.run import Search, SearchRequest, SearchView
     from dtrain_dagster.search.source import TrialSource
 
-GROUP = "studies"
 DEFAULT_SPACE = {
     "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
     "training.weight_decay": {"low": 1e-4, "high": 0.3, "log": True},
@@ -93,8 +92,8 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
     options = pipeline.options("hyperparameter_search", SearchOptions)
 
     @dg.asset(
-        **pipeline.asset("hyperparameter_search", GROUP, inputs=("sharded_dataset", "cost_estimate"))
-        | {"group_name": pipeline.names.unique(GROUP)},
+        **pipeline.asset("hyperparameter_search", STUDIES, inputs=("sharded_dataset", "cost_estimate"))
+        | {"group_name": pipeline.names.unique(STUDIES)},
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
         description=(

@@ -186,7 +186,7 @@ def carry_out(
         manager.cancel_job(choice.job_id)
         raise
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    events = list(rundir.events())
+    events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
     finished = FinishedJob(
         job_id=choice.job_id,
         run_dir=rundir.uri,
@@ -199,8 +199,8 @@ def carry_out(
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, events, result, evaluation, plan)
         | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-        | totals_metadata(manager.node_usage(choice.job_id), plan.tier)
-        | _worth(evaluation, [*manager.node_usage(choice.job_id), *plan.probe_usage], plan.tier)
+        | totals_metadata(usage, plan.tier)
+        | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
         | provisioning(manager),
         check_results=[
             _weights_check(result),
@@ -334,8 +334,7 @@ def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.worth import worth_line
 
-    worth = worth_line(evaluation, sum_launches(usage, tier).usd)
-    return {"earned": worth} if worth else {}
+    return {"earned": worth} if (worth := worth_line(evaluation, sum_launches(usage, tier).usd)) else {}
 
 
 def membership_table(history: "Sequence[Generation]") -> str:

@@ -13,7 +13,7 @@ import dagster as dg
 from pydantic import Field
 
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
-from dtrain_dagster.assets.dataset import opened_engine, publish
+from dtrain_dagster.assets.dataset import opened_engine, show_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions
 from dtrain_dagster.assets.planning import DESCRIPTION, plan_training
@@ -106,7 +106,7 @@ def build_year_dataset(pipeline: Pipeline, prices: dg.AssetKey) -> dg.AssetsDefi
         config: options,  # type: ignore[valid-type]
         stock_prices: PricesRef,
     ):  # no annotation, see assets.common
-        """Build the dataset of the partition's year, unless it exists, and publish it."""
+        """Build the dataset of the partition's year, unless it exists, and publish it for the nodes."""
         return shard_year(context, config, project_resource(context, names), stock_prices)
 
     return sharded_dataset
@@ -127,7 +127,7 @@ def shard_year(
             built = build_year(stock_prices, project.storage_uri, split, shape, settings.calendar, engine)
     except DataError as error:
         raise dg.Failure(str(error), allow_retries=False) from error
-    return publish(context, project, built)
+    return show_dataset(context, project, built, settings.data_engine)
 
 
 def build_year_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:

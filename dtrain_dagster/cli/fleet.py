@@ -4,19 +4,13 @@ answers at once."""
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from dtrain_dagster.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    Refusal,
     cluster_of,
     console,
     ranks_of,
@@ -25,6 +19,7 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.job_life import ended_by_signals
 
 if TYPE_CHECKING:
     from dtrain_dagster.fleet.ledger import JobBill
@@ -55,17 +50,13 @@ def run(file: str, check: bool) -> None:
     also after a crash. `dtrain fleet cancel` ends them.
     """
     from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
-    from dtrain_dagster.cli.job_options import read_config
+    from dtrain_dagster.cli.job_options import read_file
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import ListedJobs
     from dtrain_dagster.fleet.spec import parse_fleet
     from dtrain_dagster.support.user_sources import ensure_importable
 
-    try:
-        text = read_config(file)
-    except ValueError as error:
-        raise Refusal(str(error).replace("--config ", "").replace("the job.json", "the file")) from None
-    wanted = parse_fleet(text, file)
+    wanted = parse_fleet(read_file(file, file, "the file"), file)
     settings = read_settings()
     records = FleetRecords(settings.home, wanted.name)
     began_at = records.began_at(time.time())
@@ -101,36 +92,19 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
         processes_per_node=ranks_of(settings), env=cluster.node_env(project), tier=tier_of(cluster.first_tier)
     )
     watch = FleetWatch(records)
-    with FleetScreen(console(), watch) as screen, leaving_jobs(records.name):
+    with FleetScreen(console(), watch) as screen, ended_by_signals(lambda: _say_that_jobs_go_on(records.name)):
         FleetRunner(manager, records, source, terms, screen.tell).run(screen.update)
     view = watch.view()
     console().print(fleet_table(view))
     say(headline(view))
 
 
-class _Terminated(BaseException):
-    """The process received SIGTERM."""
-
-
-@contextmanager
-def leaving_jobs(name: str) -> Iterator[None]:
-    """End the command on Ctrl-C or SIGTERM within the block, and say that its jobs go on."""
-
-    def terminate(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        say(
-            f"the jobs of fleet {name} go on, each up to what it was promised; `dtrain fleet run` goes on with them, "
-            f"`dtrain fleet cancel {name}` ends them",
-            err=True,
-        )
-        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _say_that_jobs_go_on(name: str) -> None:
+    say(
+        f"the jobs of fleet {name} go on, each up to what it was promised; `dtrain fleet run` goes on with them, "
+        f"`dtrain fleet cancel {name}` ends them",
+        err=True,
+    )
 
 
 @fleet.command()

@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, say
@@ -60,20 +60,28 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
-    """Cancel the job and end the command on Ctrl-C or SIGTERM within the block, ``unless`` the job is to be left
-    running."""
+def ended_by_signals(before_end: Callable[[], object]) -> Iterator[None]:
+    """End the command on Ctrl-C or SIGTERM within the block, after a call of ``before_end``."""
 
     def terminate(*_: object) -> None:
         raise _Terminated
 
-    if unless:
-        yield
-        return
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except (KeyboardInterrupt, _Terminated) as error:
+        before_end()
+        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
+    """Cancel the job and end the command on Ctrl-C or SIGTERM within the block, ``unless`` the job is to be left
+    running."""
+
+    def cancel() -> None:
         from dtrain_dagster.clusters.base import ClusterError
 
         say(f"cancelling job {job_id}", err=True)
@@ -81,9 +89,9 @@ def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) 
             manager.cancel_job(job_id)
         except ClusterError as why:  # it was not submitted yet, or may go on to cost money
             say(f"job {job_id} was not cancelled: {why}", err=True)
-        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+    with nullcontext() if unless else ended_by_signals(cancel):
+        yield
 
 
 def say_what_was_got(got: ClusterConfig, wanted: str) -> None:

@@ -32,15 +32,21 @@ _log = logging.getLogger(__name__)
 
 def read_config(path: str) -> str:
     """Return the text of a job.json. Raise `ConfigError` for a file that is not there, or cannot be read."""
+    return read_file(path, f"--config {path}", "the job.json")
+
+
+def read_file(path: str, named: str, what: str) -> str:
+    """Return the text of a file, here or in storage. Raise `ConfigError` where it cannot be read, with the file as it
+    was ``named``; ``what``: the file that is to be named, if a folder was."""
     folder, _, file = path.rpartition("/")
     try:
         return open_storage(folder or ".").read(file).decode()
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file") from None
+        raise ConfigError(f"{named}: there is no such file") from None
     except IsADirectoryError:
-        raise ConfigError(f"--config {path} is a folder: name the job.json in it") from None
+        raise ConfigError(f"{named} is a folder: name {what} in it") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path} is not JSON: it is no text in UTF-8") from None
+        raise ConfigError(f"{named} is not JSON: it is no text in UTF-8") from None
 
 
 def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False) -> str:

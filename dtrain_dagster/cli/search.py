@@ -6,18 +6,13 @@ Added to `dtrain` by `dtrain_dagster.cli.main`. `dtrain_dagster.search` decides 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtrain_dagster.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
     Refusal,
     cluster_of,
     console,
@@ -26,7 +21,7 @@ from dtrain_dagster.cli.common import (
     refuses,
     say,
 )
-from dtrain_dagster.cli.job_life import new_job_id
+from dtrain_dagster.cli.job_life import ended_by_signals, new_job_id
 from dtrain_dagster.cli.train import (
     as_overrides,
     in_words_of_options,
@@ -192,15 +187,11 @@ def search(
 
 def _space_of(text: str) -> tuple[Any, str]:
     """Return the document of a space, and what messages call it. Raise `Refusal` for no JSON."""
+    from dtrain_dagster.cli.job_options import read_file
+
     source = "--space"
     if not text.lstrip().startswith("{"):
-        source = text
-        try:
-            text = Path(text).read_text()
-        except OSError as error:
-            raise Refusal(
-                f"--space {source} cannot be read: {error.strerror or error}; give a file of JSON, or JSON itself"
-            ) from None
+        source, text = text, read_file(text, f"--space {text}", "the file of JSON")
     try:
         return json.loads(text), source
     except ValueError as error:
@@ -252,7 +243,7 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool)
                     say(trial_line(trial, wanted.sign), err=True)
             bar.update(task, description=view.line(wanted), completed=len(told))
 
-        with _left_by_signals(found.request.name):
+        with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name)):
             source = found.run(watch)
     result = found.result(source)
     if out is not None and source.best is not None:
@@ -265,29 +256,12 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool)
         say(sentence)
 
 
-class _Terminated(BaseException):
-    """The process received SIGTERM."""
-
-
-@contextmanager
-def _left_by_signals(name: str) -> Iterator[None]:
-    """End the command on Ctrl-C or SIGTERM within the block, and say that its trials go on."""
-
-    def terminate(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        say(
-            f"the trials that run go on, each up to the dollars that it was promised; the same command with --name "
-            f"{name} goes on with the search, `dtrain fleet cancel {name}` ends them",
-            err=True,
-        )
-        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _say_that_trials_go_on(name: str) -> None:
+    say(
+        f"the trials that run go on, each up to the dollars that it was promised; the same command with --name {name} "
+        f"goes on with the search, `dtrain fleet cancel {name}` ends them",
+        err=True,
+    )
 
 
 def trial_line(trial: Trial, sign: float) -> str:

@@ -7,6 +7,7 @@ makes one report of several, and `walk_forward_gate` a verdict of that. Numpy on
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.evaluation.gate import COVERAGE_HIGH, COVERAGE_LOW, MUST_BEAT, Gate
+from trainer.evaluation.gate import CHANCE_T, COVERAGE_HIGH, COVERAGE_LOW, MUST_BEAT, Gate
 from trainer.evaluation.scores import Array, daily_means, newey_west_lag, newey_west_t
 
-LEAST_T = 2.0
-"""A difference with a smaller t-statistic may be chance."""
 LEAST_YEARS = 5
 """The fewest test years from which a verdict is given."""
 REGIMES = ("calm", "turbulent")
@@ -99,9 +98,7 @@ def turbulent_days(volatility: Array) -> NDArray[np.bool_]:
     found = np.zeros(len(volatility), dtype=bool)
     for place, value in enumerate(volatility.tolist()):
         if before:
-            middle = len(before) // 2
-            median = before[middle] if len(before) % 2 else (before[middle - 1] + before[middle]) / 2
-            found[place] = value > median
+            found[place] = value > statistics.median(before)
         bisect.insort(before, value)
     return found
 
@@ -192,9 +189,9 @@ def walk_forward_gate(report: Mapping[str, Any], least_years: int = LEAST_YEARS)
         reasons.append(f"{len(report['years'])} test year(s): at least {least_years} are judged")
     for name, gain in together["gains"].items():
         t = gain["t"] or 0.0
-        if name in MUST_BEAT and t < LEAST_T:
+        if name in MUST_BEAT and t <= CHANCE_T:
             reasons.append(f"it is not better than {name} beyond chance ({gain['nats']:+.4f} nats, t = {t:.1f})")
-        elif t < -LEAST_T:
+        elif t < -CHANCE_T:
             reasons.append(f"{name} is better beyond chance ({-gain['nats']:.4f} nats, t = {t:.1f})")
     reasons += [f"the baseline {name} is missing" for name in MUST_BEAT if name not in together["gains"]]
     coverage = together["coverage_90"]

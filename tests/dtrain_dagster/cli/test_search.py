@@ -97,7 +97,7 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
             "no logarithm of low = -1",
         ),
         (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "did you mean channels?"),
-        (["--space", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--space", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--space", "{"], "is not JSON"),
         (["--space", "space.json", "--sampler", "tp"], "did you mean tpe?"),
         (["--space", "space.json", "--pruner", "ash"], "did you mean asha?"),
