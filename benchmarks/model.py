@@ -11,10 +11,13 @@ together. Years that were looked at while the model was chosen say nothing of it
     nll_gain_vs_ridge_of_8   the same against ridge on the first eight features, those of a stock's and the index's own
                              past
     t_vs_ridge_of_8
+    nll_gain_vs_ridge_calibrated    the same against ridge whose factor of the scale and degrees of freedom are fitted
+                             on the validation years, as the model's are, and not on the years that it was fitted to
+    t_vs_ridge_calibrated
     coverage_90              the share of outcomes inside the 90 % interval
     canaries                 whether the leakage checks passed on the first year's dataset: shuffled labels teach
                              nothing, and a planted label is caught
-    by_year                  the first gain, and the second
+    by_year                  these three gains
     train_seconds            of each year's training, evaluation left out
 
 The result is written to ``benchmarks/results/model.json`` with --save.
@@ -45,9 +48,11 @@ from dtrain_dagster.data.year_split import YearSplit, build_year
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
-from trainer.evaluation.judged_baselines import judge_baselines
+from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
+from trainer.evaluation.judged_baselines import BaselineJudgement
 from trainer.evaluation.leakage_check import run_leakage_checks
-from trainer.evaluation.report import Predictions
+from trainer.evaluation.report import Predictions, judge_baseline
+from trainer.evaluation.shared_work import SharedWork
 from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
 from trainer.evaluation.year_scores import score_predictions
 from trainer.exit_codes import DONE
@@ -58,7 +63,9 @@ from trainer.spec import WINDOWS
 YEARS = (2014, 2022)
 OWN_FEATURES = 8
 """Features of a stock's own past and the index's, the first ones: what ridge had before there were others."""
-OF_OWN = f"ridge_of_{OWN_FEATURES}"
+OF_OWN, CALIBRATED = f"ridge_of_{OWN_FEATURES}", "ridge_calibrated"
+AGAINST = ("ridge", OF_OWN, CALIBRATED)
+"""What the model is compared with, besides the baselines of its report."""
 
 
 class FewerFeatures:
@@ -109,13 +116,32 @@ def walk_year(prices: PricesRef, home: Path, year: int, seed: int) -> tuple[Year
         names = ("row", "target", "loss", "mu", "sigma", "nu")
         found = score_predictions(year, Predictions(*(stored[name] for name in names)), shards)
     fewer: Any = FewerFeatures(shards, OWN_FEATURES)
-    nll = judge_baselines(fewer, "test")["ridge"].nll
-    rows = shards.end_rows("test", np.arange(shards.count("test")))
+    nll = BaselineJudgement(fewer, "test").scores(SharedWork())["ridge"].nll
     assert nll is not None
+    rows = shards.end_rows("test", np.arange(shards.count("test")))
     days, place = np.unique(shards.dates(rows), return_inverse=True)
     assert np.array_equal(days.astype("datetime64[D]"), found.days)
-    daily = np.bincount(place, weights=nll) / np.bincount(place)
-    return replace(found, baselines={**found.baselines, OF_OWN: daily}), shards, seconds
+    daily = {
+        name: np.bincount(place, weights=values) / np.bincount(place)
+        for name, values in ((OF_OWN, nll), (CALIBRATED, calibrated_ridge(shards)))
+    }
+    return replace(found, baselines={**found.baselines, **daily}), shards, seconds
+
+
+def calibrated_ridge(shards: DataShardManager) -> NDArray[np.float64]:
+    """Return the NLL of each test window by ridge whose distribution is fitted on the validation split."""
+
+    def forecast(split: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        rows = shards.end_rows(split, np.arange(shards.count(split)))
+        sigma = baseline_forecasts(shards, split)["ridge"].sigma
+        assert sigma is not None
+        return sigma, shards.column(shards.spec.target, rows).astype(np.float64)
+
+    (sigma, target), (of_test, outcomes) = forecast("valid"), forecast("test")
+    factor, nu = fit_student_t(target / sigma)
+    nll = judge_baseline(BaselineForecast(np.zeros(len(of_test)), factor * of_test, nu), outcomes).nll
+    assert nll is not None
+    return nll
 
 
 def measure(years: Sequence[int], seed: int) -> dict[str, Any]:
@@ -132,8 +158,7 @@ def measure(years: Sequence[int], seed: int) -> dict[str, Any]:
             scores.append(found)
             seconds[str(year)] = round(took, 1)
             told = [
-                f"{name} {gain_over(found.nll, found.baselines[name], found.windows, 5).nats:+.4f}"
-                for name in ("ridge", OF_OWN)
+                f"{name} {gain_over(found.nll, found.baselines[name], found.windows, 5).nats:+.4f}" for name in AGAINST
             ]
             note(f"{year}: {', '.join(told)} ({took:.0f} s)")
             if not canaries:
@@ -148,16 +173,15 @@ def measure(years: Sequence[int], seed: int) -> dict[str, Any]:
         "windows": together["windows"],
         "nll": round(together["nll"], 5),
         **{f"nll_{name}": round(value, 5) for name, value in together["baselines"].items()},
-        **{f"nll_gain_vs_{name}": round(gains[name]["nats"], 5) for name in ("ridge", OF_OWN, "har_x", "ewma")},
-        **{f"t_vs_{name}": round(gains[name]["t"], 2) for name in ("ridge", OF_OWN, "har_x", "ewma")},
+        **{f"nll_gain_vs_{name}": round(gains[name]["nats"], 5) for name in (*AGAINST, "har_x", "ewma")},
+        **{f"t_vs_{name}": round(gains[name]["t"], 2) for name in (*AGAINST, "har_x", "ewma")},
         "coverage_90": round(together["coverage_90"], 4),
         "canaries": canaries,
         "by_year": {
-            year: [round(row["gains"][name]["nats"], 5) for name in ("ridge", OF_OWN)]
-            for year, row in report["by_year"].items()
+            year: [round(row["gains"][name]["nats"], 5) for name in AGAINST] for year, row in report["by_year"].items()
         },
         "by_regime": {
-            name: [round(row["gains"][other]["nats"], 5) for other in ("ridge", OF_OWN)]
+            name: [round(row["gains"][other]["nats"], 5) for other in AGAINST]
             for name, row in report["by_regime"].items()
         },
         "train_seconds": seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -56,7 +57,7 @@ def finalize(session: Session) -> dict[str, Any]:
                 session.faults.reach("alone", session.progress.step)
             if session.elastic is not None:
                 session.elastic.require_current()
-            _write_model(session, digests[0])
+            _write_model(session, digests[0], report.get("loss_args", {}))
     except GroupError:
         if last is not None:
             module.load_state_dict(last)
@@ -133,14 +134,17 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
     }
 
 
-def _write_model(session: Session, weights_sha256: str) -> None:
-    """Write what serving needs: the weights, and how to build the module that they fit."""
+def _write_model(session: Session, weights_sha256: str, loss_args: Mapping[str, float]) -> None:
+    """Write what serving needs: the weights, and how to build the module that they fit. ``loss_args``: arguments of the
+    loss that were found after the training."""
     buffer = io.BytesIO()
     torch.save(session.state.module.state_dict(), buffer)
     data = buffer.getvalue()
     session.rundir.storage.write(WEIGHTS, data)
-    description = {
-        **session.problem.description,
+    description = dict(session.problem.description)
+    if loss_args:
+        description["loss"] = {**description["loss"], "args": {**description["loss"]["args"], **loss_args}}
+    description |= {
         "weights_sha256": weights_sha256,
         "file_sha256": hashlib.sha256(data).hexdigest(),
     }

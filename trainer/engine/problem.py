@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -129,11 +129,16 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
     module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
     baselines = BaselineJudgement(shards, "test")
+
+    def make_criterion(arguments: Mapping[str, float]) -> nn.Module:
+        changed = replace(job.loss, args={**job.loss.args, **arguments})
+        return build_loss(changed, shards.spec).to(device)
+
     return Problem(
         data=WindowData(shards),
         task=SupervisedTask(criterion),
         module=module,
-        judge=WindowJudge(criterion, shards, baselines),
+        judge=WindowJudge(criterion, shards, baselines, make_criterion),
         ahead=lambda: baselines.work,
         identity=(shards.spec.dataset_id, model, loss),
         description={"model": model, "loss": loss, "spec": asdict(shards.spec)},

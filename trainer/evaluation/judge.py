@@ -61,6 +61,8 @@ class WindowJudge:
     shards: DataShardManager
     baselines: BaselineJudgement
     """On the test split."""
+    make_criterion: Callable[[Mapping[str, float]], nn.Module]
+    """Returns the loss with these arguments besides its own."""
 
     def validate(self, request: JudgeRequest) -> Evaluation:
         """Return the judgement on the validation split."""
@@ -70,11 +72,28 @@ class WindowJudge:
         )  # fmt: skip
 
     def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
-        """Return the report on the test split, with its baselines."""
-        return final_report(
-            request.model, self.criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
+        """Return the report on the test split, with its baselines. ``loss_args`` in it are the arguments of the loss by
+        which its distributions were corrected on the validation split, before they were judged."""
+        begin("test split")
+        arguments = self._calibrate(request)
+        criterion = self.make_criterion(arguments) if arguments else self.criterion
+        report = final_report(
+            request.model, criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
             begin=begin, baselines=self.baselines,
         )  # fmt: skip
+        return {**report, "loss_args": arguments}
+
+    def _calibrate(self, request: JudgeRequest) -> dict[str, float]:
+        """Return the arguments that correct the loss; none of a loss that does not calibrate. A collective."""
+        calibrate: Callable[..., dict[str, float]] | None = getattr(self.criterion, "calibrate", None)
+        if calibrate is None:
+            return {}
+        found = evaluate(
+            request.model, self.criterion, self.shards, "valid", request.world, request.batch_size, request.device,
+            collect=True,
+        ).predictions  # fmt: skip
+        arguments = {} if found is None else calibrate(found.predictive, torch.from_numpy(found.target))
+        return request.world.all_gather_object(arguments)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,19 @@
 
 A loss is an ``nn.Module`` with an attribute ``outputs`` (how many numbers the model must yield per sample) and
 ``forward(outputs (B, K), target (B,)) -> (B,)``, one loss per sample, *not* reduced: the trainer divides by the global
-batch. An attribute ``second_target`` names a stored column that is stacked to the target then, (B, 2). Two optional
-methods say what the outputs mean, both in the unit of the target:
+batch. An attribute ``second_target`` names a stored column that is stacked to the target then, (B, 2). Optional
+methods say what the outputs mean, in the unit of the target:
 
 - ``predictive(outputs) -> Predictive``: a Student-t distribution per sample; NLL, pinball and coverage are judged then;
+  with ``calibrate(predictive, target) -> dict``, arguments of the loss that correct its distributions, found on the
+  validation split once the training is over; the saved model has them;
 - ``point(outputs) -> (B,)``: a point forecast only; its squared error is judged then.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config import ConfigError, FactoryConfig
+from trainer.model.calibration import fit_correction
 from trainer.model.try_parts import build_criterion, try_criterion
 from trainer.spec import DataSpec
 
@@ -186,7 +189,8 @@ class ReturnAndVolatility(StudentTLoss):
     and the log ratio of volatility to scale, from what it is for a Student-t distribution on. One return says little
     about the scale that it was drawn from, and the daily returns that it is the sum of say much more: their log
     realised volatility is the second target, which shares the scale. What is predicted is the mean of all raw outputs;
-    a mean of log scales was better than a mixture of the distributions.
+    a mean of log scales was better than a mixture of the distributions. Its tails and its level are not those that
+    either was trained to, so after the training they are corrected on the validation split (`calibrate`).
     """
 
     second_target = "target_log_rv"
@@ -203,10 +207,18 @@ class ReturnAndVolatility(StudentTLoss):
         nu_max: float = 60.0,
         nu_start: float = 6.0,
         mean_unit: float = MEAN_UNIT,
+        calibrated: bool = True,
+        scale_factor: float = 1.0,
+        shape_shift: float = 0.0,
     ) -> None:
         """``weight``: of the volatility against the likelihood; ``spread``: the standard deviation of its log around a
-        good forecast."""
+        good forecast. ``calibrated``: whether `calibrate` finds the next two, by which what is predicted, and nothing
+        that is learned, differs: a factor of the scale, and what is added to the raw shape."""
         super().__init__(spec, nu_min, nu_max, nu_start, mean_unit)
+        if not (0 < scale_factor < math.inf and math.isfinite(shape_shift)):
+            raise ValueError(
+                f"scale_factor = {scale_factor}, shape_shift = {shape_shift}: needs finite ones, and a factor above 0"
+            )
         if members < 1 or weight < 0 or spread <= 0:
             raise ValueError(
                 f"members = {members}, weight = {weight}, spread = {spread}: needs members of 1 or more, a weight of 0 "
@@ -216,10 +228,33 @@ class ReturnAndVolatility(StudentTLoss):
         self.outputs = self.member_outputs * members
         # The volatility is that of a day. The rest is about what was learned on prices, where training starts.
         self.log_ratio = -0.5 * math.log(spec.horizon) - 0.05
+        self.calibrated, self.scale_factor, self.shape_shift = calibrated, scale_factor, shape_shift
+        self.horizon = spec.horizon
 
     def predictive(self, outputs: Tensor) -> Predictive:
-        """Return the distribution that the mean of the forecasts' raw outputs (B, 4 · members) means."""
-        return super().predictive(self._of_members(outputs)[..., :3].mean(1))
+        """Return the distribution that the mean of the forecasts' raw outputs (B, 4 · members) means, corrected."""
+        mean, log_sigma, shape = self._of_members(outputs)[..., :3].mean(1).unbind(-1)
+        corrected = super().predictive(torch.stack((mean, log_sigma, shape + self.shape_shift), -1))
+        return replace(corrected, sigma=corrected.sigma * self.scale_factor)
+
+    def calibrate(self, predictive: Predictive, target: Tensor) -> dict[str, float]:
+        """Return the arguments ``scale_factor`` and ``shape_shift`` that make ``target`` (n,) most likely, from this
+        loss's own forecasts of it; none where the loss is not to be calibrated."""
+        if not self.calibrated:
+            return {}
+        mu, sigma, nu, outcome = (
+            values.detach().cpu().double() for values in (predictive.mu, predictive.sigma, predictive.nu, target)
+        )
+        span = self.nu_max - self.nu_min
+        raw = torch.logit((nu - self.nu_min) / span, eps=1e-6)
+
+        def nll(log_factor: Tensor, shift: Tensor) -> Tensor:
+            corrected = self.nu_min + span * torch.sigmoid(raw + shift)
+            each = student_t_nll(mu, sigma * log_factor.exp(), corrected, outcome)
+            return each.sum() / self.horizon  # returns of so many days overlap, and are not so many outcomes
+
+        log_factor, shift = fit_correction(nll)
+        return {"scale_factor": self.scale_factor * math.exp(log_factor), "shape_shift": self.shape_shift + shift}
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each sample (B,), the mean over its forecasts, for raw outputs (B, 4 · members) and

@@ -125,6 +125,9 @@ def test_windows_are_learned_by_return_and_volatility_and_served_as_one_forecast
         found = saved.predict(windows.numpy())
         for name in ("mu", "sigma", "nu"):
             np.testing.assert_allclose(found[name], judged[name][:50], rtol=1e-4, atol=1e-6)
+    correction = saved.description["loss"]["args"]
+    assert set(correction) == {"scale_factor", "shape_shift"}  # found on the validation split
+    assert correction["scale_factor"] != 1.0
     assert set(found) == {"mu", "sigma", "nu", "q05", "q25", "q50", "q75", "q95"}
 
 

@@ -204,6 +204,38 @@ def test_the_volatility_pulls_the_scale_and_a_ratio_that_is_learned_gives_way() 
     torch.testing.assert_close(outputs.grad - alone.grad, torch.tensor([[0.0, -4.0, 0.0, -4.0]]))
 
 
+def test_calibration_finds_the_scale_and_the_tails_of_what_came() -> None:
+    """Outcomes of three times the scale and with 20 degrees of freedom, where 6 and one were forecast."""
+    loss, count = ReturnAndVolatility(SPEC), 40_000
+    outputs = torch.randn(count, 8) * 0.2
+    outputs[:, 2::4] = 0.0
+    forecast = loss.predictive(outputs)
+    drawn = np.random.default_rng(0).standard_t(20.0, count)
+    target = forecast.mu + 3 * forecast.sigma * torch.from_numpy(drawn).float()
+    arguments = loss.calibrate(forecast, target)
+    assert arguments["scale_factor"] == pytest.approx(3.0, rel=0.03)
+    corrected = build_loss(FactoryConfig(factory="return_and_volatility", args=arguments), SPEC)
+    found = corrected.predictive(outputs)
+    assert 15 < float(found.nu[0]) < 27
+    torch.testing.assert_close(found.mu, forecast.mu)
+    assert found.nll(target).mean() < forecast.nll(target).mean() - 0.3
+    again = corrected.calibrate(found, target)
+    assert [again[name] for name in arguments] == pytest.approx(list(arguments.values()), abs=0.1)
+    both = torch.stack((target, torch.zeros(count)), -1)
+    torch.testing.assert_close(corrected(outputs, both), loss(outputs, both))  # what is learned stays as it was
+
+
+def test_few_outcomes_move_a_forecast_little_and_hopeless_ones_not_at_all() -> None:
+    loss = ReturnAndVolatility(SPEC)
+    forecast = loss.predictive(torch.zeros(3, 8))
+    few = loss.calibrate(forecast, 20 * forecast.sigma)
+    assert 1 < few["scale_factor"] < 2
+    assert loss.calibrate(forecast, torch.full((3,), math.nan)) == {"scale_factor": 1.0, "shape_shift": 0.0}
+    assert ReturnAndVolatility(SPEC, calibrated=False).calibrate(forecast, forecast.sigma) == {}
+    with pytest.raises(ConfigError, match="scale_factor = 0"):
+        build_loss(FactoryConfig(factory="return_and_volatility", args={"scale_factor": 0.0}), SPEC)
+
+
 def test_squared_error_is_in_units_of_the_targets_variance() -> None:
     loss = MeanSquaredError(SPEC)
     torch.testing.assert_close(loss(torch.zeros(1, 1), torch.tensor([0.04])), torch.tensor([1.0]))
