@@ -9,7 +9,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import plan_of, read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.assets.walk_forward_report import judge_by_walk_forward, read_report
+from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
@@ -131,7 +131,7 @@ def register(
         registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
         verdict = gate(evaluation)
         if load_settings().gate == "walk_forward":
-            verdict = judge_by_walk_forward(verdict, read_report(Path(project.storage_uri), names), plan)
+            verdict = judge_by_walk_forward(verdict, read_report(Path(project.storage_uri), names), plan, manifest)
     card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
