@@ -63,14 +63,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def small_prices(folder: Path, first: str = "2012-01-01") -> Path:
-    """A CSV of one's own: four tickers and six years of the bundled panel, or more from ``first`` on, wide."""
+def small_prices(folder: Path) -> Path:
+    """A CSV of one's own: four tickers and six years of the bundled panel, wide."""
     import pandas as pd
 
     from dtrain_dagster.data.sources import price_source
 
     panel = pd.read_csv(price_source("sp500_panel").local_file(folder), parse_dates=["Date"])
-    part = panel.loc[panel["Date"].between(first, "2017-12-31"), ["Date", "JNJ", "KO", "PG", "XOM"]]
+    part = panel.loc[panel["Date"].between("2012-01-01", "2017-12-31"), ["Date", "JNJ", "KO", "PG", "XOM"]]
     path = folder / "my_prices.csv"
     part.to_csv(path, index=False)
     return path

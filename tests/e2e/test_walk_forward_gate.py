@@ -12,7 +12,7 @@ import pytest
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import load_settings
 
-from .conftest import checks, metadata, small_prices
+from .conftest import checks, metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -20,12 +20,25 @@ YEARS = range(2013, 2018)
 GRAPH = ("sharded_dataset", "cost_estimate", "trained_checkpoint", "registered_model")
 
 
+def ten_years(folder: Path) -> Path:
+    """A CSV of one's own: eight tickers and ten years of the bundled panel, wide."""
+    import pandas as pd
+
+    from dtrain_dagster.data.sources import price_source
+
+    panel = pd.read_csv(price_source("sp500_panel").local_file(folder), parse_dates=["Date"])
+    part = panel.loc[panel["Date"].between("2008-01-01", "2017-12-31")].iloc[:, :9]
+    path = folder / "my_prices.csv"
+    part.to_csv(path, index=False)
+    return path
+
+
 def test_a_registration_is_judged_by_the_walk_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "DTRAIN_HOME": str(tmp_path / "home"),
         "DTRAIN_NODES": "1",
         "DTRAIN_THREADS_PER_RANK": "1",
-        "DTRAIN_PRICES": str(small_prices(tmp_path, "2008-01-01")),
+        "DTRAIN_PRICES": str(ten_years(tmp_path)),
         "DTRAIN_WALK_FORWARD_FIRST_YEAR": str(YEARS[0]),
         "DTRAIN_WALK_FORWARD_LAST_YEAR": str(YEARS[-1]),
         "DTRAIN_WALK_FORWARD_VALID_YEARS": "1",
