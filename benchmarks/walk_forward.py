@@ -1,15 +1,20 @@
-"""Measure what a warm start brings: the stock model, trained anew for each test year, and begun with the year before.
+"""Measure what a warm start brings, and how many years should choose the epoch: the stock model, trained for each year.
 
 Run `python -m benchmarks.walk_forward --years 2000:2022`. Every year is trained twice on the bundled prices, as
 `walk_forward/trained_checkpoint` trains it but in this process alone: one rank of one thread computes the batches of
 three. The first year of warm starts has none before it. Trainings that are finished stay in ``--folder``, so that a run
-that was stopped goes on where it was; with --seconds it stops by itself, and tells what it has.
+that was stopped goes on where it was; with --seconds it stops by itself, and tells what it has. With several
+--valid-years each year is trained once for each of them, from fresh weights only:
+
+    python -m benchmarks.walk_forward --years 2003:2022 --valid-years 2,1,3 --folder FOLDER --seconds 7200
 
     gain_vs_ridge, t_vs_ridge    of fresh starts over the ridge regression of the same year, in nats, and its Newey-West
                                  t over all years; likewise for HAR-X and EWMA
     warm_gain, warm_t            by how much warm starts are better than fresh ones, over the years that have both
     chosen_at                    by year, the share of the training after which the weights were chosen: fresh, warm
     by_year                      the same gains by year, and the seconds of both trainings
+    by_valid_years               for each number of validation years: gain and t over ridge (whose penalty they choose,
+                                 too), over the first number that was named, and chosen_at
 
 The result is written to ``benchmarks/results/walk_forward.json`` with --save.
 """
@@ -20,8 +25,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +52,8 @@ SHOWN = ("ridge", "har_x", "ewma")
 def train_year(folder: Path, split: YearSplit, dataset: DatasetRef, before: RunDir | None) -> RunDir:
     """Train a year unless that was done, from fresh weights or those of the year ``before``; return its run
     directory."""
-    kind = "fresh" if before is None else "warm"
-    rundir = RunDir(str(folder / "jobs" / f"{split.year}-{kind}"))
+    name = f"{split.year}-valid{split.valid_years}-{'fresh' if before is None else 'warm'}"
+    rundir = RunDir(str(folder / "jobs" / name))
     if (rundir.read_json(RESULT) or {}).get("status") == "succeeded":
         return rundir
     start: dict[str, Any] = {}
@@ -57,7 +62,7 @@ def train_year(folder: Path, split: YearSplit, dataset: DatasetRef, before: RunD
         assert model is not None
         start = {"start_from": before.uri, "start_sha256": model["file_sha256"]}
     job = JobConfig(
-        job_id=f"{split.year}-{kind}",
+        job_id=name,
         run_dir=rundir.uri,
         dataset=dataset,
         training=DistributedTrainingConfig(threads_per_rank=1, **start),
@@ -76,6 +81,38 @@ def score_both(split: YearSplit, dataset: DatasetRef, runs: dict[str, RunDir]) -
     if "warm" in runs:
         own = score_predictions(split.year, stored_predictions(runs["warm"], shards), shards, baselines={})
         found["warm"] = replace(own, baselines=found["fresh"].baselines)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ValidYears:
+    """The years that were trained with one number of validation years."""
+
+    scores: list[YearScores] = field(default_factory=list)
+    runs: list[RunDir] = field(default_factory=list)
+
+
+def valid_figures(tried: Mapping[int, ValidYears]) -> dict[str, Any]:
+    """Return the figures by number of validation years, over the test years that all of them have."""
+    shared = min(len(each.scores) for each in tried.values())
+    first, found = next(iter(tried.values())), {}
+    for count, each in tried.items():
+        report = judge_years(each.scores[:shared])["all"]
+        own, other, windows = (
+            np.concatenate([getattr(year, name) for year in years.scores[:shared]])
+            for years, name in ((each, "nll"), (first, "nll"), (each, "windows"))
+        )
+        over_first = gain_over(own, other, windows, 5)
+        results = [run.read_json(RESULT) or {} for run in each.runs[:shared]]
+        found[str(count)] = {
+            "nll": report["nll"],
+            "coverage_90": report["coverage_90"],
+            "gain_vs_ridge": report["gains"]["ridge"]["nats"],
+            "t_vs_ridge": report["gains"]["ridge"]["t"],
+            "gain_vs_first": over_first.nats,
+            "t_vs_first": over_first.t,
+            "chosen_at": [round(result["best_step"] / result["steps"], 2) for result in results],
+        }
     return found
 
 
@@ -113,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.walk_forward", description=__doc__.split("\n\n")[0])
     parser.add_argument("--years", default="2000:2022", help="first and last test year")
-    parser.add_argument("--valid-years", type=int, default=VALID_YEARS)
+    parser.add_argument("--valid-years", default=str(VALID_YEARS), help="such as 2, or 2,1,3: each is tried")
     parser.add_argument("--folder", type=Path, required=True, help="where datasets, jobs and scores are kept")
     parser.add_argument("--no-warm", action="store_true", help="fresh starts only")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after this long; 0: never")
@@ -121,24 +158,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     first, last = map(int, options.years.split(":"))
+    counts = [int(count) for count in options.valid_years.split(",")]
     folder, began = options.folder, time.monotonic()
     stop_on_signals(options.seconds)
     prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
     years: list[dict[str, YearScores]] = []
     runs: list[dict[str, RunDir]] = []
+    tried = {count: ValidYears() for count in counts}
     stopped = ""
     try:
         before: RunDir | None = None
         for year in range(first, last + 1):
-            split = YearSplit(year=year, valid_years=options.valid_years)
-            built = build_year(prices, f"{folder}/storage", split, DatasetParams(), CALENDAR)
-            dataset = DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
-            mine = {"fresh": train_year(folder, split, dataset, None)}
-            if before is not None and not options.no_warm:
-                mine["warm"] = train_year(folder, split, dataset, before)
-            before = mine.get("warm", mine["fresh"])
-            years.append(score_both(split, dataset, mine))
-            runs.append(mine)
+            for count in counts:
+                split = YearSplit(year=year, valid_years=count)
+                built = build_year(prices, f"{folder}/storage", split, DatasetParams(), CALENDAR)
+                dataset = DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
+                mine = {"fresh": train_year(folder, split, dataset, None)}
+                if before is not None and not options.no_warm and len(counts) == 1:
+                    mine["warm"] = train_year(folder, split, dataset, before)
+                scores = score_both(split, dataset, mine)
+                tried[count].scores.append(scores["fresh"])
+                tried[count].runs.append(mine["fresh"])
+                if count == counts[0]:
+                    before = mine.get("warm", mine["fresh"])
+                    years.append(scores)
+                    runs.append(mine)
             own = figures_of(years[-1:], runs[-1:])
             note(f"{json.dumps([own['by_year'], own['chosen_at']])}, {time.monotonic() - began:.0f} s")
     except SystemExit:
@@ -147,6 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("no year was finished")
         return 1
     figures = figures_of(years, runs)
+    if len(counts) > 1 and all(each.scores for each in tried.values()):
+        figures["by_valid_years"] = valid_figures(tried)
     if options.picture:
         walk_forward_figure([year["fresh"] for year in years], SHOWN).savefig(options.picture, dpi=110)
     tell("walk_forward", {**({"missing": stopped} if stopped else {}), **figures}, options.save)

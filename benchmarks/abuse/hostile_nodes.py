@@ -327,6 +327,7 @@ def be_victim(order: dict[str, str]) -> dict[str, Any]:
     from dtrain_dagster import registry
     from dtrain_dagster.jobs.orders import order_of
     from dtrain_dagster.registry.smoke_test import load_sample
+    from trainer.evaluation.gate import gate
     from trainer.rundir import EVALUATION, RESULT, RunDir
 
     seen: dict[str, list[str]] = {"started": [], "imported": [], "connected": []}
@@ -349,7 +350,7 @@ def be_victim(order: dict[str, str]) -> dict[str, Any]:
         provenance = registry.TrainingProvenance(
             nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
         )
-        job, verdict = registry.ordered_job(rundir, ordered), registry.promotion_gate(evaluation)
+        job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
         card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
         load_sample(order["run_dir"], order["cache"], 4, ordered)
     except (ValueError, OSError) as problem:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -13,6 +14,7 @@ from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_p
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.assets.walk_forward_gate import refuse_without_report
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -21,6 +23,7 @@ from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.spec import WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
@@ -59,6 +62,7 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         from dtrain_dagster.assets.training_request import DatasetTraining
 
         cluster, project = cluster_resource(context, names), project_resource(context, names)
+        refuse_without_report(Path(project.storage_uri), pipeline, sharded_dataset.manifest().get("kind", WINDOWS))
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
         return plan_training(context, config, cluster, project, request)
 

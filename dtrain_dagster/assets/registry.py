@@ -9,7 +9,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import plan_of, read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.assets.walk_forward_report import judge_by_walk_forward, read_report
+from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
@@ -23,17 +23,12 @@ from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
-from trainer.evaluation.gate import POINT_RULE, RULE
+from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import ROWS, WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import Gate, ServingCheck, TrainingProvenance
-
-OF_ROWS = (
-    "there is no gate for models of rows, so none becomes champion by itself: compare the figures of the card, and set "
-    "the alias in MLflow"
-)
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -48,14 +43,14 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         description=(
             "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion "
             "if it passes the check promotion_gate, a real server answers with its numbers, and it beats the champion "
-            "before it on the same windows; else challenger."
+            "before it on the same windows or rows; else challenger."
         ),
         check_specs=[
             dg.AssetCheckSpec(
                 "promotion_gate",
                 asset=key,
                 blocking=True,
-                description=f"A distribution: {RULE}. A point forecast: {POINT_RULE}.",
+                description=f"{RULE[0].upper()}{RULE[1:]}. A point forecast of windows: {POINT_RULE}.",
             ),
             dg.AssetCheckSpec(
                 "serving_endpoint_answers",
@@ -128,15 +123,16 @@ def register(
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     provenance = provenance_of(context, cluster, project, job, plan)
     ordered = registry.ordered_job(rundir, order)
-    is_of_rows = manifest.get("kind", WINDOWS) == ROWS
-    if is_of_rows:  # no gate reads its evaluation, which a node wrote
-        gate = registry.Gate(False, (OF_ROWS,))
+    # A node wrote the evaluation: it must follow from the model and the dataset.
+    if manifest.get("kind", WINDOWS) == ROWS:
+        evaluation = registry.judge_rows(rundir, order, evaluation, project.cache_dir)
+        verdict = gate(evaluation)
     else:
         registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
-        gate = registry.promotion_gate(evaluation)
+        verdict = gate(evaluation)
         if load_settings().gate == "walk_forward":
-            gate = judge_by_walk_forward(gate, read_report(Path(project.storage_uri), names), plan)
-    card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, gate)
+            verdict = judge_by_walk_forward(verdict, read_report(Path(project.storage_uri), names), plan, manifest)
+    card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
         job.run_dir,
@@ -156,11 +152,9 @@ def register(
     context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
     serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
     # A model that cannot be served must not become champion, however good it is.
-    champion = None
-    if not is_of_rows:
-        champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
-    verdict = gate if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
-    decision = registry.choose_alias(verdict, champion)
+    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
+    served = verdict if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
+    decision = registry.choose_alias(served, champion)
     replaced = models.promote(model, decision)
     context.log.info(f"{decision.alias}: {decision.reason}")
     worth = worth_line(evaluation, provenance.cost_usd_total)
@@ -181,7 +175,7 @@ def register(
             "model_card": dg.MarkdownMetadataValue(card),
             "tags": dg.JsonMetadataValue(dict(model.tags)),
         },
-        check_results=check_results(None if is_of_rows else gate, evaluation, serving),
+        check_results=check_results(verdict, evaluation, serving),
     )
 
 
@@ -218,15 +212,17 @@ def provenance_of(
 
 
 def check_results(
-    gate: "Gate | None", evaluation: dict[str, Any], serving: "ServingCheck"
-) -> list[dg.AssetCheckResult]:
-    """Return both blocking checks of a version: the gate's, and that of a real server's answers. ``gate``: None for a
-    model of rows, for which there is none."""
-    figures: dict[str, Any] = {"not_judged": OF_ROWS}
-    if gate is not None:
-        figures = {"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"}
+    verdict: "Gate", evaluation: dict[str, Any], serving: "ServingCheck"
+) -> list[dg.AssetCheckResult]:  # fmt: skip
+    """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
+    score = score_of(evaluation)
+    figure = {f"test_{score}": evaluation["model"][score]} if score else {"test_score": "not judged"}
     return [
-        dg.AssetCheckResult(check_name="promotion_gate", passed=gate is None or gate.passed, metadata=figures),
+        dg.AssetCheckResult(
+            check_name="promotion_gate",
+            passed=verdict.passed,
+            metadata={"reasons": list(verdict.reasons), **figure},
+        ),
         dg.AssetCheckResult(
             check_name="serving_endpoint_answers",
             passed=serving.passed,

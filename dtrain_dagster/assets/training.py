@@ -41,7 +41,7 @@ from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
-from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
+from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
         dg.AssetCheckSpec(
             "no_baseline_is_better",
             asset=key,
-            description=f"No baseline is better on the same test windows {BEYOND_CHANCE}; of rows: on the same rows, "
-            "by log-loss or squared error.",
+            description=f"No baseline is better on the same test windows, rows or tokens {BEYOND_CHANCE}.",
         ),
     ]
 
@@ -374,23 +373,15 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
-    from dtrain_dagster.reports.kind_scores import has_kind_scores
-
-    own = evaluation["model"].get("nll")
-    better = better_baselines(evaluation)
-    words = "not judged: this loss predicts no distribution"
-    if any("model_gain" in row for row in evaluation["baselines"].values()):
-        words = "judged by each row's log-loss or squared error instead"
-    elif has_kind_scores(evaluation):
-        words = "not judged beyond chance: the figures of the model and of its baselines are in scores"
+    score, better = score_of(evaluation), better_baselines(evaluation)
+    gains = {name: gain_of(row) for name, row in evaluation["baselines"].items()}
+    untested = [name for name, (gain, t) in gains.items() if gain is not None and t is None]
+    figure = {score: evaluation["model"][score]} if score else {"nll": "not judged: this loss predicts no distribution"}
     return dg.AssetCheckResult(
         check_name="no_baseline_is_better",
         passed=not better,
         severity=dg.AssetCheckSeverity.WARN,
-        metadata={
-            "nll": own if own is not None else words,
-            "better": better,
-        },
+        metadata={**figure, "better": better} | ({"not_tested_for_chance": untested} if untested else {}),
     )
 
 

@@ -18,6 +18,7 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions
 from dtrain_dagster.assets.planning import DESCRIPTION, plan_training
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.assets.walk_forward_gate import START, training_settings, walk_forward_names
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.data.prices import PricesRef
@@ -31,11 +32,8 @@ from trainer.rundir import RunDir
 if TYPE_CHECKING:
     from trainer.evaluation.walk_forward import YearScores
 
-NAME = "walk_forward"
 YEAR_ASSETS = ("sharded_dataset", "cost_estimate", "trained_checkpoint", "cost_breakdown", "year_scores")
 """The assets of each test year, in the order in which they are made."""
-START = ("start_from", "start_sha256")
-"""The fields of a training that name what it begins with."""
 
 
 class YearConfig(LaunchpadOptions):
@@ -75,11 +73,6 @@ class TrainedYear:
     """Whether it began with the weights of the year before."""
     settings: Mapping[str, Any]
     """What a year has to have in common with the others: model, loss, training, sample and validation."""
-
-
-def walk_forward_names(graph: GraphNames) -> GraphNames:
-    """Return the names of a graph's walk forward, whose assets have a prefix of their own."""
-    return GraphNames(graph.unique(NAME))
 
 
 def year_partitions(first: int, last: int | None) -> dg.TimeWindowPartitionsDefinition:
@@ -282,13 +275,6 @@ def settings_of(plan: TrainingPlan, manifest: Mapping[str, Any]) -> dict[str, An
         "valid_years": valid - train,
         "warm_start": plan.job["training"].get("start_from") is not None,
     }
-
-
-def training_settings(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the model, loss and training of a plan, without what it begins with and where it must stop. Pure."""
-    left_out = (*START, "max_node_seconds", "threads_per_rank")
-    training = {name: value for name, value in plan.job["training"].items() if name not in left_out}
-    return {"model": plan.job["model"], "loss": plan.job["loss"], "training": training}
 
 
 def with_study(pipeline: Pipeline, partitions: dg.PartitionsDefinition, defaults: Mapping[str, Any]) -> Pipeline:

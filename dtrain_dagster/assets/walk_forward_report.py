@@ -3,23 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import table_schema
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
-from dtrain_dagster.assets.walk_forward import TrainedYear, training_settings, walk_forward_names
-from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.assets.walk_forward import TrainedYear
+from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path, walk_forward_names
 from dtrain_dagster.resources import project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
+from trainer.evaluation.gate import is_beyond_chance
 from trainer.storage.open import open_storage
 
-if TYPE_CHECKING:
-    from trainer.evaluation.gate import Gate
-
-REPORT = "walk_forward_report"
 SHOWN = ("ridge", "har_x", "ewma")
 """The baselines in tables and pictures, the hardest to beat first; the JSON has all of them."""
 REGIME_WORDS = (
@@ -124,11 +121,6 @@ def report_years(
     )
 
 
-def report_path(folder: Path, names: GraphNames) -> Path:
-    """Return the file of a graph's report below the storage of this machine."""
-    return folder / "walk_forward" / f"{names.pipeline or 'stock'}.json"
-
-
 def report_document(years: Sequence[TrainedYear], wanted: Sequence[int]) -> dict[str, Any]:
     """Return the content of a report's JSON: what `trainer.evaluation.walk_forward.judge_years` says, with the dollars,
     the jobs, the missing years, the settings, and the gate's verdict. Pure."""
@@ -153,34 +145,6 @@ def report_document(years: Sequence[TrainedYear], wanted: Sequence[int]) -> dict
     return document
 
 
-def judge_by_walk_forward(gate: "Gate", document: Mapping[str, Any] | None, plan: TrainingPlan) -> "Gate":
-    """Return the verdict on a model whose own test gave ``gate``, where its kind must have stood the walk forward too:
-    the same model, loss and training, all years together. ``document``: the report; None where there is none. Pure."""
-    from trainer.evaluation.gate import Gate
-
-    if document is None:
-        reasons = [f"DTRAIN_GATE=walk_forward, and there is no {REPORT}: run the walk forward, or unset DTRAIN_GATE"]
-    else:
-        mine, its = (
-            flat({name: each[name] for name in ("model", "loss", "training")})
-            for each in (training_settings(plan), document["settings"])
-        )
-        other = next((name for name in sorted(mine.keys() | its.keys()) if mine.get(name) != its.get(name)), None)
-        reasons = [f"walk forward: {reason}" for reason in document["gate"]["reasons"]]
-        if other is not None:
-            reasons = [f"the walk forward judged {other} = {its.get(other)}, and this is {mine.get(other)}"]
-    return Gate(gate.passed and not reasons, (*gate.reasons, *reasons))
-
-
-def read_report(folder: Path, names: GraphNames) -> dict[str, Any] | None:
-    """Return the latest report of a graph, None where there is none. Raise ValueError for a damaged one."""
-    try:
-        found: dict[str, Any] = json.loads(report_path(folder, names).read_text())
-    except FileNotFoundError:
-        return None
-    return found
-
-
 def differences(years: Sequence[TrainedYear]) -> list[str]:
     """Return for each year that was made with other settings than the last one the first that differs. Pure. That the
     first year of warm starts has no year before it is no difference."""
@@ -196,14 +160,6 @@ def differences(years: Sequence[TrainedYear]) -> list[str]:
     return found
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return nested fields by their dotted names. Pure."""
-    if isinstance(value, Mapping) and value:
-        parts = [flat(each, f"{name}.{part}" if name else str(part)) for part, each in value.items()]
-        return {key: each for found in parts for key, each in found.items()}
-    return {name: value}
-
-
 def notes(document: Mapping[str, Any]) -> list[str]:
     """Return sentences about a report; each is computed from its figures, the verdict first. Pure."""
     together, best = document["all"], document["best_baseline"]
@@ -214,7 +170,7 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     else:
         gain = together["gains"][best]
         t = "" if gain["t"] is None else f", Newey-West t = {gain['t']:.1f}"
-        certain = gain["t"] is not None and abs(gain["t"]) >= 2
+        certain = is_beyond_chance(gain["t"])
         verdict = ("better" if gain["nats"] > 0 else "worse") if certain else "no better and no worse, beyond chance,"
         said.append(
             f"Over {len(years)} test year(s) the model is {verdict} than the best baseline, {best}: "

@@ -61,6 +61,8 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         more = f"; with its probe {dollars(training + probe)}" if probe else ""
         paid = training + probe
         lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
+    if (gate := evaluation.get("gate")) and evaluation["baselines"]:
+        lines.append(("gate", "passed" if gate.get("passed") else f"not passed: {'; '.join(gate.get('reasons', ()))}"))
     if worth := worth_line(evaluation, paid):
         lines.append(("earned", worth))
     if registration:

@@ -35,10 +35,10 @@ def linear_gain(evaluation: Mapping[str, Any]) -> LinearGain | None:
         return _gain_of_rows(model, baselines.get("linear", {}), evaluation.get("task") == REGRESSION)
     if kind == TOKENS:
         over = "bigram" if "bigram" in baselines else "unigram"
-        is_likelihood = model.get("perplexity") is not None and over in baselines
-        return (
-            LinearGain(over=over, amount=baselines[over]["loss"] - model["loss"], unit=NATS) if is_likelihood else None
-        )
+        if model.get("perplexity") is None or over not in baselines:
+            return None
+        row = baselines[over]
+        return LinearGain(over=over, amount=row["loss"] - model["loss"], unit=NATS, t=row.get("model_gain_t"))
     row = baselines.get("ridge", {})
     if row.get("model_gain_nll") is None:
         return None

@@ -22,7 +22,7 @@ from dtrain_dagster.data.build_once import (
 )
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.rows import check_fractions, hashed_shares, splits_of
-from trainer.data.kinds import MOST_IDS, SPLITS, id_bytes, windows_in
+from trainer.data.kinds import FEW_DOCUMENTS, MOST_IDS, SPLITS, id_bytes, windows_in
 from trainer.spec import TOKENS
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ BYTES = "bytes"
 """The encoding whose ids are the bytes of a document."""
 BYTE_VOCABULARY, END = 256, 0
 """Ids of that encoding, and the one that ends a document: a byte that no text has."""
-FEW_DOCUMENTS = 20
-"""With fewer documents, each is divided by itself: its beginning is for training, its end for the test."""
 BLOCK = 1 << 20
 
 

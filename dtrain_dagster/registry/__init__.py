@@ -8,6 +8,7 @@ from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.card import TrainingProvenance, model_card
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
 from dtrain_dagster.registry.evaluated import EvaluationError, refuse_false_evaluation
+from dtrain_dagster.registry.evaluated_rows import judge_rows
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import (
@@ -17,7 +18,6 @@ from dtrain_dagster.registry.promotion import (
     choose_alias,
     judge_champion,
     promote,
-    promotion_gate,
 )
 from dtrain_dagster.registry.run_model import RunModelError, ordered_job
 from dtrain_dagster.registry.server import (
@@ -60,10 +60,10 @@ __all__ = [
     "choose_alias",
     "find_version",
     "judge_champion",
+    "judge_rows",
     "model_card",
     "ordered_job",
     "promote",
-    "promotion_gate",
     "refuse_false_evaluation",
     "register_model",
     "scoring_server",

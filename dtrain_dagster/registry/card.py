@@ -9,7 +9,7 @@ from typing import Any
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import FactoryConfig, JobConfig
-from trainer.evaluation.gate import POINT_RULE, RULE, Gate
+from trainer.evaluation.gate import IN_WORDS, POINT_RULE, RULE, Gate
 from trainer.spec import REGRESSION, ROWS, WINDOWS
 
 
@@ -99,10 +99,8 @@ def _judgement(evaluation: Mapping[str, Any], verdict: Gate, usd: float | None) 
     """Return the verdict, what the dollars have bought, the model beside every baseline, and calibration by fifths of
     the predicted volatility."""
     model, baselines = evaluation["model"], evaluation["baselines"]
-    gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(map(in_markdown, verdict.reasons))}"
-    rule = POINT_RULE if model.get("nll") is None else RULE
     parts = [
-        f"Gate {gate}. A model passes if {rule}.",
+        _verdict(verdict, POINT_RULE if model.get("nll") is None else f"{RULE}; {IN_WORDS[WINDOWS]}"),
         *_worth(evaluation, usd),
         f"Test split: {evaluation['windows']:,} windows that end on {evaluation['days']:,} days from "
         f"{in_markdown(evaluation['first_date'], 40)} to {in_markdown(evaluation['last_date'], 40)}.",
@@ -116,6 +114,11 @@ def _judgement(evaluation: Mapping[str, Any], verdict: Gate, usd: float | None) 
         header = ["fifth, calm to stormy", "mean σ", "NLL", "90 % coverage"]
         parts += ["By fifth of the predicted scale:", _table(header, rows)]
     return "\n\n".join(parts)
+
+
+def _verdict(verdict: Gate, rule: str) -> str:
+    gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(map(in_markdown, verdict.reasons))}"
+    return f"Gate {gate}. A model passes if {rule}."
 
 
 def _worth(evaluation: Mapping[str, Any], usd: float | None) -> list[str]:
@@ -246,7 +249,7 @@ def _card_of_rows(
         f"A forecast of {target} ({manifest['task']}{f': {classes}' if classes else ''}) from {len(features)} columns: "
         f"{', '.join(features)}. Model `{_shown(job.model)}`, loss `{_shown(job.loss)}`; standardisation is part of "
         "the model.",
-        f"## How good it is\n\nNot judged by a gate: {'; '.join(map(in_markdown, verdict.reasons))}.\n\n"
+        f"## How good it is\n\n{_verdict(verdict, f'{RULE}; {IN_WORDS[ROWS]}')}\n\n"
         + "".join(f"{worth}\n\n" for worth in _worth(evaluation, provenance.cost_usd_total))
         + _table(["", *scores], rows),
         "## What it cannot do\n\n"
@@ -263,7 +266,7 @@ def _card_of_rows(
         "## Training\n\n" + _training(job, result, provenance),
         f"## How to call it\n\nInput: `(n, {len(features)})` float32, the columns above in their order, categories as "
         f"the codes that the model's metadata lists. Output per row: {answer}.\n\n```python\n"
-        f'model = mlflow.pyfunc.load_model("models:/{model_name}/1")  # or another version\n'
+        f'model = mlflow.pyfunc.load_model("models:/{model_name}@champion")  # or /1, a version\n'
         "forecast = model.predict(rows)  # pandas.DataFrame\n```",
     ]
     return "\n\n".join(sections) + "\n"

@@ -13,7 +13,7 @@ from dtrain_dagster.registry.packed import packed_files
 from dtrain_dagster.registry.run_model import ordered_job
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
-from trainer.evaluation.gate import Gate, gate, suspect_leak
+from trainer.evaluation.gate import Gate
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 Alias = Literal["champion", "challenger"]
 MAX_WINDOWS = 50_000
-"""The most test windows of a comparison of candidate and champion, spread evenly over the split."""
+"""The most test windows or rows of a comparison of candidate and champion, spread evenly over the split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The scores of candidate and champion on the same windows; lower is better."""
+    """The scores of candidate and champion on the same windows or rows; lower is better."""
 
     champion_version: str
     metric: str
-    """``NLL`` or ``squared error``; empty where they cannot be compared."""
+    """Such as ``NLL`` or ``log-loss``; empty where they cannot be compared."""
     candidate: float | None
     champion: float | None
     windows: int
+    """The number of windows, or of rows."""
     note: str
     """The reason why they cannot be compared, or a remark on the comparison; may be empty."""
+    unit: str = "windows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,23 +47,6 @@ class AliasDecision:
 
     alias: Alias
     reason: str
-
-
-def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
-    """Return whether a model may be champion at all, from ``evaluation.json``, with the reasons.
-
-    A distribution is judged by `trainer.evaluation.gate.gate`, a point forecast by its `POINT_RULE`; a loss that gives
-    neither cannot be judged and does not pass.
-    """
-    model = evaluation["model"]
-    if model.get("nll") is not None:
-        return gate(evaluation)
-    ratio = model.get("mse_to_zero")
-    if ratio is None:
-        return Gate(False, ("the loss gives neither a distribution nor a point forecast: there is nothing to compare",))
-    reasons = [] if ratio < 1 else [f"its squared error is {ratio:.4f} of a zero forecast's: no better than no model"]
-    leak = suspect_leak(evaluation.get("halves", ()))
-    return Gate(not reasons and not leak, tuple([*reasons, *([leak] if leak else [])]))
 
 
 def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
@@ -85,7 +70,7 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
     verb = "beats" if better else "does not beat"
     reason = (
         f"the gate passed; {champion.metric} {champion.candidate:.5f} {verb} the {rival}'s {champion.champion:.5f} on "
-        f"the same {champion.windows:,} test windows"
+        f"the same {champion.windows:,} test {champion.unit}"
     )
     if champion.note:
         reason += f" ({champion.note})"
@@ -101,8 +86,8 @@ def judge_champion(
     timeout_seconds: float = 300.0,
     order: Order | None = None,
 ) -> Comparison | None:
-    """Score the current champion on the candidate's test windows; return None if there is no champion, or it is the
-    candidate.
+    """Score the current champion on the candidate's test windows or rows; return None if there is no champion, or it is
+    the candidate.
 
     The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
     input means something else, or it does not load, the comparison says why.
@@ -137,8 +122,8 @@ def compare(
     order: Order | None = None,
 ) -> Comparison:
     """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
-    training wrote. ``own`` and ``its`` are the candidate's and the champion's metadata of the model. Raise
-    `AnswerError` for predictions of another dataset."""
+    training wrote; or on the test rows, against what the run directory's weights answer. ``own`` and ``its`` are the
+    candidate's and the champion's metadata of the model. Raise `AnswerError` for predictions of another dataset."""
     import numpy as np
 
     from trainer.data.sampler import spread_positions
@@ -149,6 +134,8 @@ def compare(
     if difference:
         return _incomparable(version, difference)
     rundir = RunDir(run_dir)
+    if "task" in own:
+        return _compare_rows(rundir, version, own, its, predict, cache_dir, order)
     shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, own["dataset_id"])
     judged = spread_positions(shards.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(len(judged), MAX_WINDOWS)).astype(np.int64))
@@ -174,6 +161,50 @@ def compare(
                 note=_overlap(its, shards.manifest["splits"]["test"]["first"]),
             )
     return _incomparable(version, "one forecasts a distribution or a point, and the other nothing of the kind")
+
+
+def _compare_rows(
+    rundir: RunDir,
+    version: str,
+    own: Mapping[str, Any],
+    its: Mapping[str, Any],
+    predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
+    cache_dir: str | None,
+    order: Order | None,
+) -> Comparison:
+    import numpy as np
+
+    from dtrain_dagster.registry.evaluated_rows import answers
+    from dtrain_dagster.registry.run_model import load_run_model
+    from trainer.data.row_data import RowData
+    from trainer.evaluation.row_comparison import RowScoring
+    from trainer.isolation.runner import IsolationError
+
+    model = load_run_model(rundir, order)
+    data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
+    count = data.count("test")
+    positions = np.unique(np.linspace(0, count - 1, min(count, MAX_WINDOWS)).astype(np.int64))
+    try:
+        other = answers(predict, data, positions)
+    except IsolationError as error:
+        return _incomparable(version, f"it could not be loaded: {error}")
+    mine = answers(model.predict, data, positions)
+    if mine is None or other is None:
+        return _incomparable(version, "one of the two forecasts neither classes nor a number")
+    scoring, truth = RowScoring(data.spec), data.gather("test", positions)[1].numpy()
+    foreign = (
+        "the champion was trained on another dataset, which may hold rows that are tested here; then the comparison "
+        "favours it"
+    )
+    return Comparison(
+        champion_version=version,
+        metric="squared error over variance" if scoring.is_number else "log-loss",
+        candidate=float(scoring.score(mine, truth).mean()),
+        champion=float(scoring.score(other, truth).mean()),
+        windows=len(positions),
+        note="" if its.get("dataset_id") == own["dataset_id"] else foreign,
+        unit="rows",
+    )
 
 
 def champion_version(model_name: str, tracking_uri: str) -> str | None:
@@ -204,8 +235,8 @@ def promote(model: RegisteredModel, decision: AliasDecision, tracking_uri: str) 
 
 
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """Return why two models cannot take the same windows or forecast different things; "" where they agree."""
-    for name in ("window", "features", "target", "horizon"):
+    """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree."""
+    for name in ("window", "features", "target", "horizon", "task", "categories", "classes"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
     return ""

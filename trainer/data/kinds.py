@@ -34,6 +34,8 @@ ARRAYS = ("features", "target", "ticker", "date")
 MOST_CLASSES = 10_000
 MOST_IDS = 1 << 24
 """The largest vocabulary. Ids are stored in 16 bits up to 65,536, and in 32 above."""
+FEW_DOCUMENTS = 20
+"""With fewer documents, each is divided by itself: its beginning is for training, its end for the test."""
 _COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _LONGEST_WINDOW = 100_000
 _LONGEST_CONTEXT = 1 << 20

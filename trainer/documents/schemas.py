@@ -334,6 +334,7 @@ DOCUMENTS: Mapping[str, Check] = {
             )
         ),
         notes=many(text),
+        gate=record(passed=flag, reasons=many(text)),
     ),
     "owner.json": record(dagster_run_id=optional(text), since=moment),
     "claim.json": record({"claimed_at": moment}, dagster_run_id=text),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.spec import REGRESSION, ROWS, TOKENS, WINDOWS
+
 COVERAGE_LOW, COVERAGE_HIGH = 0.87, 0.93
 LEAK_RANK_IC = 0.08
 LEAK_ACCURACY = 0.53
@@ -13,18 +15,31 @@ LEAK_T = 4.0
 """High, because a forecast that merely prefers some tickers has a rank IC that hardly changes from day to day: over
 half a year of four tickers, t reaches 3 by luck. A planted label gives 50 and more."""
 MUST_BEAT = ("ewma", "har_x")
+"""The plain baselines of windows."""
+PLAIN: Mapping[str, tuple[str, ...]] = {WINDOWS: MUST_BEAT, ROWS: ("constant",), TOKENS: ("unigram",)}
+"""The baselines that a model has to be better than, by the kind of its data."""
+IN_WORDS: Mapping[str, str] = {
+    WINDOWS: "the linear one is ridge, the plain ones are EWMA and HAR-X",
+    ROWS: "the linear one is a linear or logistic regression, the plain one the constant",
+    TOKENS: "the linear one is the counts of pairs, the plain one the counts of single tokens",
+}
+"""What `RULE` calls the baselines of each kind."""
 CHANCE_T = 2.0
 """The absolute t-statistic up to which a difference could be chance."""
-BEYOND_CHANCE = f"beyond chance (paired t-statistic above {CHANCE_T:g}: Newey-West's over days)"
-"""What the words mean wherever they are used of models of windows."""
+BEYOND_CHANCE = (
+    f"beyond chance (paired t-statistic above {CHANCE_T:g}: Newey-West's over days; of a table over rows, of tokens "
+    "over documents)"
+)
+"""What the words mean wherever they are used."""
 RULE = (
-    f"no baseline, ridge included, has a likelihood that is better {BEYOND_CHANCE}, the model's own is better than "
-    f"EWMA's and HAR-X's, its 90 % interval covers {100 * COVERAGE_LOW:g} to {100 * COVERAGE_HIGH:g} %, and nothing "
+    f"no baseline, the linear one included, is better {BEYOND_CHANCE}, the model is better than the plain ones, its "
+    f"90 % interval covers {100 * COVERAGE_LOW:g} to {100 * COVERAGE_HIGH:g} % where it forecasts windows, and nothing "
     "suggests a leak"
 )
 """What `gate` asks for, in words: descriptions, the card and the documentation use these."""
 POINT_RULE = "its squared error is below that of forecasting zero, and nothing suggests a leak"
-"""What is asked of a model that forecasts no distribution."""
+"""What `gate` asks of a model of windows that forecasts no distribution."""
+_LABELS = {"nll": "NLL", "log_loss": "log-loss", "rmse": "RMSE", "loss": "loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +70,86 @@ def suspect_leak(halves: Sequence[Mapping[str, float | None]]) -> str | None:
 
 
 def gate(report: Mapping[str, Any]) -> Gate:
-    """Judge ``evaluation.json`` by `RULE`. Never by directional accuracy: «always up» has a good one."""
-    model, baselines = report["model"], report["baselines"]
-    nll = model.get("nll")
-    if nll is None:
-        return Gate(
-            False, ("the loss predicts no distribution, so its likelihood cannot be compared with the baselines",)
-        )
-    reasons = []
-    for name in MUST_BEAT:
-        other = baselines.get(name, {}).get("nll")
-        if other is None:
-            reasons.append(f"the baseline {name} could not be judged on this dataset")
-        elif not nll < other:
-            reasons.append(f"NLL {nll:.4f} is not below {name}'s {other:.4f}")
-    reasons += [
-        f"{name}'s NLL {baselines[name]['nll']:.4f} is better than {nll:.4f} {beyond_chance(baselines[name])}"
+    """Judge ``evaluation.json`` by `RULE`, and a point forecast of windows by `POINT_RULE`. Never by directional
+    accuracy: «always up» has a good one."""
+    kind, score = report.get("kind", WINDOWS), score_of(report)
+    reasons = _suspicions(report)
+    if score is None:
+        return _point_gate(report, reasons) if kind == WINDOWS else Gate(False, (_NO_SCORE[kind], *reasons))
+    own, baselines, label = report["model"][score], report["baselines"], _LABELS[score]
+    said = []
+    for name in PLAIN[kind]:
+        row = baselines.get(name, {})
+        gain, _ = gain_of(row)
+        if gain is None:
+            said.append(f"the baseline {name} could not be judged on this dataset")
+        elif not gain > 0:
+            said.append(f"{label} {own:.4f} is not below {name}'s {row[score]:.4f}")
+    said += [
+        f"{name}'s {label} {baselines[name][score]:.4f} is better than {own:.4f} {beyond_chance(baselines[name])}"
         for name in better_baselines(report)
-        if name not in MUST_BEAT
+        if name not in PLAIN[kind]
     ]
-    coverage = model["coverage_90"]
-    if not COVERAGE_LOW <= coverage <= COVERAGE_HIGH:
-        reasons.append(f"the 90 % interval covers {coverage:.3f}, outside [{COVERAGE_LOW}, {COVERAGE_HIGH}]")
-    leak = suspect_leak(report["halves"])
-    if leak:
-        reasons.append(leak)
-    return Gate(not reasons, tuple(reasons))
+    coverage = report["model"].get("coverage_90")
+    if kind == WINDOWS and not COVERAGE_LOW <= coverage <= COVERAGE_HIGH:
+        said.append(f"the 90 % interval covers {coverage:.3f}, outside [{COVERAGE_LOW}, {COVERAGE_HIGH}]")
+    return Gate(not said and not reasons, (*said, *reasons))
+
+
+_NO_SCORE = {
+    ROWS: "the loss knows neither probabilities nor a forecast: there is nothing to compare with the baselines",
+    TOKENS: "the loss is no likelihood of the next token: there is nothing to compare with the counts",
+}
+
+
+def gate_document(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict of `gate` as ``evaluation.json`` has it."""
+    verdict = gate(report)
+    return {"passed": verdict.passed, "reasons": list(verdict.reasons)}
+
+
+def score_of(report: Mapping[str, Any]) -> str | None:
+    """Return the name of the figure by which the model and its baselines are compared; None for a loss that gives no
+    such figure. Lower is better."""
+    kind, model = report.get("kind", WINDOWS), report["model"]
+    if kind == TOKENS:
+        return "loss" if model.get("perplexity") is not None else None
+    score = "nll" if kind == WINDOWS else "rmse" if report.get("task") == REGRESSION else "log_loss"
+    return score if model.get(score) is not None else None
+
+
+def _point_gate(report: Mapping[str, Any], reasons: Sequence[str]) -> Gate:
+    ratio = report["model"].get("mse_to_zero")
+    if ratio is None:
+        return Gate(False, ("the loss gives neither a distribution nor a point forecast: there is nothing to compare",))
+    poor = [] if ratio < 1 else [f"its squared error is {ratio:.4f} of a zero forecast's: no better than no model"]
+    return Gate(not poor and not reasons, (*poor, *reasons))
+
+
+def _suspicions(report: Mapping[str, Any]) -> list[str]:
+    """Return what suggests a leak: a mean forecast of windows that is too good, or a canary of other kinds."""
+    leak = suspect_leak(report.get("halves", ()))
+    sung = [name for name, canary in report.get("canaries", {}).items() if not canary["passed"]]
+    return [*([leak] if leak else []), *(f"the canary {name} was not silent: see the notes" for name in sung)]
+
+
+def gain_of(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return by how much the model is better than a baseline, and the paired t-statistic, from the baseline's
+    figures."""
+    return row.get("model_gain_nll", row.get("model_gain")), row.get("model_gain_t")
 
 
 def is_beyond_chance(t: float | None) -> bool:
     """Return whether a difference with this t-statistic is more than chance gives; False where there is none, for want
-    of days."""
+    of days, rows or documents."""
     return t is not None and abs(t) > CHANCE_T
 
 
 def better_baselines(report: Mapping[str, Any]) -> list[str]:
-    """Return the baselines that are better than the model beyond chance, on the same windows or rows. Where there are
-    too few days for a t-statistic, a better likelihood is enough: what cannot be tested is not decided for the
+    """Return the baselines that are better than the model beyond chance, on the same windows, rows or tokens. Where
+    there are too few of them for a t-statistic, a better figure is enough: what cannot be tested is not decided for the
     model."""
-    gains = {
-        name: (row.get("model_gain_nll", row.get("model_gain")), row.get("model_gain_t"))
-        for name, row in report["baselines"].items()
-    }
+    gains = {name: gain_of(row) for name, row in report["baselines"].items()}
     return [
         name
         for name, (gain, t) in gains.items()
@@ -106,5 +159,5 @@ def better_baselines(report: Mapping[str, Any]) -> list[str]:
 
 def beyond_chance(row: Mapping[str, Any]) -> str:
     """Return the words for a baseline that `better_baselines` names, from its figures."""
-    t = row["model_gain_t"]
-    return "on too few days to test for chance" if t is None else f"beyond chance (t {-t:.1f})"
+    _, t = gain_of(row)
+    return "on too little to test for chance" if t is None else f"beyond chance (t {-t:.1f})"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.data.training_data import TrainingData, read_each
@@ -138,9 +139,16 @@ class TaskJudge:
         return report
 
 
-def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
+def evaluate_task(
+    task: Task,
+    data: TrainingData,
+    split: str,
+    request: JudgeRequest,
+    losses: NDArray[np.float64] | None = None,
+) -> Evaluation:
     """Return the means of loss and metrics over a split; a collective. Ranks take whole batches, the same at any world
-    size, and sums are taken in float64: the result does not depend on how many ranks there are."""
+    size, and sums are taken in float64: the result does not depend on how many ranks there are. ``losses`` (count,),
+    where given, gets the loss of each sample that this rank has judged, in its place."""
     count = data.count(split)
     first, last = SharedWork(request.world).part(count, request.batch_size)
     was_training = request.model.training
@@ -152,8 +160,10 @@ def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequ
         ]
         for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
             request.before_batch()
-            for name, value in _figures(task, request.model, batch, len(positions)).items():
-                sums[name] = sums.get(name, 0.0) + value
+            for name, values in _figures(task, request.model, batch, len(positions)).items():
+                sums[name] = sums.get(name, 0.0) + values.sum().item()
+                if losses is not None and name == "loss":
+                    losses[positions] = values.cpu().numpy()
     request.model.train(was_training)
     # A rank without samples knows no names: all use those of the first that has some.
     names = max(request.world.all_gather_object(sorted(sums)), key=len)
@@ -162,14 +172,13 @@ def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequ
     return Evaluation(samples=count, loss=means.pop("loss"), metrics=means)
 
 
-def _figures(task: Task, model: nn.Module, batch: Any, count: int) -> dict[str, float]:
-    """Return the sums of losses and metrics over a batch, in float64."""
+def _figures(task: Task, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
+    """Return losses and metrics of a batch, each (count,) in float64."""
     found: dict[str, Tensor] = {"loss": task.loss(model, batch)}
     metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(task, "metrics", None)
     if metrics is not None:
         found |= metrics(model, batch)
     return {
-        name: per_sample(value.float(), count, "the loss" if name == "loss" else f"the metric {name!r}")
-        .double().sum().item()
+        name: per_sample(value.float(), count, "the loss" if name == "loss" else f"the metric {name!r}").double()
         for name, value in found.items()
-    }  # fmt: skip
+    }

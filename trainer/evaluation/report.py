@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineForecast
-from trainer.evaluation.gate import gate, is_beyond_chance, suspect_leak
+from trainer.evaluation.gate import gate_document, is_beyond_chance, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
 
@@ -109,8 +109,7 @@ def build_report(
         "by_year": _by_year(predictions, own, reference, days),
     }
     report["notes"] = notes(report)
-    decision = gate(report)
-    report["gate"] = {"passed": decision.passed, "reasons": list(decision.reasons)}
+    report["gate"] = gate_document(report)
     return report
 
 

@@ -1,13 +1,14 @@
 """What rows are judged against: the constant, and a linear model fitted to training rows (logistic for classes).
 
-Rows are encoded as for a model (`trainer.model.rows.RowEncoder`), in float64. Ranks share the rows; the sums over them
-are the same on all, so all come to the same weights.
+Rows are encoded as for a model (`trainer.model.rows.RowEncoder`), in float64. Ranks share the rows of a large table;
+the sums over them are the same on all, so all come to the same weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +20,32 @@ from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
+from trainer.runtime.undecorated import undecorated
 from trainer.spec import REGRESSION, RowSpec
 
 MOST_FITTED = 1 << 15
 """The most training rows that the linear model is fitted to, at even distances."""
 MOST_VALUES = 1 << 24
 """The most numbers of these rows that are held at once: fewer rows of a wide table."""
+ALONE = 1 << 20
+"""The most products, rows by weights, for which each rank fits the linear model by itself: to add up the gradients of
+ranks at each step would take longer."""
 CHUNK = 1 << 16
 """Rows whose targets are counted at once."""
 STEPS = 100
 """The most iterations of the fit (L-BFGS)."""
+
+
+_ADD_PARAM_GROUP = undecorated(torch.optim.Optimizer.add_param_group)
+_STEP = undecorated(torch.optim.LBFGS.step)
+
+
+class _Optimizer(torch.optim.LBFGS):
+    """L-BFGS as torch has it. To be stepped by `_STEP`."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as `torch.optim.Optimizer.add_param_group` does."""
+        _ADD_PARAM_GROUP(self, param_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +90,22 @@ def fit_linear(
     positions = spread_positions(count, max(1, min(count, MOST_FITTED, MOST_VALUES // (spec.inputs + 1))))
     labelled = positions if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(positions)
     encoder = RowEncoder(spec)
+    is_number = spec.task == REGRESSION
+    outputs = 1 if is_number else len(spec.classes)
+    if len(positions) * (spec.inputs + 1) * outputs <= ALONE:
+        work = SharedWork()
     first, last = work.part(len(positions), 1)
     rows, _ = data.gather("train", positions[first:last])
     _, target = data.gather("train", labelled[first:last])
     inputs = _extended(encoder, rows)
-    is_number = spec.task == REGRESSION
     if is_number:
         target = (target.double() - spec.target_mean) / spec.target_std
-    outputs = 1 if is_number else len(spec.classes)
     weights = torch.zeros(inputs.shape[1], outputs, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=STEPS, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
+    optimizer = _Optimizer([weights], max_iter=STEPS, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
 
     def closure() -> float:
         before_step()
-        optimizer.zero_grad()
+        weights.grad = None
         found = inputs @ weights
         loss = (
             0.5 * ((found[:, 0] - target) ** 2).sum()
@@ -102,7 +121,8 @@ def fit_linear(
             weights.grad.copy_((gradient + penalised) / len(positions))
             return (float(sums[0]) + 0.5 * penalised.square().sum().item()) / len(positions)
 
-    optimizer.step(closure)
+    with torch.no_grad():
+        _STEP(optimizer, closure)
     return LinearModel(encoder, weights.detach(), spec)
 
 

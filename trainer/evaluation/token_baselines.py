@@ -46,22 +46,40 @@ def judge_counts(
     split: str,
     work: SharedWork,
     before_chunk: Callable[[], object],
-) -> dict[str, float]:
-    """Return the mean loss per token in nats of each baseline, over the tokens that a model predicts in this split.
-    Every token counts once more than it was seen; a pair's probability is mixed with that of the single token in
-    proportion to what was seen. A collective."""
+) -> dict[str, Array]:
+    """Return the mean loss per token in nats of each baseline over each piece of this split (pieces,), for the tokens
+    that a model predicts there. Every token counts once more than it was seen; a pair's probability is mixed with that
+    of the single token in proportion to what was seen. A collective."""
     plain = (single + 1) / (single.sum() + len(single))
     seen = None if pairs is None else pairs.sum(axis=1)
-    count = data.count(split) * data.spec.context
-    first, last = work.part(count, CHUNK)
-    sums = np.zeros(2)
-    for start in range(first, last, CHUNK):
+    count, context = data.count(split), data.spec.context
+    block = max(1, CHUNK // context)
+    first, last = work.part(count, block)
+    names = ("unigram",) if pairs is None else ("unigram", "bigram")
+    part = np.empty((last - first, len(names)))
+    for start in range(first, last, block):
         before_chunk()
-        stop = min(start + CHUNK, last)
-        ids = data.stream(split, start, stop + 1)
+        stop = min(start + block, last)
+        ids = data.stream(split, start * context, stop * context + 1)
         before, after = ids[:-1], ids[1:]
-        sums[0] -= np.log(plain[after]).sum()
+        found = [plain[after]]
         if pairs is not None and seen is not None:
-            sums[1] -= np.log((pairs[before, after] + plain[after]) / (seen[before] + 1)).sum()
-    sums = work.sum(sums) / count
-    return {"unigram": float(sums[0])} | ({} if pairs is None else {"bigram": float(sums[1])})
+            found.append((pairs[before, after] + plain[after]) / (seen[before] + 1))
+        for column, probabilities in enumerate(found):
+            losses = -np.log(probabilities).reshape(-1, context)
+            part[start - first : stop - first, column] = losses.mean(axis=1)
+    return dict(zip(names, work.join(part, first, count).T, strict=True))
+
+
+def count_ends(data: TokenData, split: str, work: SharedWork) -> NDArray[np.int64]:
+    """Return how many documents end in each piece of a split (pieces,): none where their ends are not marked. A
+    collective."""
+    count, context, end = data.count(split), data.spec.context, data.spec.end
+    block = max(1, CHUNK // context)
+    first, last = work.part(count, block)
+    part = np.zeros(last - first)
+    for start in range(first, last, block) if end is not None else ():
+        stop = min(start + block, last)
+        ids = data.stream(split, start * context, stop * context).reshape(-1, context)
+        part[start - first : stop - first] = (ids == end).sum(axis=1)
+    return work.join(part, first, count).astype(np.int64)

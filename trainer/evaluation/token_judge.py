@@ -13,16 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.data.token_data import TokenData
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation
+from trainer.evaluation.gate import gate_document
 from trainer.evaluation.judge import JudgeRequest, evaluate_task
+from trainer.evaluation.scores import blocked_t
 from trainer.evaluation.shared_work import SharedWork
-from trainer.evaluation.token_baselines import count_tokens, judge_counts
+from trainer.evaluation.token_baselines import count_ends, count_tokens, judge_counts
+from trainer.evaluation.token_blocks import TokenBlocks, independent_blocks
 from trainer.model.task import Task
 from trainer.model.tokens import generate_ids
 from trainer.rundir import EVALUATION, RunDir
+from trainer.spec import TOKENS
 
 SAMPLE_TOKENS = 400
 """Tokens of the sample."""
@@ -55,15 +60,17 @@ class TokenJudge:
         """Return the report on the test split, which rank 0 writes. Raise ValueError where the loss is not finite,
         before anything is written."""
         begin("test split")
-        found = evaluate_task(self.task, self.data, "test", request)
+        work, own = SharedWork(request.world), np.zeros(self.data.count("test"))
+        found = evaluate_task(self.task, self.data, "test", request, own)
         if not math.isfinite(found.loss):
             raise ValueError(
                 f"the loss on the test split is {found.loss}: lower training.learning_rate or training.clip_norm"
             )
         begin("baselines")
-        work = SharedWork(request.world)
+        own = work.sum(own)
         single, pairs = count_tokens(self.data, work, request.before_batch)
-        losses = judge_counts(single, pairs, self.data, "test", work, request.before_batch)
+        judged = judge_counts(single, pairs, self.data, "test", work, request.before_batch)
+        blocks = independent_blocks(self.data.manifest, "test", count_ends(self.data, "test", work))
         sample = self._sample(request)  # by all ranks, as a model may be divided among them
         sees = self._sees_the_future(request)
         begin("report")
@@ -71,9 +78,10 @@ class TokenJudge:
         notes = []
         if self.is_likelihood:
             model |= self._figures(found.loss, "test")
-            not_below = [name for name, loss in losses.items() if not found.loss < loss]
+            not_below = [name for name, losses in judged.items() if not found.loss < losses.mean()]
             if not_below:
                 notes.append(f"the loss is not below that of {' and '.join(not_below)}: the model has gained nothing")
+            notes.append(f"{blocks.note}.")
         if pairs is None:
             notes.append("pairs of tokens were not counted: the vocabulary is too large")
         if sees:
@@ -81,11 +89,19 @@ class TokenJudge:
                 "what the model predicts changes with the tokens that come after: its attention is not causal, and "
                 "its loss says nothing"
             )
-        baselines = {name: {"loss": loss, **self._figures(loss, "test")} for name, loss in losses.items()}
-        report = {
-            "kind": "tokens", "split": "test", "model": model, "baselines": baselines,
+        baselines = {
+            name: {
+                "loss": float(losses.mean()),
+                **self._figures(float(losses.mean()), "test"),
+                **(self._gain(losses - own, blocks) if self.is_likelihood else {}),
+            }
+            for name, losses in judged.items()
+        }
+        report: dict[str, Any] = {
+            "kind": TOKENS, "split": "test", "model": model, "baselines": baselines,
             "canaries": {"future_changed": {"passed": not sees}}, "sample": sample, "notes": notes,
         }  # fmt: skip
+        report["gate"] = gate_document(report)
         if request.world.rank == 0:
             run_dir.write_json(EVALUATION, report)
         request.world.barrier()
@@ -98,6 +114,14 @@ class TokenJudge:
         if units:
             figures["bits_per_byte"] = loss / math.log(2) * self.data.tokens(split) / units
         return figures
+
+    def _gain(self, gain: NDArray[np.float64], blocks: TokenBlocks) -> dict[str, float | None]:
+        """Return by how much the model's loss per token is lower, and the t-statistic over independent blocks, from the
+        gain on each piece (pieces,)."""
+        t = None
+        if blocks.block is not None:
+            t = blocked_t(np.bincount(blocks.block, gain).astype(np.float64), np.bincount(blocks.block))
+        return {"model_gain": float(gain.mean()), "model_gain_t": t}
 
     def _sample(self, request: JudgeRequest) -> dict[str, Any]:
         """Return what the model writes after the first tokens of the test split, the same for a seed."""

@@ -7,8 +7,6 @@ default model on a CPU, torch's own takes about a tenth of a step. A whole step 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +14,17 @@ from torch import Tensor, nn
 
 from trainer.parallel import buckets
 from trainer.runtime.step_timer import traced
+from trainer.runtime.undecorated import undecorated
 
 UPDATE = "Optimizer.step#FlatAdamW.step"
 """The name of an update in traces, as torch calls it."""
 
 
-def _undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's optimizers without its decorators, which support graphs that contain an optimizer.
-    They load ``torch._dynamo``, which takes as long as half of torch itself (0.9 s of 2.2 s of a rank's imports); no
-    graph here contains an optimizer. Return the method unchanged where it has no ``__wrapped__``."""
-    return inspect.unwrap(method)
-
-
-_ADD_PARAM_GROUP = _undecorated(torch.optim.Optimizer.add_param_group)
-_ZERO_GRAD = _undecorated(torch.optim.Optimizer.zero_grad)
-_STATE_DICT = _undecorated(torch.optim.Optimizer.state_dict)
-_LOAD_STATE_DICT = _undecorated(torch.optim.Optimizer.load_state_dict)
-_STEP = _undecorated(torch.optim.AdamW.step)
+_ADD_PARAM_GROUP = undecorated(torch.optim.Optimizer.add_param_group)
+_ZERO_GRAD = undecorated(torch.optim.Optimizer.zero_grad)
+_STATE_DICT = undecorated(torch.optim.Optimizer.state_dict)
+_LOAD_STATE_DICT = undecorated(torch.optim.Optimizer.load_state_dict)
+_STEP = undecorated(torch.optim.AdamW.step)
 
 
 class FlatAdamW(torch.optim.AdamW):

@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions
-from dtrain_dagster.assets.registry import OF_ROWS, why_unregistered
+from dtrain_dagster.assets.registry import why_unregistered
 from dtrain_dagster.assets.training_request import DatasetTraining, with_usual_parts
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.registry.card import TrainingProvenance, model_card
@@ -24,7 +24,7 @@ from tests.dtrain_dagster.small_job import write_dataset
 from tests.kinds import build_table
 from trainer.config import parse_job
 from trainer.data.manifest import load_manifest
-from trainer.evaluation.gate import Gate
+from trainer.evaluation.gate import RULE, Gate
 from trainer.storage.open import open_storage
 
 NAMES = GraphNames("mine")
@@ -118,8 +118,11 @@ def test_a_model_of_rows_has_a_card_of_its_own(tmp_path: Path) -> None:
         "notes": ["a note"],
     }  # fmt: skip
     facts = TrainingProvenance(nodes=1, node_hours=0.1, cost_usd="$1", code_version="1", dagster_run_id="r")
-    card = model_card("tumours", job, result, evaluation, manifest, facts, Gate(False, (OF_ROWS,)))
-    for words in ("forecast of bought (binary: no, yes)", "| **this model** | 0.25 |", "no gate for models", "a note"):
+    card = model_card("tumours", job, result, evaluation, manifest, facts, Gate(False, ("it is poor",)))
+    for words in (
+        "forecast of bought (binary: no, yes)", "| **this model** | 0.25 |", "a note",
+        f"Gate **not passed**: it is poor. A model passes if {RULE}; the linear one is a linear or logistic regression",
+    ):  # fmt: skip
         assert words in card
     assert "`(n, 3)`" in card
 

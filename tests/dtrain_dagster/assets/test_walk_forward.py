@@ -12,14 +12,16 @@ import dagster as dg
 import numpy as np
 import pytest
 
-from dtrain_dagster.assets.walk_forward import TrainedYear, start_of, training_settings, year_partitions
-from dtrain_dagster.assets.walk_forward_report import (
+from dtrain_dagster.assets.pipeline import STOCK
+from dtrain_dagster.assets.walk_forward import TrainedYear, start_of, year_partitions
+from dtrain_dagster.assets.walk_forward_gate import (
     judge_by_walk_forward,
     read_report,
-    report_document,
+    refuse_without_report,
     report_path,
-    year_rows,
+    training_settings,
 )
+from dtrain_dagster.assets.walk_forward_report import report_document, year_rows
 from dtrain_dagster.automation.capacity_queue import PARTITION_TAG, new_ticket
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -131,29 +133,60 @@ def plan() -> TrainingPlan:
 
 
 def test_a_champion_needs_the_walk_forward_of_its_own_settings(plan: TrainingPlan) -> None:
-    passed, own = Gate(True, ()), training_settings(plan)
+    passed, own, manifest = Gate(True, ()), training_settings(plan), {"window": 60, "horizon": 5}
     years = [trained(year, **own) for year in range(2000, 2005)]
     good = report_document(years, range(2000, 2005))
-    assert judge_by_walk_forward(passed, good, plan) == passed
-    assert not judge_by_walk_forward(Gate(False, ("its own test",)), good, plan).passed
-    assert "there is no walk_forward_report" in judge_by_walk_forward(passed, None, plan).reasons[0]
+    assert judge_by_walk_forward(passed, good, plan, manifest) == passed
+    assert not judge_by_walk_forward(Gate(False, ("its own test",)), good, plan, manifest).passed
+    assert "there is no walk_forward_report" in judge_by_walk_forward(passed, None, plan, manifest).reasons[0]
     poor = report_document([trained(year, gain=-0.02, **own) for year in range(2000, 2005)], range(2000, 2005))
-    assert "walk forward: ridge is better beyond chance" in "\n".join(judge_by_walk_forward(passed, poor, plan).reasons)
+    said = "\n".join(judge_by_walk_forward(passed, poor, plan, manifest).reasons)
+    assert "walk forward: ridge is better beyond chance" in said
     other = {**own, "training": {**own["training"], "epochs": 60}}
     foreign = report_document([trained(year, **other) for year in range(2000, 2005)], range(2000, 2005))
-    verdict = judge_by_walk_forward(passed, foreign, plan)
+    verdict = judge_by_walk_forward(passed, foreign, plan, manifest)
     assert verdict == Gate(
-        False, (f"the walk forward judged training.epochs = 60, and this is {own['training']['epochs']}",)
+        False,
+        (
+            f"the walk forward judged training.epochs = 60, and this is {own['training']['epochs']}: walk forward with "
+            "these settings, or train with those",
+        ),
     )
+    [other] = judge_by_walk_forward(passed, good, plan, {"window": 30, "horizon": 5}).reasons
+    assert other.startswith("the walk forward judged window = 60, and this is 30")
 
 
 def test_a_report_is_read_where_it_was_written(tmp_path: Path) -> None:
     assert read_report(tmp_path, STOCK_NAMES) is None
     path = report_path(tmp_path, GraphNames("quotes"))
     path.parent.mkdir(parents=True)
-    path.write_text('{"years": [2000]}')
-    assert read_report(tmp_path, GraphNames("quotes")) == {"years": [2000]}
+    whole = report_document([trained(2000)], [2000])
+    path.write_text(json.dumps(whole))
+    assert read_report(tmp_path, GraphNames("quotes")) == whole
     assert read_report(tmp_path, STOCK_NAMES) is None
+    for damaged in ('{"years": [2000]}', path.read_text()[:-9], "[]", json.dumps({**whole, "settings": {}})):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"quotes\.json is damaged .*: materialize quotes/walk_forward_report"):
+            read_report(tmp_path, GraphNames("quotes"))
+
+
+def test_a_gate_without_its_report_is_told_before_anything_is_bought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_without_report(tmp_path, STOCK, "windows")
+    monkeypatch.setenv("DTRAIN_GATE", "walk_forward")
+    refuse_without_report(tmp_path, STOCK, "rows")
+    with pytest.raises(dg.Failure, match=r"no .*stock\.json: walk forward first \(dagster job backfill -j walk_"):
+        refuse_without_report(tmp_path, STOCK, "windows")
+    with pytest.raises(dg.Failure, match="has no walk forward: set DTRAIN_GATE=test"):
+        refuse_without_report(tmp_path, replace(STOCK, source="folder"), "windows")
+    path = report_path(tmp_path, STOCK_NAMES)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(dg.Failure, match=r"DTRAIN_GATE=walk_forward: .* is damaged"):
+        refuse_without_report(tmp_path, STOCK, "windows")
+    path.write_text(json.dumps(report_document([trained(2000)], [2000])))
+    refuse_without_report(tmp_path, STOCK, "windows")
 
 
 def test_years_follow_the_prices() -> None:

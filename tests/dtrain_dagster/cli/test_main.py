@@ -280,6 +280,7 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
     summary = " ".join(shell.here("summary", "mine").split())
     assert "6 steps on 2 ranks" in summary
+    assert "gate not passed: NLL " in summary, "after six steps"
     assert "earned over ridge: " in summary
     cost = json.loads(shell("cost", "mine", "--json"))
     assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)

@@ -64,6 +64,10 @@ def test_tokens() -> None:
     counted = {"unigram": {"loss": 3.0}, "bigram": {"loss": 2.5}}
     line = "over bigram: 0.5000 nats (not tested for chance) for $1.00: $2.00 per nat"
     assert worth_line({"kind": "tokens", "model": model, "baselines": counted}, 1.0) == line
+    tested = {"bigram": {"loss": 2.5, "model_gain": 0.5, "model_gain_t": 1.5}}
+    assert worth_line({"kind": "tokens", "model": model, "baselines": tested}, 1.0) == (
+        "over bigram: no gain beyond chance (0.5000 nats, t 1.5) for $1.00"
+    )
     del counted["bigram"]
     assert "over unigram: 1.0000 nats" in (
         worth_line({"kind": "tokens", "model": model, "baselines": counted}, 1.0) or ""

@@ -26,7 +26,7 @@ from dtrain_dagster.registry.versions import open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.engine import reports
-from trainer.evaluation.gate import RULE, Gate
+from trainer.evaluation.gate import RULE, Gate, gate
 from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
 
@@ -88,14 +88,14 @@ def test_only_a_better_model_that_passed_becomes_champion(
 @pytest.mark.parametrize(("ratio", "passed"), [(0.99, True), (1.0, False), (1.2, False), (None, False)])
 def test_a_point_forecast_must_beat_zero(ratio: float | None, passed: bool) -> None:
     model = {"loss": 1.0} if ratio is None else {"loss": 1.0, "mse_to_zero": ratio}
-    verdict = registry.promotion_gate({"model": model, "baselines": {}, "halves": []})
+    verdict = gate({"model": model, "baselines": {}, "halves": []})
     assert verdict.passed == passed
     assert bool(verdict.reasons) != passed
 
 
 def test_a_point_forecast_that_leaks_does_not_pass() -> None:
     half = {"rank_ic": 0.3, "rank_ic_t": 9.0}
-    verdict = registry.promotion_gate({"model": {"mse_to_zero": 0.5}, "baselines": {}, "halves": [half, half]})
+    verdict = gate({"model": {"mse_to_zero": 0.5}, "baselines": {}, "halves": [half, half]})
     assert not verdict.passed
     assert "rank_ic" in verdict.reasons[0]
 
@@ -181,7 +181,7 @@ def card_of(run_dir: str, provenance: registry.TrainingProvenance) -> str:
     job = rundir.read_job()
     result, evaluation = rundir.read_json("result.json"), rundir.read_json("evaluation.json")
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    verdict = registry.promotion_gate(evaluation)
+    verdict = gate(evaluation)
     return registry.model_card("forecaster", job, result, evaluation, manifest, provenance, verdict)
 
 
@@ -292,7 +292,7 @@ def test_the_card_says_what_it_is_and_what_it_is_not(
         assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
     assert f"{evaluation['model']['nll']:.4f}" in card
     assert evaluation["notes"][0] in card
-    assert f"A model passes if {RULE}." in card
+    assert f"A model passes if {RULE}; the linear one is ridge" in card
     assert f"Earned {worth_line(evaluation, PROVENANCE.cost_usd_total)}." in card
     assert " launches" not in card
     assert "launches" not in PROVENANCE.tags()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -16,16 +17,18 @@ from tests.tables import copy_tables
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
 from trainer.engine.run_job import run_job
+from trainer.evaluation.gate import Gate, gate
 from trainer.rundir import RunDir
 
 
-def trained(folder: Path, uri: str, model: str, loss: str) -> str:
-    run_dir = RunDir(str(folder / "run"))
+def trained(folder: Path, uri: str, model: str, loss: str, name: str = "run", **training: float) -> str:
+    run_dir = RunDir(str(folder / name))
     run_dir.make()
     document = {
-        "job_id": "rows", "run_dir": run_dir.uri, "dataset": {"uri": uri}, "tracking": {"tensorboard": False},
+        "job_id": name, "run_dir": run_dir.uri, "dataset": {"uri": uri}, "tracking": {"tensorboard": False},
         "model": {"factory": model}, "loss": {"factory": loss},
-        "training": {"world_size": 1, "batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "epochs": 1},
+        "training": {"world_size": 1, "batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "epochs": 1,
+                     **training},
     }  # fmt: skip
     job = parse_job(json.dumps(document))
     run_dir.write_job(job)
@@ -54,6 +57,56 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, monkeypatc
     assert np.allclose(found["probability_0"] + found["probability_1"], 1)
     assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
+
+
+@pytest.mark.parametrize(("target", "loss"), [("bought", "logistic"), ("value", "squared_error")])
+def test_the_gate_reads_what_the_weights_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, loss: str
+) -> None:
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    run = RunDir(trained(tmp_path, build_table(tmp_path, target).uri, "mlp", loss))
+    said = run.read_json("evaluation.json")
+    assert said is not None
+    found = registry.judge_rows(run, None, said, str(tmp_path / "cache"))
+    for name, row in said["baselines"].items():
+        assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
+    assert found["gate"]["passed"] == said["gate"]["passed"]
+    assert gate(found).passed == said["gate"]["passed"]
+    forged = copy.deepcopy(said)
+    forged["baselines"]["linear"]["model_gain"], forged["canaries"] = 9.0, {}
+    assert registry.judge_rows(run, None, forged, str(tmp_path / "cache")) == found, "of the model alone it is believed"
+    score = "rmse" if target == "value" else "log_loss"
+    for value in (0.5 * said["model"][score], None):
+        forged["model"] = {**said["model"], score: value}
+        with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
+            registry.judge_rows(run, None, forged, str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    uri, cache = build_table(tmp_path).uri, str(tmp_path / "cache")
+    copy_tables(tmp_path / "mlflow.db")
+    tracking = f"sqlite:///{tmp_path}/mlflow.db"
+    runs = {
+        "worse": trained(tmp_path, uri, "linear", "logistic", "worse", learning_rate=1e-6),
+        "better": trained(tmp_path, uri, "mlp", "logistic", "better", epochs=8, learning_rate=5e-3),
+    }
+    models = {name: registry.register_model(run, tracking, "tumours", {}, "# card") for name, run in runs.items()}
+    reports = {name: RunDir(run).read_json("evaluation.json") or {} for name, run in runs.items()}
+    assert not reports["worse"]["gate"]["passed"]
+    assert gate(registry.judge_rows(RunDir(runs["better"]), None, reports["better"], cache)).passed
+    passed = Gate(True, ())
+    registry.promote(models["worse"], registry.choose_alias(passed, None), tracking)
+    compared = registry.judge_champion(runs["better"], models["better"], tracking, cache_dir=cache)
+    assert compared is not None
+    assert (compared.champion_version, compared.metric, compared.note) == (models["worse"].version, "log-loss", "")
+    assert compared.candidate == pytest.approx(reports["better"]["model"]["log_loss"], rel=1e-5)
+    assert compared.champion == pytest.approx(reports["worse"]["model"]["log_loss"], rel=1e-5)
+    decision = registry.choose_alias(passed, compared)
+    assert decision.alias == "champion"
+    assert decision.reason.endswith(f"on the same {reports['better']['model']['samples']} test rows")
+    assert registry.promote(models["better"], decision, tracking) == models["worse"].version
 
 
 def test_models_of_tokens_are_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

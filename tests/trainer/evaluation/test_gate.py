@@ -6,13 +6,17 @@ import sys
 
 import pytest
 
-from trainer.evaluation.gate import better_baselines, gate, suspect_leak
+from trainer.evaluation.gate import better_baselines, gate, gate_document, suspect_leak
 
 CALM = {"rank_ic": 0.01, "rank_ic_t": 0.5, "balanced_accuracy": 0.51, "balanced_accuracy_t": 1.0}
 RIDGE = {"nll": -2.001, "model_gain_nll": -0.001, "model_gain_t": -1.9}
 GOOD = {
     "model": {"nll": -2.0, "coverage_90": 0.9},
-    "baselines": {"ewma": {"nll": -1.98}, "har_x": {"nll": -1.99}, "ridge": RIDGE},
+    "baselines": {
+        "ewma": {"nll": -1.98, "model_gain_nll": 0.02, "model_gain_t": 3.0},
+        "har_x": {"nll": -1.99, "model_gain_nll": 0.01, "model_gain_t": 0.5},
+        "ridge": RIDGE,
+    },
     "halves": [CALM, CALM],
 }
 
@@ -35,12 +39,11 @@ def test_a_model_passes_that_no_baseline_is_better_than_beyond_chance() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("model.nll", -1.985, "not below har_x's -1.99"),
-        ("model.nll", -1.99, "not below har_x's -1.99"),
-        ("baselines.ewma", {"nll": -2.01}, "not below ewma's -2.01"),
+        ("baselines.har_x.model_gain_nll", -0.005, "NLL -2.0000 is not below har_x's -1.99"),
+        ("baselines.har_x.model_gain_nll", 0.0, "not below har_x's -1.99"),
         ("baselines.har_x", {}, "har_x could not be judged"),
         ("baselines.ridge.model_gain_t", -2.1, "ridge's NLL -2.0010 is better than -2.0000 beyond chance (t 2.1)"),
-        ("baselines.ridge.model_gain_t", None, "ridge's NLL -2.0010 is better than -2.0000 on too few days to test"),
+        ("baselines.ridge.model_gain_t", None, "ridge's NLL -2.0010 is better than -2.0000 on too little to test"),
         ("baselines.constant", {"nll": -2.1, "model_gain_nll": -0.1, "model_gain_t": -9.0}, "constant's NLL -2.1000"),
         ("baselines.ewma", {"nll": -2.01, "model_gain_nll": -0.01, "model_gain_t": -9.0}, "not below ewma's -2.01"),
         ("model.coverage_90", 0.86, "covers 0.860, outside [0.87, 0.93]"),
@@ -64,10 +67,47 @@ def test_a_baseline_that_is_better_beyond_chance(gain: float, t: float | None, i
     assert better_baselines({"baselines": rows}) == ["ridge"] * is_better
 
 
-def test_a_loss_without_a_distribution_cannot_be_promoted() -> None:
-    decision = gate({"model": {"loss": 1.0}, "baselines": {}, "halves": []})
+@pytest.mark.parametrize("kind", ["windows", "rows", "tokens"])
+def test_a_loss_that_gives_nothing_to_compare_cannot_be_promoted(kind: str) -> None:
+    decision = gate({"kind": kind, "model": {"loss": 1.0}, "baselines": {}, "halves": []})
     assert not decision.passed
-    assert "predicts no distribution" in decision.reasons[0]
+    assert "there is nothing to compare" in decision.reasons[0]
+
+
+OTHERS = {
+    "rows": {
+        "kind": "rows", "task": "binary", "model": {"log_loss": 0.5},
+        "canaries": {"shuffled_targets": {"passed": True}},
+        "baselines": {
+            "constant": {"log_loss": 0.6, "model_gain": 0.1, "model_gain_t": 5.0},
+            "linear": {"log_loss": 0.49, "model_gain": -0.01, "model_gain_t": -1.9},
+        },
+    },
+    "tokens": {
+        "kind": "tokens", "model": {"loss": 2.0, "perplexity": 7.4}, "canaries": {"future_changed": {"passed": True}},
+        "baselines": {
+            "unigram": {"loss": 3.0, "model_gain": 1.0, "model_gain_t": 9.0},
+            "bigram": {"loss": 1.99, "model_gain": -0.01, "model_gain_t": -1.9},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "plain", "linear"), [("rows", "constant", "linear"), ("tokens", "unigram", "bigram")])
+def test_the_rule_is_the_same_for_rows_and_tokens(kind: str, plain: str, linear: str) -> None:
+    report = copy.deepcopy(OTHERS[kind])
+    assert gate_document(report) == {"passed": True, "reasons": []}
+    report["baselines"][linear]["model_gain_t"] = -2.1
+    assert f"{linear}'s lo" in gate(report).reasons[0]
+    assert gate(report).reasons[0].endswith("beyond chance (t 2.1)")
+    report["baselines"][linear]["model_gain_t"] = None
+    assert gate(report).reasons[0].endswith("on too little to test for chance")
+    report["baselines"] = {**OTHERS[kind]["baselines"], plain: {**report["baselines"][plain], "model_gain": -0.001}}
+    assert f"is not below {plain}'s" in " ".join(gate(report).reasons)
+    report = copy.deepcopy(OTHERS[kind])
+    [canary] = report["canaries"]
+    report["canaries"][canary]["passed"] = False
+    assert gate(report).reasons == (f"the canary {canary} was not silent: see the notes",)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +76,7 @@ def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> N
 
 def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_baselines, "STEPS", 8)
+    monkeypatch.setattr(row_baselines, "ALONE", 0)
     data = RowData(build_table(tmp_path).uri, tmp_path / "cache")
     alone = fit_linear(data, SharedWork(), lambda: None).weights.numpy()
 
@@ -83,3 +87,31 @@ def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for weights, constant in on_two_ranks(fit):
         assert weights == pytest.approx(alone, rel=1e-6, abs=1e-9)
         assert constant.tolist() == constant_forecast(data, SharedWork()).tolist()
+
+
+def test_a_small_fit_is_done_by_each_rank_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = RowData(build_table(tmp_path).uri, tmp_path / "cache")
+    monkeypatch.setattr(row_baselines, "ALONE", data.count("train") * (data.spec.inputs + 1) * 2)
+    alone = fit_linear(data, SharedWork(), lambda: None).weights
+    with ThreadPoolExecutor(1) as pool:  # of two ranks only one comes: a collective would wait for the other
+        [one, _] = on_two_ranks(
+            lambda world: (
+                pool.submit(fit_linear, data, SharedWork(world), lambda: None).result(20).weights
+                if world.rank == 0
+                else alone
+            )
+        )
+    assert one.equal(alone)
+
+
+def test_the_fit_does_not_load_what_no_rank_has_loaded(tmp_path: Path) -> None:
+    uri = build_table(tmp_path).uri
+    code = (
+        "import sys\n"
+        "from trainer.data.row_data import RowData\n"
+        "from trainer.evaluation.row_baselines import fit_linear\n"
+        "from trainer.evaluation.shared_work import SharedWork\n"
+        f"fit_linear(RowData({uri!r}, {str(tmp_path / 'cache')!r}), SharedWork(), lambda: None)\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
