@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LOG_FACTOR_SPREAD = 0.5
 """Standard deviation that is expected of the logarithm of the factor, before any outcome is seen."""
 SHIFT_SPREAD = 2.0
 """The same of the shift of the raw shape."""
-STEPS = 100
 
 
 def fit_correction(nll: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
@@ -27,19 +30,18 @@ def fit_correction(nll: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, floa
     ``nll`` returns the negative log likelihood of all outcomes together, in nats, for the two as scalars of float64,
     differentiably. With few outcomes the result stays near (0, 0).
     """
-    numbers = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([numbers], max_iter=STEPS, line_search_fn="strong_wolfe")
+    from scipy.optimize import minimize  # not above: only the end of a training needs it
 
-    def loss() -> float:
-        optimizer.zero_grad()
+    def loss(at: NDArray) -> tuple[float, NDArray]:
+        numbers = torch.from_numpy(at).requires_grad_()
         log_factor, shift = numbers
         expected = 0.5 * (log_factor / LOG_FACTOR_SPREAD) ** 2 + 0.5 * (shift / SHIFT_SPREAD) ** 2
         total = nll(log_factor, shift) + expected
-        total.backward()
-        return float(total.detach())
+        [gradient] = torch.autograd.grad(total, [numbers])
+        return total.item(), gradient.numpy()
 
     with torch.enable_grad():
-        optimizer.step(loss)
-        is_finite = math.isfinite(loss())
-    log_factor, shift = numbers.tolist()
+        found = minimize(loss, [0.0, 0.0], jac=True, method="L-BFGS-B")
+    log_factor, shift = found.x.tolist()
+    is_finite = all(map(math.isfinite, (log_factor, shift, float(found.fun))))
     return (log_factor, shift) if is_finite else (0.0, 0.0)
