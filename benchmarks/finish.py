@@ -1,7 +1,7 @@
 """Measure what nodes are paid for after the last step of a training, with this trainer and with an earlier one.
 
 Run `python -m benchmarks.finish --before COMMIT`; both are taken from git, as they were committed. Both train the
-stock model on the bundled prices, as `trained_checkpoint` does: one rank on each of ``--nodes`` nodes of the local
+model `tcn` on the bundled prices, as `trained_checkpoint` does: one rank on each of ``--nodes`` nodes of the local
 cluster, tracked in MLflow. Pairs of trainings follow each other, the two of a pair in random order, so that other work
 on the machine disturbs them alike. A node is paid for from its start to the end of its last process.
 
@@ -37,10 +37,13 @@ from scipy import stats
 
 from benchmarks.host import Workplace, note, tell
 from dtrain_dagster.jobs.progress import follow_job, start_job
+from trainer.config import FactoryConfig
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("start", "finish", "step")
+PARTS_OF_BOTH = ("tcn", "student_t")
+"""Model and loss: the default of today may be unknown to the other commit."""
 
 
 def resolve(commit: str) -> str:
@@ -61,6 +64,7 @@ def train(place: Workplace, name: str, nodes: int, steps: int, path: Path) -> di
     """Train with the trainer in ``path``, and return node-seconds before the first report and after the last step, the
     seconds of a step, and what came of it."""
     job = place.job(name, nodes, epochs=10**4, max_steps=steps)
+    job.model, job.loss = (FactoryConfig(factory=factory) for factory in PARTS_OF_BOTH)
     rundir = RunDir(job.run_dir)
     start_job(place.manager, job, nodes, 1, place.env | {"PYTHONPATH": str(path)})
     for status, _ in follow_job(place.manager, rundir, job.job_id):
