@@ -99,6 +99,7 @@ class FleetRunner:
         else:
             self._judge()
             self._ask_source()
+            self.records.note_source(not self.source_is_dry)
             decisions = decide(self._facts(standings), now)
         self._act(decisions, standings, now)
         return self.source_is_dry and all(entry.kept.state.is_final for entry in self.entries.values())
@@ -159,13 +160,8 @@ class FleetRunner:
             self._tell_limit(entry)
             self.unsure.discard(job_id)
         paid_units, _ = self._bill(job_id)
-        standing = replace(entry.standing(), paid_units=max(paid_units, entry.kept.paid_units))
-        if not followed.trains_since(entry.kept.launched_at):
-            return standing
-        left = followed.work_left(entry.job, entry.kept.nodes, now)
-        if left is not None:
-            standing = replace(standing, left_node_seconds=left, left_spread=MEASURED_SPREAD)
-        return replace(standing, is_training=True)
+        paid_units = max(paid_units, entry.kept.paid_units)
+        return followed.stands(replace(entry.standing(), paid_units=paid_units), now)
 
     def _follow(self, entry: Entry) -> Followed:
         followed = self.followed.setdefault(entry.job.job_id, Followed(rundir_of(entry.job)))
