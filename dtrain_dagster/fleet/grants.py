@@ -51,6 +51,8 @@ class Standing:
     """Unix time before which it is not started: no nodes were to be had."""
     is_training: bool = False
     """Whether its present launch has come to its first step."""
+    usd_per_node_hour: float | None = None
+    """What its present nodes really cost; None: as much as the dearest that may be bought."""
 
     @property
     def left(self) -> float:
@@ -76,9 +78,12 @@ class Standing:
 
 
 def seconds_ahead(standing: Standing, limits: FleetLimits) -> float:
-    """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0."""
-    unpaid = standing.grant_units - standing.paid_units
-    return max(0.0, limits.seconds_of(max(0, unpaid)) / standing.nodes - limits.margin_seconds)
+    """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0. On
+    nodes that cost less than the dearest these are more."""
+    unpaid = standing.grant_units - standing.paid_units - margin_units(standing.nodes, limits)
+    seconds = limits.seconds_of(max(0, unpaid)) / standing.nodes
+    price = standing.usd_per_node_hour
+    return seconds if price is None else seconds * limits.usd_per_node_hour / price
 
 
 def node_limit(standing: Standing, paid_node_seconds: float, limits: FleetLimits) -> float:

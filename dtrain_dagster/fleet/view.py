@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
+from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.money import USD, usd
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.fleet.following import Followed
 from dtrain_dagster.fleet.grants import Standing
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.jobs import FleetLimits, FleetState
 from dtrain_dagster.fleet.records import Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import FleetFacts, why_waiting
 from dtrain_dagster.fleet.simulation import SimulatedEnd, play_on
@@ -205,17 +206,20 @@ class FleetWatch:
             promised_usd=usd(kept.grant_units), launches=kept.launches, reason=kept.reason,
         )  # fmt: skip
         if kept.launches and entry.job.order is not None:
-            view = self._told(entry.job, view, limits, now)
+            view = self._told(entry, view, limits, now)
         if kept.state.is_final:
             self._done[job_id] = view
             return view
-        standing = replace(entry.standing(), paid_units=max(kept.paid_units, round(view.usd * USD)))
+        standing = replace(
+            entry.standing(), paid_units=max(kept.paid_units, min(kept.grant_units, round(view.usd * USD)))
+        )
         followed = self._followed.get(job_id)
         standings[job_id] = followed.stands(standing, now) if followed and kept.state.has_nodes else standing
         return view
 
-    def _told(self, job: FleetJob, view: JobView, limits: FleetLimits, now: float) -> JobView:
+    def _told(self, entry: Entry, view: JobView, limits: FleetLimits, now: float) -> JobView:
         """Return the view of a job with what its run directory says."""
+        job, kept = entry.job, entry.kept
         assert job.order is not None
         rundir = RunDir(job.order.job.run_dir)
         followed = self._followed.setdefault(job.job_id, Followed(rundir))
@@ -225,6 +229,8 @@ class FleetWatch:
             usage = presence.usage(rundir.nodes(), "", has_nodes, now, stale_seconds(rundir.storage))
         except (DamagedError, OSError) as error:
             return replace(view, reason=str(error))
+        price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
+        more_usd = max(0.0, _node_seconds(usage) - kept.node_seconds) * price / 3600
         progress, left = followed.progress, followed.left(now) if has_nodes else None
         return replace(
             view,
@@ -233,7 +239,7 @@ class FleetWatch:
             loss=progress.loss,
             valid_loss=progress.valid_loss,
             seconds_left=left.seconds if left else None,
-            usd=max(view.usd, usd(limits.units_of(_node_seconds(usage)))) if has_nodes else view.usd,
+            usd=view.usd + more_usd if has_nodes else view.usd,
             presence=tuple((item.started_at, item.ended_at) for item in usage),
         )
 

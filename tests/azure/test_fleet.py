@@ -12,7 +12,7 @@ from tests.azure.shell import JOBS, Shell
 from tests.e2e.fleet_story import FleetShell, tell
 from tests.engines.machines import OWN_MODELS, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_fleet_is_paused_killed_and_gone_on_with_within_its_budget(shell: Shell, tmp_path: Path) -> None:

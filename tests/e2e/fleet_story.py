@@ -65,6 +65,11 @@ class FleetShell:
         """How a job stands, as the orchestrator remembers it."""
         return json.loads((self.home / "fleets" / NAME / "states" / f"{NAME}-{name}.json").read_text())
 
+    def price(self, name: str) -> float:
+        """Dollars of a node-second of a job; in the cloud its nodes may be of another size than the usual one."""
+        launch = self.rundir(name).read_json("launch.json") or {}
+        return price_of(launch.get("sku", "Standard_NC6s_v3")).usd_per_hour("dedicated") / 3600
+
     def write(self, budget_usd: float, jobs: list[dict[str, Any]], slice_seconds: float, **settings: Any) -> None:
         """Write the file of the fleet."""
         document = {
@@ -123,7 +128,7 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     assert shell.rundir("high").latest_checkpoint()
     stopped = [node.seconds(node.last_seen_at or node.started_at) for node in shell.rundir("high").nodes()]
     promised = {name: shell.kept(name)["grant_units"] / 3.6e18 for name in ("low", "high")}
-    assert sum(stopped) * PRICE <= promised["high"]
+    assert sum(stopped) * shell.price("high") <= promised["high"]
     assert sum(promised.values()) <= budget
 
     said = shell.run("fleet", "run", "fleet.yaml")
@@ -145,7 +150,8 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
 
     cost = shell.ask("fleet", "cost", NAME)
     assert cost["node_seconds"] == pytest.approx(sum(node.seconds(0.0) for node in together), abs=1e-4)
-    assert cost["usd"] == pytest.approx(cost["node_seconds"] * PRICE, abs=1e-6)
+    priced = sum(node.seconds(0.0) * shell.price(name) for name, each in nodes.items() for node in each)
+    assert cost["usd"] == pytest.approx(priced, abs=1e-6)
     assert cost["usd"] == pytest.approx(seen["used_usd"], abs=1e-9), "what the fleet counts is what the ledgers sum to"
     assert seen["used_usd"] == seen["promised_usd"] <= budget, "what was not used has come back"
     return nodes

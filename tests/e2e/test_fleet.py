@@ -103,3 +103,22 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     assert all(event["step"] > 0 for event in shell.rundir("low").events("resume")), "from its checkpoint"
     ends = [node.ended_at or 0.0 for node in nodes["low"][:2]]
     assert max(ends) <= min(node.started_at for node in nodes["high"]), "never four nodes at once"
+
+    same = {"least_nodes": 2, "most_nodes": 2, "expected_node_minutes": None}
+    known = [
+        {"name": f"steps-{steps}", **same, "set": {"training.max_steps": steps, "training.epochs": 100_000}}
+        for steps in (6, 60_000)
+    ]
+    shell.write(10_000.0, [*known, {"name": "new", "expected_node_minutes": None}, {"name": "told"}], 900)
+    said = shell.run("fleet", "run", "fleet.yaml", "--check")
+    figures = dict(line.split(" on one node: ", 1) for line in said.splitlines() if " on one node: " in line)
+    assert figures["small-new: 15 min 00 s"].startswith("a first guess: no past run of the same model, data and batch")
+    assert figures["small-told: 30 s"] == "given"
+    told = {name.split(": ")[0]: (name, why) for name, why in figures.items()}
+    assert (
+        told["small-steps-6"][1]
+        == told["small-steps-60000"][1]
+        == ("1 past run(s) of the same pace, the latest small-high")
+    )
+    assert "min" not in told["small-steps-6"][0], "what it took"
+    assert "min" in told["small-steps-60000"][0], "of so many more steps"

@@ -13,7 +13,7 @@ from tests.e2e.fleet_story import FleetShell, tell
 from tests.engines.machines import OWN_MODELS, ROOT, missing, open_machines, variables
 from trainer.rundir import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ray"])

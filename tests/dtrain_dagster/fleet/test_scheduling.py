@@ -128,6 +128,7 @@ def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_
 def test_a_limit_leaves_each_node_its_margin():
     job = running("a", nodes=2, grant=100 * CENT)
     assert seconds_ahead(job, LIMITS) == 500 - 10, "a dollar pays two nodes for 500 s each"
+    assert seconds_ahead(replace(job, usd_per_node_hour=1.8), LIMITS) == 2 * (500 - 10), "longer on cheaper ones"
     assert node_limit(replace(job, paid_units=10 * CENT), 100.0, LIMITS) == 100 + 2 * (450 - 10)
 
 
