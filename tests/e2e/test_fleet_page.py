@@ -54,7 +54,7 @@ def write_fleet(home: Path, now: float) -> None:
             order=JobOrder(job=job),
         )  # fmt: skip
         entry = records.add(kept_job, number)
-        paid = nodes = 0
+        paid, nodes = 0.0, 0
         for launch, (first, last, count) in enumerate(spans, 1):
             ended = None if last is None else began + 60 * last
             for node_id in range(count):
@@ -64,18 +64,19 @@ def write_fleet(home: Path, now: float) -> None:
                         last_seen_at=ended or now,
                     )
                 )  # fmt: skip
-            seconds = count * ((ended or now) - began - 60 * first)
-            paid, nodes = paid + LIMITS.units_of(seconds), count if last is None else 0
+            paid = count * ((ended or now) - began - 60 * first)
+            nodes = count if last is None else 0
         if spans:
             fields = {"step": 40 + number, "step_seconds": 1.0, "loss": -2.0 + number / 100, "eta_seconds": 600.0}
             told = event("step", 0, 1, **fields)
             rundir.append_events(1, 0, 1, [told])
-        grant = paid + LIMITS.units_of(900.0) if nodes else paid
+        settled = 0.0 if nodes else paid  # the bill of nodes that are there is computed when somebody looks
+        grant = LIMITS.units_of(paid + 900.0 if nodes else paid)
         records.keep(
             entry,
             replace(
-                entry.kept, state=state, nodes=nodes, paid_units=paid, grant_units=grant, reason=reason,
-                launches=len(spans), launched_at=began if spans else None,
+                entry.kept, state=state, nodes=nodes, paid_units=LIMITS.units_of(settled), node_seconds=settled,
+                grant_units=grant, reason=reason, launches=len(spans), launched_at=began if spans else None,
             ),
         )  # fmt: skip
 
@@ -101,7 +102,8 @@ def test_a_fleet_is_sent_as_json_and_another_name_is_refused(tmp_path: Path):
         fleet = requests.get(f"{url}/fleets/seeds.json", timeout=10).json()
         assert [job["state"] for job in fleet["jobs"]] == [str(state) for _, _, state, _, _ in TOLD]
         assert fleet["busy_nodes"] == 3
-        assert 0 < fleet["used_usd"] < fleet["promised_usd"] <= 20
+        assert fleet["used_usd"] == pytest.approx(165 / 60 * 3.06, abs=0.1), "of 165 minutes of nodes"
+        assert fleet["used_usd"] < fleet["promised_usd"] <= 20
         assert fleet["jobs"][4]["step"] == 44
         assert fleet["jobs"][4]["seconds_left"] > 0
         paused, waiting = fleet["jobs"][0], fleet["jobs"][7]
