@@ -62,8 +62,9 @@ def run(file: str, check: bool) -> None:
     began_at = records.began_at(time.time())
     cluster, _ = cluster_of(settings)
     limits = limits_of(wanted, settings, cluster, began_at)
-    jobs = jobs_of(wanted, settings, limits, began_at)
-    tell_what_is_asked(jobs, limits)
+    expected = jobs_of(wanted, settings, limits, began_at)
+    given = {entry.job.job_id: entry.job for entry in records.entries()} if records.is_there() else {}
+    tell_what_is_asked(expected, given, limits)
     if check:
         return
     ensure_importable()
@@ -72,7 +73,7 @@ def run(file: str, check: bool) -> None:
             say(f"fleet {wanted.name} was cancelled before: what was not begun then is over", err=True)
             records.forget_cancellation()
         records.write_limits(limits, time.time())
-        orchestrate(settings, records, ListedJobs(jobs))
+        orchestrate(settings, records, ListedJobs([item.job for item in expected]))
     if any(entry.kept.state != "succeeded" for entry in records.entries()):
         sys.exit(EXIT_INCOMPLETE)
 

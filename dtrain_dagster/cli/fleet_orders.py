@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.cli.job_options import with_reachable_data
 from dtrain_dagster.cli.script_job import order_script
 from dtrain_dagster.cli.train import as_overrides, job_of_options, say_what_is_wrong
+from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.fleet.expectation import Expectation, expect_given, expect_like_past_runs, guess
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.spec import FleetFile, JobEntry
+from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.home_history import HomeHistory
+from dtrain_dagster.planning.job_data import samples_of
 from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import ConfigError, JobConfig
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
+
+GIVEN_BEFORE = "as it was when the fleet was given it"
+MOST_NAMED = 3
+"""Jobs that are named of those for which the same is expected."""
 
 
 def limits_of(fleet: FleetFile, settings: Settings, cluster: GPUClusterResource, began_at: float) -> FleetLimits:
@@ -44,22 +56,45 @@ def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
     return max(price_of(choice.sku).usd_per_hour(tier_of(choice.tier)) for choice in choices)
 
 
-def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[FleetJob]:
+@dataclass(frozen=True, slots=True)
+class ExpectedJob:
+    """A job of a fleet, and where the figures of what it takes come from."""
+
+    job: FleetJob
+    words: str
+
+
+def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[ExpectedJob]:
     """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
     one that cannot be trained."""
     rehearsed: set[str] = set()
+    history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
     found = []
     for number, entry in enumerate(fleet.jobs):
         try:
-            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed))
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, history))
         except (ConfigError, FleetError) as error:
             raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
     return found
 
 
+def _expectation_of(
+    fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, history: HomeHistory
+) -> Expectation:
+    if entry.expected_node_minutes is not None:
+        return expect_given(60 * entry.expected_node_minutes)
+    if entry.script is None and history.runs_like(job):
+        cores = os.cpu_count() if history.shares_machine else None
+        sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)
+        if (known := history.forecast(job, sizes)) is not None:
+            return expect_like_past_runs(known, entry.serial_share)
+    return guess(limits, len(fleet.jobs), entry.least_nodes)
+
+
 def _job_of(
-    fleet: FleetFile, entry: JobEntry, settings: Settings, limits: FleetLimits, began_at: float, rehearsed: set[str]
-) -> FleetJob:
+    fleet: FleetFile, entry: JobEntry, settings: Settings, limits: FleetLimits, began_at: float, rehearsed: set[str],
+    history: HomeHistory,
+) -> ExpectedJob:  # fmt: skip
     if entry.least_nodes > limits.nodes:
         raise FleetError(f"least_nodes is {entry.least_nodes}, and the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)
@@ -73,18 +108,20 @@ def _job_of(
             f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than their ranks: plan it for "
             "more (training.world_size)"
         )
-    return FleetJob(
+    known = _expectation_of(fleet, entry, order.job, limits, history)
+    job = FleetJob(
         job_id=job_id,
         priority=entry.priority,
         least_nodes=entry.least_nodes,
         most_nodes=most,
-        node_seconds=60 * entry.expected_node_minutes,
-        spread=entry.spread,
+        node_seconds=known.node_seconds,
+        spread=known.spread if entry.spread is None else entry.spread,
         serial_share=entry.serial_share,
-        startup_seconds=entry.startup_seconds,
+        startup_seconds=known.startup_seconds if entry.startup_seconds is None else entry.startup_seconds,
         deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
         order=order,
     )
+    return ExpectedJob(job, known.words)
 
 
 def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]) -> JobOrder:
@@ -109,13 +146,21 @@ def _parts_of(job: JobConfig) -> str:
     return json.dumps([job.dataset.uri, job.model.factory, job.model.args, job.loss.factory, job.loss.args])
 
 
-def tell_what_is_asked(jobs: list[FleetJob], limits: FleetLimits) -> None:
-    """Print what the fleet is expected to need, and warn where that is more than its budget."""
-    from dtrain_dagster.costs.money import usd
-    from dtrain_dagster.support.formatting import dollars
-
-    needed = usd(sum(limits.units_of(job.paid_seconds_on(job.least_nodes)) for job in jobs))
-    words = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, expected to need {dollars(needed)}"
+def tell_what_is_asked(expected: list[ExpectedJob], given: Mapping[str, FleetJob], limits: FleetLimits) -> None:
+    """Print what the jobs are expected to need, where each figure comes from, and warn where that is more than the
+    budget. ``given``: jobs that the fleet was given before, by id, which are not changed."""
+    expected = [
+        ExpectedJob(given[item.job.job_id], GIVEN_BEFORE) if item.job.job_id in given else item for item in expected
+    ]
+    alike: dict[str, list[str]] = {}
+    for item in expected:
+        figure = f"{format_duration(item.job.node_seconds)} on one node: {item.words}"
+        alike.setdefault(figure, []).append(item.job.job_id)
+    for figure, names in alike.items():
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        say(f"{', '.join(names[:MOST_NAMED])}{more}: {figure}", err=True)
+    needed = usd(sum(limits.units_of(item.job.paid_seconds_on(item.job.least_nodes)) for item in expected))
+    words = f"{len(expected)} job{'s' if len(expected) > 1 else ''}, expected to need {dollars(needed)}"
     say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
     if needed > limits.budget_usd:
         say("note: that is more than the budget: the lowest in rank will not be begun", err=True)

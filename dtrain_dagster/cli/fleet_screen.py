@@ -37,8 +37,11 @@ def headline(view: FleetView) -> str:
         f"{view.busy_nodes} of {view.nodes} nodes",
         f"{dollars(view.used_usd)} of {dollars(view.budget_usd)}",
     ]
-    if view.seconds_left is not None:
-        parts.append(f"ETA of what runs {format_duration(view.seconds_left)}")
+    if view.ends_in_seconds is not None:
+        of = " of the jobs that are known" if view.may_grow else ""
+        parts.append(f"ETA{of} {format_duration(view.ends_in_seconds)}")
+    if view.left_out:
+        parts.append(f"{view.left_out} not expected to succeed")
     if view.deadline is not None and not view.is_over:
         parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")
     if not view.is_over and not view.is_run:
@@ -51,7 +54,7 @@ def fleet_table(view: FleetView) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("JOB", no_wrap=True)
     table.add_column("STATE", no_wrap=True)
-    for title in ("PRIORITY", "NODES", "STEP", "LOSS", "ETA", "DOLLARS"):
+    for title in ("PRIORITY", "NODES", "STEP", "LOSS", "BEGINS IN", "ETA", "DOLLARS"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("WHY", overflow="fold", style="dim")
     for job in view.jobs:
@@ -63,9 +66,10 @@ def fleet_table(view: FleetView) -> Table:
             str(job.nodes or ""),
             steps,
             _loss(job),
-            "" if job.seconds_left is None else format_duration(job.seconds_left),
+            "" if job.begins_in_seconds is None else format_duration(job.begins_in_seconds),
+            "" if job.ends_in_seconds is None else format_duration(job.ends_in_seconds),
             dollars(job.usd) if job.launches else "",
-            visible(job.reason.partition("\n")[0]),
+            visible(job.why),
         )
     return table
 

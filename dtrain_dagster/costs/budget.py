@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import Tier, price_of
+from dtrain_dagster.costs.prices import PriceError, Tier, price_of, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from trainer.rundir import LIMIT, RunDir
+from trainer.rundir import LAUNCH, LIMIT, RunDir
 
 LEAST_RAISE_SECONDS = 1.0
 """Node-seconds by which a spent budget must be raised to continue. Dollars become seconds again with an error of about
@@ -40,6 +40,16 @@ def write_limit(rundir: RunDir, max_node_seconds: float | None, stop_at_usd: flo
     if max_node_seconds is None and not rundir.storage.exists(LIMIT):
         return
     rundir.write_json(LIMIT, {"max_node_seconds": max_node_seconds, "stop_at_usd": stop_at_usd or None})
+
+
+def launch_price(rundir: RunDir, tier: Tier) -> float | None:
+    """Return what a node of a job's last launch costs in an hour; None where its cluster does not say which nodes it
+    has, or their price is not known. ``tier``: of a launch that does not name its own."""
+    launch = rundir.read_json(LAUNCH) or {}
+    try:
+        return price_of(launch["sku"]).usd_per_hour(tier_of(launch.get("tier") or tier)) if "sku" in launch else None
+    except PriceError:
+        return None
 
 
 def reprice(rundir: RunDir, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetJob
 from dtrain_dagster.jobs.progress import JobProgress, advance
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
@@ -53,3 +54,12 @@ class Followed:
         is not known."""
         left = self.left(now)
         return None if left is None else left.seconds / (job.serial_share + (1 - job.serial_share) / nodes)
+
+    def stands(self, standing: Standing, now: float) -> Standing:
+        """Return how the job stands, with what it has told since it was given its nodes last."""
+        if not self.trains_since(standing.launched_at):
+            return standing
+        left = self.work_left(standing.job, standing.nodes, now)
+        if left is not None:
+            standing = replace(standing, left_node_seconds=left, left_spread=MEASURED_SPREAD)
+        return replace(standing, is_training=True)

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 
 LEAST_WORK_SECONDS = 30.0
-"""Seconds after its start for which a launch must be promised dollars, unless its work takes less."""
+"""Seconds after its start for which a launch must be promised dollars, unless its work takes less; and for which a job
+is, that still runs after all that was expected of it. The next look, which may be some seconds away, and its evaluation
+fit into it."""
 LEAST_RAISE_SHARE = 0.05
 """The smallest raise, as a share of what a job is promised beforehand."""
 UNFORESEEN_SHARE = 0.25
-"""Share of its whole work, or of a slice if that is less, that a job is promised which has done all that was expected
-of it, and still runs."""
+"""Share of its whole work, or of a slice if that is less, that a job is promised at least which has done all that was
+expected of it, and still runs."""
 SURE = 2.0
 """Standard deviations above the expected work up to which a job is promised dollars without another look."""
 
@@ -49,6 +51,8 @@ class Standing:
     """Unix time before which it is not started: no nodes were to be had."""
     is_training: bool = False
     """Whether its present launch has come to its first step."""
+    usd_per_node_hour: float | None = None
+    """What its present nodes really cost; None: as much as the dearest that may be bought."""
 
     @property
     def left(self) -> float:
@@ -74,9 +78,12 @@ class Standing:
 
 
 def seconds_ahead(standing: Standing, limits: FleetLimits) -> float:
-    """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0."""
-    unpaid = standing.grant_units - standing.paid_units
-    return max(0.0, limits.seconds_of(max(0, unpaid)) / standing.nodes - limits.margin_seconds)
+    """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0. On
+    nodes that cost less than the dearest these are more."""
+    unpaid = standing.grant_units - standing.paid_units - margin_units(standing.nodes, limits)
+    seconds = limits.seconds_of(max(0, unpaid)) / standing.nodes
+    price = standing.usd_per_node_hour
+    return seconds if price is None else seconds * limits.usd_per_node_hour / price
 
 
 def node_limit(standing: Standing, paid_node_seconds: float, limits: FleetLimits) -> float:
@@ -123,7 +130,8 @@ def next_grant(standing: Standing, free_units: int, limits: FleetLimits) -> Rais
     ahead = seconds_ahead(standing, limits)
     needed = standing.seconds_left(standing.nodes, SURE)
     whole = standing.job.startup_seconds + standing.job.seconds_on(standing.nodes)
-    wanted = min(limits.slice_seconds, max(needed, UNFORESEEN_SHARE * min(limits.slice_seconds, whole)))
+    unforeseen = max(LEAST_WORK_SECONDS, UNFORESEEN_SHARE * min(limits.slice_seconds, whole))
+    wanted = min(limits.slice_seconds, max(needed, unforeseen))
     if ahead >= wanted / 2:
         return Raise(None)
     more = limits.units_of(standing.nodes * (wanted - ahead))

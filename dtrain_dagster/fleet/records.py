@@ -4,6 +4,7 @@
     jobs/<job_id>.json      a job as its source gave it, and its order; written before anything of it is bought
     states/<job_id>.json    how it stands: its state, nodes, grant and bill
     calls/000001.json       what the source was asked and told, in order, by which a new source comes to the same state
+    source.json             whether the source may give more jobs
     cancel.json             somebody wants the fleet to end
     orchestrator.lock       held by the one process that may decide
 
@@ -37,7 +38,8 @@ from trainer.runtime.file_lock import hold_lock
 from trainer.storage.open import open_storage
 
 FOLDER = "fleets"
-FLEET, JOBS, STATES, CALLS, CANCEL = "fleet.json", "jobs", "states", "calls", "cancel.json"
+FLEET, JOBS, STATES, CALLS = "fleet.json", "jobs", "states", "calls"
+SOURCE, CANCEL = "source.json", "cancel.json"
 LOCK = "orchestrator.lock"
 LOCK_SECONDS = 2.0
 """Seconds that a second orchestrator waits before it is refused."""
@@ -209,6 +211,15 @@ class FleetRecords:
     def note_call(self, number: int, call: Call) -> None:
         """Remember the call of this number, from 1 on."""
         self._write(f"{CALLS}/{number:06d}.json", asdict(call))
+
+    def note_source(self, may_give_more: bool) -> None:
+        """Remember whether the source may give more jobs."""
+        if may_give_more != self.may_give_more():
+            self._write(SOURCE, {"may_give_more": may_give_more})
+
+    def may_give_more(self) -> bool:
+        """Return whether the source may give more jobs, as far as it was asked."""
+        return bool((self._read(SOURCE) or {}).get("may_give_more", False))
 
     def ask_to_cancel(self) -> None:
         """Request the end of the fleet from whoever runs it."""

@@ -8,6 +8,7 @@ started. Nodes keep their limits while nobody looks.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState, JobStatus
-from dtrain_dagster.costs.budget import write_limit
+from dtrain_dagster.costs.budget import launch_price, write_limit
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.costs.tracker import CostTracker
@@ -35,6 +36,8 @@ AT_ONCE = 8
 """Jobs that are started or asked to leave their nodes at the same time: each takes seconds."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks."""
+LIMIT_CHANGE_SECONDS = 1.0
+"""Node-seconds by which a limit must differ from the one that nodes were told, for them to be told."""
 CANCELLED = "the fleet was cancelled"
 
 
@@ -77,8 +80,9 @@ class FleetRunner:
         """What kept the last look at a job from being one."""
         self.unnoted: dict[str, Entry] = {}
         """Jobs that were written down before the call was that gave them: the source gives them again."""
-        self.unsure = {job_id for job_id, entry in self.entries.items() if entry.kept.state is FleetState.RUNNING}
-        """Jobs whose nodes may not know their last grant: who ran the fleet before died, perhaps just then."""
+        self.told_limits: dict[str, float] = {}
+        """Node-seconds that the nodes of each job were told. Others may not know their last grant: who ran the fleet
+        before died, perhaps just then."""
         self._replay()
 
     def run(self, watch: Callable[[], object] = lambda: None) -> None:
@@ -99,6 +103,7 @@ class FleetRunner:
         else:
             self._judge()
             self._ask_source()
+            self.records.note_source(not self.source_is_dry)
             decisions = decide(self._facts(standings), now)
         self._act(decisions, standings, now)
         return self.source_is_dry and all(entry.kept.state.is_final for entry in self.entries.values())
@@ -155,17 +160,10 @@ class FleetRunner:
         if status.state.is_final:
             self._note_end(entry, status, now)
             return None
-        if job_id in self.unsure:
-            self._tell_limit(entry)
-            self.unsure.discard(job_id)
-        paid_units, _ = self._bill(job_id)
-        standing = replace(entry.standing(), paid_units=max(paid_units, entry.kept.paid_units))
-        if not followed.trains_since(entry.kept.launched_at):
-            return standing
-        left = followed.work_left(entry.job, entry.kept.nodes, now)
-        if left is not None:
-            standing = replace(standing, left_node_seconds=left, left_spread=MEASURED_SPREAD)
-        return replace(standing, is_training=True)
+        self._tell_limit(entry)
+        paid_units = max(self._bill(job_id)[0], entry.kept.paid_units)
+        standing = replace(entry.standing(), paid_units=paid_units, usd_per_node_hour=self._price_of(entry.job))
+        return followed.stands(standing, now)
 
     def _follow(self, entry: Entry) -> Followed:
         followed = self.followed.setdefault(entry.job.job_id, Followed(rundir_of(entry.job)))
@@ -176,6 +174,10 @@ class FleetRunner:
         """Return the dollars, in units, and the node-seconds of a job's nodes up to now."""
         tracker = CostTracker("", self.manager.node_usage(job_id), self.terms.tier)
         return tracker.total_units, sum(node.microseconds for node in tracker.nodes) / SECOND
+
+    def _price_of(self, job: FleetJob) -> float | None:
+        """Return what a node of the job's last launch costs in an hour; None where its cluster does not say."""
+        return launch_price(rundir_of(job), self.terms.tier)
 
     def _note_end(self, entry: Entry, status: JobStatus, now: float) -> None:
         """Note that a launch has ended, and what that means for its job."""
@@ -330,25 +332,26 @@ class FleetRunner:
         self._tell_limit(entry)
 
     def _tell_limit(self, entry: Entry) -> None:
-        limit, dollars = self._limit(entry)
-        write_limit(rundir_of(entry.job), limit, dollars)
+        """Tell the nodes of a job their limit, if it is not what they were told."""
+        limit, dollars = self._limit(entry, self._price_of(entry.job))
+        if abs(limit - self.told_limits.get(entry.job.job_id, -math.inf)) > LIMIT_CHANGE_SECONDS:
+            write_limit(rundir_of(entry.job), limit, dollars)
+            self.told_limits[entry.job.job_id] = limit
 
-    def _limit(self, entry: Entry) -> tuple[float, float]:
-        """Return the node-seconds at which the nodes of a job stop, and what these cost."""
+    def _limit(self, entry: Entry, usd_per_node_hour: float | None) -> tuple[float, float]:
+        """Return the node-seconds at which the nodes of a job stop, which cost that much, and what all cost then."""
         paid_units, node_seconds = entry.kept.paid_units, entry.kept.node_seconds
         if entry.kept.launches > 1 or launch_mark(rundir_of(entry.job)) != entry.kept.before:
             with suppress(ClusterError):
                 paid_units, node_seconds = self._bill(entry.job.job_id)
-        standing = replace(entry.standing(), paid_units=paid_units)
-        nodes = entry.kept.nodes
-        return node_limit(standing, node_seconds, self.limits), usd(
-            entry.kept.grant_units - margin_units(nodes, self.limits)
-        )
+        standing = replace(entry.standing(), paid_units=paid_units, usd_per_node_hour=usd_per_node_hour)
+        dollars = usd(entry.kept.grant_units - margin_units(entry.kept.nodes, self.limits))
+        return node_limit(standing, node_seconds, self.limits), dollars
 
     def _start(self, entry: Entry) -> str:
         """Start the launch that was noted, and return why it could not be started; "" where it was."""
         order = order_of(entry.job)
-        limit, dollars = self._limit(entry)
+        limit, dollars = self._limit(entry, None)  # on cheaper nodes it is raised as soon as these are known
         job = replace(order.job, training=replace(order.job.training, max_node_seconds=limit))
         try:
             start_job(

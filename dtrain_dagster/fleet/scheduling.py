@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtrain_dagster.costs.money import usd
+from dtrain_dagster.fleet import waits
 from dtrain_dagster.fleet.grants import Standing, first_grant, next_grant, units_to_end
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -86,12 +87,17 @@ Decision = Start | RaiseGrant | Pause | End
 def decide(facts: FleetFacts, now: float) -> tuple[Decision, ...]:
     """Return what to do at Unix time ``now``, in this order: dollars are promised out of what is free before."""
     look = _Look(facts, now)
-    look.end_hopeless()
-    look.raise_grants()
-    look.begin()
-    look.widen()
-    look.end_the_rest()
+    look.decide_all()
     return tuple(look.decisions)
+
+
+def why_waiting(facts: FleetFacts, now: float) -> dict[str, waits.Wait]:
+    """Return by job what keeps each one without nodes from being given some at Unix time ``now``; without those that
+    `decide` would begin or end."""
+    look = _Look(facts, now)
+    look.decide_all()
+    beyond = {item.job.job_id: look.all_after for item in look.not_looked_at} if look.all_after else {}
+    return {job_id: wait for job_id, wait in {**beyond, **look.left_waiting}.items() if job_id not in look.over}
 
 
 def rank(standing: Standing) -> tuple[float, ...]:
@@ -123,11 +129,23 @@ class _Look:
         self.leaving: set[str] = set()
         """Jobs that were told to leave their nodes in this look."""
         self.over: set[str] = set()
-        self.left_waiting: dict[str, str] = {}
+        self.left_waiting: dict[str, waits.Wait] = {}
         """Candidates that do not begin now, and why."""
+        self.not_looked_at: list[Standing] = []
+        """Candidates for which no node is left, the first of which is in `left_waiting`…"""
+        self.all_after: waits.Wait | None = None
+        """…and why these wait, all for one reason."""
         self.lowest_priority = min((item.job.priority for item in self.running), default=LOWEST)
         self._needed: dict[int, int] = {}
         """What `needed_above` has found, by priority, until a job is told to leave."""
+
+    def decide_all(self) -> None:
+        """Make all decisions, in their order."""
+        self.end_hopeless()
+        self.raise_grants()
+        self.begin()
+        self.widen()
+        self.end_the_rest()
 
     @property
     def running(self) -> list[Standing]:
@@ -213,13 +231,16 @@ class _Look:
         """Unix time at which nodes are expected for the first job that waits for them."""
         spare = 0
         """Nodes that are free now and that it does not need then."""
-        for item in self.candidates:
+        first, candidates = "", self.candidates
+        for number, item in enumerate(candidates):
             job, nodes = item.job, self.fewest_in_time(item)
             if not self.free_nodes and (shadow < math.inf or not self.may_claim(job.priority)):
-                self.left_waiting[job.job_id] = "it waits for nodes"
-                break  # and so do all after it
+                self.all_after = waits.wait_behind(first) if first else waits.NO_NODE_IS_FREE
+                self.left_waiting[job.job_id] = self.all_after
+                self.not_looked_at = candidates[number:]
+                break
             if item.not_before > self.now:
-                self.left_waiting[job.job_id] = "no nodes were to be had: it is tried again later"
+                self.left_waiting[job.job_id] = waits.NONE_WERE_TO_BE_HAD
                 continue
             needs = units_to_end(item, nodes, self.limits)
             if needs > self.unspent_units:
@@ -233,7 +254,7 @@ class _Look:
             free_units = self.free_units - held_units - self.needed_above(job.priority)
             held_units += needs  # also where it has to wait, so that what comes after it does not use it up
             if needs > free_units:
-                self.left_waiting[job.job_id] = "the rest of the budget is needed by jobs before it"
+                self.left_waiting[job.job_id] = waits.BUDGET_IS_NEEDED
                 continue
             passes = nodes <= spare or self.now + item.seconds_left(nodes) <= shadow
             if nodes <= self.free_nodes and passes:
@@ -241,11 +262,13 @@ class _Look:
                 self.free_nodes -= nodes
                 spare = max(0, spare - nodes)
                 continue
-            self.left_waiting[job.job_id] = "it waits for nodes"
+            too_few = waits.wait_for_nodes(nodes, self.free_nodes, job.least_nodes)
+            self.left_waiting[job.job_id] = waits.wait_behind(first) if first else too_few
             if shadow < math.inf:
                 continue  # those that wait before it get nodes first
             if self.claim(item, nodes):
                 continue
+            first = job.job_id  # nodes are kept for it
             shadow, spare = self.expected_free(nodes)
         self.start(chosen, held_units)
 
@@ -311,7 +334,7 @@ class _Look:
             job_id, nodes = item.job.job_id, chosen[item.job.job_id]
             grant = first_grant(item, nodes, self.free_units, self.limits)
             if grant is None:
-                self.left_waiting[job_id] = "the rest of the budget was promised to jobs that run"
+                self.left_waiting[job_id] = waits.BUDGET_IS_PROMISED
                 continue
             self.free_units -= grant - item.grant_units
             reason = "continued" if item.is_begun else "begun"
@@ -353,13 +376,13 @@ class _Look:
 
     def end_the_rest(self) -> None:
         """End what waits, where nothing runs that could make room for it."""
-        waits = any(item.not_before > self.now for item in self.candidates)
+        is_retried = any(item.not_before > self.now for item in self.candidates)
         starts = any(isinstance(item, Start) for item in self.decisions)
-        if waits or starts or self.more_may_come or any(item.state.has_nodes for item in self.jobs):
+        if is_retried or starts or self.more_may_come or any(item.state.has_nodes for item in self.jobs):
             return
         for item in self.candidates:
-            reason = self.left_waiting.get(item.job.job_id, "nothing runs that could make room for it")
-            self.end(item, f"not begun: {reason}")
+            wait = self.left_waiting.get(item.job.job_id)
+            self.end(item, f"not begun: {wait.words if wait else 'nothing runs that could make room for it'}")
 
 
 _RESTING = (FleetState.WAITING, FleetState.PAUSED)

@@ -37,13 +37,15 @@ class JobEntry(BaseModel):
     epochs: int | None = Field(default=None, ge=1)
     set: dict[str, Any] = Field(default_factory=dict)
     """Any field, as ``--set``: ``training.learning_rate: 0.001``."""
-    expected_node_minutes: float = Field(gt=0)
-    """Minutes that one node is expected to need. A guess will do: the job corrects it as it runs."""
-    spread: float = Field(default=0.3, ge=0, le=10)
-    """How far off that may be: a standard deviation, as a fraction of it."""
+    expected_node_minutes: float | None = Field(default=None, gt=0)
+    """Minutes that one node is expected to need; None: what past runs tell, or a guess. The job corrects it as it
+    runs."""
+    spread: float | None = Field(default=None, ge=0, le=10)
+    """How far off that may be: a standard deviation, as a fraction of it. None: by where it comes from."""
     serial_share: float = Field(default=0.1, ge=0, le=1)
     """Share of its work that more nodes do not speed up."""
-    startup_seconds: float = Field(default=20.0, ge=0)
+    startup_seconds: float | None = Field(default=None, ge=0)
+    """None: what past runs took, or 20."""
     priority: int = 0
     least_nodes: int = Field(default=1, ge=1)
     most_nodes: int | None = Field(default=None, ge=1)

@@ -16,6 +16,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,17 @@ def order_of(home: str | Path, rundir: RunDir) -> Order | None:
     except FileNotFoundError:
         registered = {}
     return Order(job=job, registered=registered)
+
+
+def latest_orders(home: str | Path, most: int) -> list[JobConfig]:
+    """Return the latest jobs that were ordered from this home, the newest first. One that cannot be read is left out:
+    it is evidence of nothing."""
+    files = [path for path in (Path(home) / FOLDER).glob("*.json") if not path.name.endswith(".registered.json")]
+    found = []
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[:most]:
+        with suppress(ConfigError, OSError):
+            found.append(_read(path))
+    return found
 
 
 def order_difference(found: JobConfig, ordered: JobConfig) -> str:

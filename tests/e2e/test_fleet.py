@@ -2,90 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.costs.prices import price_of
 from tests.dtrain_dagster.small_job import write_dataset
-from trainer.rundir import RunDir
+from tests.e2e.fleet_story import PRICE, ROOT, FleetShell
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ROOT = Path(__file__).parents[2]
-PRICE = price_of("Standard_NC6s_v3").usd_per_hour("dedicated") / 3600
-"""Dollars of a node-second."""
-DTRAIN = (sys.executable, "-P", "-c", "from dtrain_dagster.cli.main import main; main()")
-
-
-class Shell:
-    """A home, and `dtrain` in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.home = folder, folder / "home"
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
-            "DTRAIN_HOME": str(self.home),
-            "PYTHONPATH": str(ROOT),
-        }
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*DTRAIN, *arguments], env=self.environment, cwd=self.folder, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def run(self, *arguments: str) -> str:
-        return self.start(*arguments).communicate()[0]
-
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.run("fleet", "status", "small", "--json"))
-
-    def rundir(self, name: str) -> RunDir:
-        return RunDir(str(self.home / "storage" / "jobs" / f"small-{name}"))
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
+def shell(tmp_path: Path) -> Iterator[FleetShell]:
     write_dataset(tmp_path / "dataset")
-    made = Shell(tmp_path)
-    yield made
-    LocalClusterManager(made.home).cleanup_cluster()
-
-
-def write_fleet(
-    shell: Shell, budget_usd: float, jobs: list[dict[str, Any]], slice_seconds: float, **settings: Any
-) -> None:
-    document = {
-        "name": "small",
-        "budget_usd": budget_usd,
-        "nodes": 2,
-        "margin_seconds": 20,
-        "slice_seconds": slice_seconds,
-        "defaults": {
-            "dataset": str(shell.folder / "dataset"),
-            "most_nodes": 1,
-            "expected_node_minutes": 0.5,
-            "set": {"training.threads_per_rank": 1, "training.log_frequency": 5, **settings},
-        },
-        "jobs": jobs,
+    home = tmp_path / "home"
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
+        "DTRAIN_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
     }
-    (shell.folder / "fleet.yaml").write_text(yaml.safe_dump(document))
+    yield FleetShell(tmp_path, home, environment, str(home / "storage" / "jobs"))
+    LocalClusterManager(home).cleanup_cluster()
 
 
-def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: Shell):
+def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: FleetShell):
     budget = 240 * PRICE
     jobs = [{"name": "a", "priority": 1}, {"name": "b"}]
-    write_fleet(shell, budget, jobs, 20, **{"training.epochs": 100_000})  # far more than was expected of them
+    shell.write(budget, jobs, 20, **{"training.epochs": 100_000})  # far more than was expected of them
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
@@ -104,7 +52,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
         assert result["status"] == "budget", "nobody told them to stop"
         assert shell.rundir(name).latest_checkpoint()
         [node] = shell.rundir(name).nodes()
-        kept = json.loads((shell.home / "fleets/small/states" / f"small-{name}.json").read_text())
+        kept = shell.kept(name)
         limit = (shell.rundir(name).read_json("budget.json") or {})["max_node_seconds"]
         promised = kept["grant_units"] / 3.6e18
         assert node.seconds(0.0) * PRICE <= promised <= budget
@@ -119,17 +67,17 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     assert {job["state"] for job in seen["jobs"]} == {"ended"}, said
     assert all("not continued: it would cost" in job["reason"] for job in seen["jobs"]), said
     assert seen["used_usd"] <= budget
-    cost = json.loads(shell.run("fleet", "cost", "small", "--json"))
+    cost = shell.ask("fleet", "cost", "small")
     paid = sum(node.seconds(0.0) for name in "ab" for node in shell.rundir(name).nodes())
     assert cost["node_seconds"] == pytest.approx(paid, abs=1e-4), "every node-second is in the ledger"
     assert cost["usd"] == pytest.approx(seen["used_usd"], abs=1e-9)
     assert cost["usd"] <= budget
 
 
-def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_one_that_runs(shell: Shell):
+def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_one_that_runs(shell: FleetShell):
     low = {"name": "low", "least_nodes": 2, "most_nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "least_nodes": 2, "most_nodes": 2, "set": {"training.max_steps": 6}}
-    write_fleet(shell, 10_000.0, [low], slice_seconds=900)
+    shell.write(10_000.0, [low], slice_seconds=900)
     orchestrator = shell.start("fleet", "run", "fleet.yaml")
     while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
@@ -137,7 +85,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     orchestrator.send_signal(signal.SIGKILL)
     orchestrator.wait()
 
-    write_fleet(shell, 10_000.0, [low, high], slice_seconds=900)
+    shell.write(10_000.0, [low, high], slice_seconds=900)
     again = shell.start("fleet", "run", "fleet.yaml")
     while not list(shell.rundir("low").events("resume")):
         assert again.poll() is None, again.communicate()[0]
@@ -155,3 +103,22 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     assert all(event["step"] > 0 for event in shell.rundir("low").events("resume")), "from its checkpoint"
     ends = [node.ended_at or 0.0 for node in nodes["low"][:2]]
     assert max(ends) <= min(node.started_at for node in nodes["high"]), "never four nodes at once"
+
+    same = {"least_nodes": 2, "most_nodes": 2, "expected_node_minutes": None}
+    known = [
+        {"name": f"steps-{steps}", **same, "set": {"training.max_steps": steps, "training.epochs": 100_000}}
+        for steps in (6, 60_000)
+    ]
+    shell.write(10_000.0, [*known, {"name": "new", "expected_node_minutes": None}, {"name": "told"}], 900)
+    said = shell.run("fleet", "run", "fleet.yaml", "--check")
+    figures = dict(line.split(" on one node: ", 1) for line in said.splitlines() if " on one node: " in line)
+    assert figures["small-new: 15 min 00 s"].startswith("a first guess: no past run of the same model, data and batch")
+    assert figures["small-told: 30 s"] == "given"
+    told = {name.split(": ")[0]: (name, why) for name, why in figures.items()}
+    assert (
+        told["small-steps-6"][1]
+        == told["small-steps-60000"][1]
+        == ("1 past run(s) of the same pace, the latest small-high")
+    )
+    assert "min" not in told["small-steps-6"][0], "what it took"
+    assert "min" in told["small-steps-60000"][0], "of so many more steps"

@@ -25,7 +25,7 @@ from trainer.rundir import RunDir, event
 from .chromium import BROWSER_TEST, SHOTS, chromium, patient_page
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-LIMITS = FleetLimits(budget_usd=12.0, nodes=4, usd_per_node_hour=3.06)
+LIMITS = FleetLimits(budget_usd=20.0, nodes=4, usd_per_node_hour=3.06)
 TOLD = [  # name, priority, state, launches as (from minute, to minute, nodes), reason
     ("wide-lr3", 0, FleetState.PAUSED, [(0, 14, 2)], "seeds-final, of higher priority, needs its nodes"),
     ("wide-lr1", 0, FleetState.SUCCEEDED, [(0, 33, 1)], ""),
@@ -33,9 +33,11 @@ TOLD = [  # name, priority, state, launches as (from minute, to minute, nodes), 
     ("short", 1, FleetState.SUCCEEDED, [(6, 21, 1)], ""),
     ("final", 5, FleetState.RUNNING, [(15, None, 2)], ""),
     ("seed-2", 1, FleetState.RUNNING, [(22, None, 1)], ""),
-    ("long", 0, FleetState.ENDED, [], "not begun: it would cost $9.41 to its end, and of the budget $7.31 is left"),
+    ("long", 0, FleetState.ENDED, [], "not begun: it would cost $14.20 to its end, and of the budget $11.57 is left"),
     ("seed-3", 0, FleetState.WAITING, [], ""),
 ]
+WIDE = ("wide-lr3", "seed-3")
+"""Jobs that need two nodes."""
 
 
 def write_fleet(home: Path, now: float) -> None:
@@ -47,9 +49,12 @@ def write_fleet(home: Path, now: float) -> None:
         rundir = RunDir(str(home / "storage" / "jobs" / job_id))
         parts = {"model": FactoryConfig(factory="tcn"), "loss": FactoryConfig(factory="student_t")}
         job = JobConfig(job_id=job_id, run_dir=rundir.uri, dataset=DatasetRef(uri="/data"), **parts)
-        kept_job = FleetJob(job_id=job_id, priority=priority, most_nodes=2, node_seconds=3600, order=JobOrder(job=job))
+        kept_job = FleetJob(
+            job_id=job_id, priority=priority, least_nodes=2 if name in WIDE else 1, most_nodes=2, node_seconds=3600,
+            order=JobOrder(job=job),
+        )  # fmt: skip
         entry = records.add(kept_job, number)
-        paid = nodes = 0
+        paid, nodes = 0.0, 0
         for launch, (first, last, count) in enumerate(spans, 1):
             ended = None if last is None else began + 60 * last
             for node_id in range(count):
@@ -59,18 +64,19 @@ def write_fleet(home: Path, now: float) -> None:
                         last_seen_at=ended or now,
                     )
                 )  # fmt: skip
-            seconds = count * ((ended or now) - began - 60 * first)
-            paid, nodes = paid + LIMITS.units_of(seconds), count if last is None else 0
+            paid = count * ((ended or now) - began - 60 * first)
+            nodes = count if last is None else 0
         if spans:
             fields = {"step": 40 + number, "step_seconds": 1.0, "loss": -2.0 + number / 100, "eta_seconds": 600.0}
             told = event("step", 0, 1, **fields)
             rundir.append_events(1, 0, 1, [told])
-        grant = paid + LIMITS.units_of(900.0) if nodes else paid
+        settled = 0.0 if nodes else paid  # the bill of nodes that are there is computed when somebody looks
+        grant = LIMITS.units_of(paid + 900.0 if nodes else paid)
         records.keep(
             entry,
             replace(
-                entry.kept, state=state, nodes=nodes, paid_units=paid, grant_units=grant, reason=reason,
-                launches=len(spans), launched_at=began if spans else None,
+                entry.kept, state=state, nodes=nodes, paid_units=LIMITS.units_of(settled), node_seconds=settled,
+                grant_units=grant, reason=reason, launches=len(spans), launched_at=began if spans else None,
             ),
         )  # fmt: skip
 
@@ -96,9 +102,17 @@ def test_a_fleet_is_sent_as_json_and_another_name_is_refused(tmp_path: Path):
         fleet = requests.get(f"{url}/fleets/seeds.json", timeout=10).json()
         assert [job["state"] for job in fleet["jobs"]] == [str(state) for _, _, state, _, _ in TOLD]
         assert fleet["busy_nodes"] == 3
-        assert 0 < fleet["used_usd"] < fleet["promised_usd"] <= 12
+        assert fleet["used_usd"] == pytest.approx(165 / 60 * 3.06, abs=0.1), "of 165 minutes of nodes"
+        assert fleet["used_usd"] < fleet["promised_usd"] <= 20
         assert fleet["jobs"][4]["step"] == 44
         assert fleet["jobs"][4]["seconds_left"] > 0
+        paused, waiting = fleet["jobs"][0], fleet["jobs"][7]
+        assert paused["why"] == "waits for nodes: it needs 2 nodes, and 1 is free"
+        assert waiting["why"] == "waits for rank: nodes are kept for seeds-wide-lr3, which comes before it"
+        assert paused["begins_in_seconds"] == pytest.approx(600, abs=10), "when those that run have ended"
+        assert waiting["begins_in_seconds"] == pytest.approx(600, abs=10)
+        assert fleet["ends_in_seconds"] == waiting["ends_in_seconds"]
+        assert (waiting["becomes"], fleet["left_out"]) == ("succeeded", 0)
         assert requests.get(f"{url}/fleets/none.json", timeout=10).status_code == 404
         assert requests.get(f"{url}/fleets/..%2Fx.json", timeout=10).status_code == 404
 

@@ -29,7 +29,9 @@ function headline(fleet) {
     ["nodes", `${fleet.busy_nodes} of ${fleet.nodes}`, "in use"],
     ["dollars", money(fleet.used_usd), `of ${money(fleet.budget_usd)}`],
     ["promised", money(fleet.promised_usd), "when all nodes stop by themselves"],
-    ["ETA", duration(fleet.seconds_left) || "–", "of what runs"],
+    ["ETA", duration(fleet.ends_in_seconds) || "–", [
+      fleet.may_grow ? "of the jobs that are known" : "", fleet.left_out ? `${fleet.left_out} not expected to succeed` : "",
+    ].filter(Boolean).join(", ")],
     ["deadline", fleet.deadline === null ? "–" : at(fleet.deadline).toLocaleTimeString(), at(fleet.deadline).toLocaleDateString()],
   ];
   element("headline").replaceChildren(...figures.map(([label, value, note]) => {
@@ -52,8 +54,8 @@ function table(fleet) {
     name.append(link);
     const step = job.step === null ? "" : job.total_steps ? `${job.step}/${job.total_steps}` : `${job.step}`;
     row.append(name, make("td", job.state, job.state), ...[
-      job.priority, job.nodes || "", step, loss === null ? "" : loss.toFixed(4), duration(job.seconds_left),
-      job.launches || "", job.launches ? money(job.usd) : "", job.reason.split("\n")[0],
+      job.priority, job.nodes || "", step, loss === null ? "" : loss.toFixed(4), duration(job.begins_in_seconds),
+      duration(job.ends_in_seconds), job.launches || "", job.launches ? money(job.usd) : "", job.why,
     ].map(text => make("td", `${text}`)));
     return row;
   }));

@@ -202,6 +202,29 @@ def test_a_job_that_its_source_has_seen_enough_of_is_ended_and_its_dollars_come_
     assert view["dull"].promised_usd == view["dull"].usd < 0.05
 
 
+@pytest.fixture
+def dear_stage(tmp_path: Path) -> Iterable[Stage]:
+    """A fleet that may buy nodes of four times the price of those that it gets."""
+    made = Stage(tmp_path / "home", replace(LIMITS, usd_per_node_hour=12.24))
+    yield made
+    made.manager.cleanup_cluster()
+
+
+def test_nodes_that_cost_less_than_the_dearest_know_for_how_long_they_are_paid(dear_stage: Stage):
+    stage = dear_stage
+    runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
+    while not stage.manager.jobs.rundir("one").nodes():
+        runner.look(time.time())
+    runner.look(time.time())
+    [entry] = stage.records.entries()
+    told = (stage.manager.jobs.rundir("one").read_json("budget.json") or {})["max_node_seconds"]
+    nodes = entry.kept.nodes
+    promised_seconds = stage.limits.seconds_of(entry.kept.grant_units) - nodes * stage.limits.margin_seconds
+    assert told == pytest.approx(4 * promised_seconds, abs=1)
+    view = FleetWatch(stage.records).view()
+    assert view.used_usd == pytest.approx(stage.bill(), rel=0.2), "priced as what came"
+
+
 def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, f"j{number}", 60.0) for number in range(3)]))
     while "running" not in stage.states().values():

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from dtrain_dagster.costs.money import USD
 from dtrain_dagster.fleet.grants import Standing, node_limit, seconds_ahead
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide, granted
+from dtrain_dagster.fleet.scheduling import (
+    Decision,
+    End,
+    FleetFacts,
+    Pause,
+    RaiseGrant,
+    Start,
+    decide,
+    granted,
+    why_waiting,
+)
 
 LIMITS = FleetLimits(budget_usd=10.0, nodes=4, usd_per_node_hour=3.6, margin_seconds=10.0, slice_seconds=600.0)
 CENT = USD // 100
@@ -108,6 +118,8 @@ def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_
         assert sum(job.nodes for job in after.values()) <= limits.nodes
     told = [item.job_id for item in decisions if not isinstance(item, RaiseGrant)]
     assert len(told) == len(set(told)), "one answer for each job"
+    waits = why_waiting(FleetFacts(limits=limits, jobs=tuple(jobs), more_may_come=more), now)
+    assert set(waits) == {job.job.job_id for job in jobs if not job.state.has_nodes} - set(told), "or a reason to wait"
     if not any(job.state.has_nodes for job in jobs) and not more:
         left = {job.job.job_id for job in jobs} - set(told)
         assert not left or starts(decisions) or any(after[name].not_before > now for name in left), "no fleet hangs"
@@ -116,6 +128,7 @@ def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_
 def test_a_limit_leaves_each_node_its_margin():
     job = running("a", nodes=2, grant=100 * CENT)
     assert seconds_ahead(job, LIMITS) == 500 - 10, "a dollar pays two nodes for 500 s each"
+    assert seconds_ahead(replace(job, usd_per_node_hour=1.8), LIMITS) == 2 * (500 - 10), "longer on cheaper ones"
     assert node_limit(replace(job, paid_units=10 * CENT), 100.0, LIMITS) == 100 + 2 * (450 - 10)
 
 
@@ -217,3 +230,32 @@ def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_en
     [pause] = decided(first, last)
     assert isinstance(pause, Pause)
     assert (pause.job_id, "budget runs short" in pause.reason) == ("last", True)
+
+
+def test_each_job_that_waits_says_for_what():
+    def told(*jobs: Standing, limits: FleetLimits = LIMITS, now: float = 0.0) -> dict[str, str]:
+        waits = why_waiting(FleetFacts(limits=limits, jobs=jobs), now)
+        return {job_id: f"{wait.limit}: {wait.words}" for job_id, wait in waits.items()}
+
+    wide, after = (
+        waiting("wide", 1, least_nodes=2, most_nodes=2),
+        waiting("after", 2, node_seconds=700.0, least_nodes=2, most_nodes=2),
+    )
+    assert told(running("all", nodes=3), wide, after) == {
+        "wide": "nodes: it needs 2 nodes, and 1 is free",
+        "after": "rank: nodes are kept for wide, which comes before it",
+    }
+    assert told(running("all", nodes=4), waiting("one", 1)) == {
+        "one": "nodes: no node is free, and nothing that runs is of lower priority"
+    }
+    assert told(running("all", nodes=3), waiting("hurry", 1, most_nodes=4, deadline=450.0)) == {
+        "hurry": "deadline: it needs 2 nodes to end by its deadline, and 1 is free"
+    }
+    poor = replace(LIMITS, budget_usd=1.1)
+    assert told(running("runs"), waiting("poor", 1, node_seconds=700.0), limits=poor) == {
+        "poor": "budget: the rest of the budget is needed by jobs before it"
+    }
+    assert told(replace(wide, not_before=9.0)) == {
+        "wide": "capacity: the cluster had no nodes for it: it is tried again later"
+    }
+    assert told(waiting("begins")) == {}

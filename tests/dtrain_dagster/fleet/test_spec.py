@@ -39,8 +39,8 @@ def test_defaults_fill_what_a_job_does_not_say_itself():
         ({"jobs": [{"name": "a", "least_nodes": 3, "most_nodes": 2}]}, "jobs.0 (job 'a'): most_nodes is 2"),
         ({"jobs": [{"name": "a b"}]}, "jobs.0.name (job 'a b'): string should match pattern"),
         ({"jobs": [{"name": "a", "dataset": "d", "config": "c"}]}, "jobs.0 (job 'a'): it has dataset and config"),
-        ({"jobs": [{"name": "a"}], "defaults": {"dataset": "d"}}, "jobs.0.expected_node_minutes (job 'a'): it is not"),
-        ({"jobs": [{"name": "a"}], "defaults": {"expected_node_minutes": 1}}, "jobs.0 (job 'a'): it has no data"),
+        ({"jobs": [{"name": "a", "expected_node_minutes": 0}]}, "jobs.0.expected_node_minutes (job 'a'): input should"),
+        ({"jobs": [{"name": "a"}], "defaults": {}}, "jobs.0 (job 'a'): it has no data"),
         ({"defaults": {"name": "x"}}, "defaults.name: each job has a name of its own"),
     ],
 )
