@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -91,7 +90,7 @@ def year_job(folder: Path, dataset: DatasetRef, seed: int) -> JobConfig:
     usual, (model, loss) = DistributedTrainingConfig(), usual_parts(WINDOWS, None)
     training = replace(
         usual, world_size=1, batch_size_per_gpu=usual.global_batch_size, gradient_accumulation_steps=1, seed=seed,
-        threads_per_rank=torch.get_num_threads(),
+        threads_per_rank=1,
     )  # fmt: skip
     return JobConfig(
         job_id=folder.name, run_dir=str(folder), dataset=dataset, model=FactoryConfig(factory=model),
