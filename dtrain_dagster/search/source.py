@@ -144,9 +144,8 @@ class TrialSource:
         """Take note that a trial is over."""
         trial = self._trials[self._numbers[job_id]]
         if self.settings.repeatable and outcome.state is FleetState.SUCCEEDED:
-            self.judge(
-                job_id, outcome.evaluations
-            )  # it ended before it could be asked: by chance, so that is no way out
+            # That it ended before anyone looked is chance, which decides nothing where a seed gives the same trials.
+            self.judge(job_id, outcome.evaluations)
         kept = self._record.begun(trial.number)
         is_late = outcome.state is FleetState.SUCCEEDED and not self.settings.repeatable  # its end came first
         if kept is not None and kept.reason and not is_late:  # evaluations after the decision came by chance
