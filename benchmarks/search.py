@@ -1,21 +1,26 @@
-"""Dollars that a search takes to the score that random search reaches with its whole budget: by `worth`, by successive
-halving (ASHA), and without ending trials early.
+"""Dollars that a search takes to the score that random search reaches with its whole budget: by `worth`, with values
+that are chosen by what is known, and by successive halving (ASHA).
 
 `python -m benchmarks.search --record FILE` trains a random sample of a space for real (a network for the
 digits of scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to
-its end, and keeps the learning curves. `python -m benchmarks.search --curves FILE` plays five searches on them, which
+its end, and keeps the learning curves. `python -m benchmarks.search --curves FILE` plays searches on them, which
 differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
-policies get the same trials in the same order, the same costs and everything that is known at each moment. Only the
-clock and the fleet are played, and values are drawn at random for all, so what is compared is the ending of trials
-alone. The trainings are recorded one after the other in one process, so that what a start and a finish take is given.
+policies have the same trainings to choose from, the same costs, and begin with the same ones. Random values are the
+next training of the order; chosen values are the best one, as the sampler has it, of those that are left. Only the
+clock and the fleet are played. The trainings are recorded one after the other in one process, so that what a start and
+a finish take is given.
 
     dollars_vs_random         dollars of `worth` to the score that random search has at the end of its budget, over that
-                              budget: mean over seeds
-    dollars_vs_random_first   the same, over the dollars at which random search had that score first
-    dollars_vs_asha           the same, over the dollars that ASHA takes to it: mean of `worth` over mean of ASHA
-    rows                      each seed: the score, and the dollars of each policy over random search's budget; not
-                              reached: all recorded trials were used up, and it counts with all their dollars
-    repeatable                the same with ``repeatable``, in which trials know less of each other
+                              budget: mean over orders
+    dollars_vs_random_first   the same, over the dollars at which random search had that score first: mean over mean
+    dollars_vs_asha           the same, over the dollars that ASHA takes to it in random order: mean over mean, with
+                              its 95 % interval over orders (bootstrap); all orders are of the same trainings, so it
+                              says nothing of other problems
+    dollars                   of each policy, over random search's budget: mean. `worth_random` and `asha_model` are
+                              the two halves of `worth` alone: only ending trials, and only choosing values
+    unreached                 orders in which a policy used all trainings up; they count with all their dollars
+    rows                      each order: the score, and the dollars of each policy over random search's budget
+    any_order                 whether trials knew all that had ended (``--any-order``); else trial n those up to n - 2
     recorded_trainings, replayed    how many real trainings the curves are of, and that searches were played on them
     startup_seconds, finish_seconds    of a trial on a node, as given
 """
@@ -28,17 +33,21 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.checkpoint import RESULTS
 from benchmarks.host import tell
-from benchmarks.search_policies import Played, Recorded, play
+from benchmarks.search_policies import Pool, Recorded, play, pool_of
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.costing import TrialSeconds
 from dtrain_dagster.search.pruning import Pruner
 from dtrain_dagster.search.sampling import Sampler, draw_values
+from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
@@ -54,7 +63,15 @@ SPACE = {
 }
 CURVES = RESULTS / "search_curves.json"
 """The trainings that the saved result is of."""
-EPOCHS, PARALLEL, TRIALS, SEEDS = 12, 2, 32, 5
+POLICIES = {
+    "random_first": (Sampler.RANDOM, Pruner.NONE),
+    "asha": (Sampler.RANDOM, Pruner.ASHA),
+    "worth": (Sampler.MODEL, Pruner.WORTH),
+    "worth_random": (Sampler.RANDOM, Pruner.WORTH),
+    "asha_model": (Sampler.MODEL, Pruner.ASHA),
+}
+EPOCHS, PARALLEL, TRIALS, ORDERS = 12, 2, 32, 20
+RESAMPLES = 10_000
 STARTUP_SECONDS, FINISH_SECONDS = 8.0, 1.0
 
 
@@ -110,34 +127,47 @@ def base_job(folder: Path) -> JobConfig:
     )
 
 
-def compare(pool: list[Recorded], usual: TrialSeconds, seeds: int, repeatable: bool) -> dict[str, Any]:
+def compare(pool: Pool, usual: TrialSeconds, seeds: int, repeatable: bool) -> dict[str, Any]:
     """Return the figures of searches played on recorded trainings."""
+
+    def settings(sampler: Sampler, pruner: Pruner, seed: int, trials: int) -> SearchSettings:
+        return SearchSettings(
+            trials=trials, parallel=PARALLEL, sampler=sampler, pruner=pruner, seed=seed, repeatable=repeatable
+        )
+
     rows = []
     for seed in range(seeds):
-        whole = play(pool, usual, Pruner.NONE, seed, PARALLEL, TRIALS, None, False)
+        every = settings(Sampler.RANDOM, Pruner.NONE, seed, TRIALS)
+        whole = play(pool, usual, every, draw=pool.drawer(every))
+        row: dict[str, Any] = {"seed": seed, "score": whole.best, "unreached": []}
+        for name, (sampler, pruner) in POLICIES.items():
+            one = settings(sampler, pruner, seed, len(pool.rows))
+            got = play(pool, usual, one, whole.best, draw=pool.drawer(one))
+            row[name] = round(got.usd / whole.usd, 4)
+            row["unreached"] += [] if got.is_reached else [name]
+        rows.append(row)
+        print(f"order {seed}: {row}", file=sys.stderr, flush=True)
+    return summary(rows) | {"rows": rows}
 
-        def until(pruner: Pruner, seed: int = seed, target: float = whole.best) -> Played:
-            return play(pool, usual, pruner, seed, PARALLEL, len(pool), target, repeatable)
 
-        first, asha, worth = until(Pruner.NONE), until(Pruner.ASHA), until(Pruner.WORTH)
-        rows.append(
-            {
-                "seed": seed,
-                "score": whole.best,
-                "random_first": first.usd / whole.usd,
-                "asha": asha.usd / whole.usd,
-                "worth": worth.usd / whole.usd,
-                "asha_reached": asha.is_reached,
-                "worth_reached": worth.is_reached,
-                "evaluations": {"random": whole.evaluations, "asha": asha.evaluations, "worth": worth.evaluations},
-            }
-        )
-    means = {name: statistics.fmean(row[name] for row in rows) for name in ("random_first", "asha", "worth")}
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of searches with different seeds."""
+    usd = {name: np.array([row[name] for row in rows]) for name in POLICIES}
+    chosen = np.random.default_rng(0).integers(0, len(rows), (RESAMPLES, len(rows)))
+
+    def ratio(name: str) -> tuple[float, list[float]]:
+        drawn = usd["worth"][chosen].mean(1) / usd[name][chosen].mean(1)
+        ends = [round(float(value), 4) for value in np.percentile(drawn, [2.5, 97.5])]
+        return round(float(usd["worth"].mean() / usd[name].mean()), 4), ends
+
+    vs_asha, interval = ratio("asha")
     return {
-        "dollars_vs_random": round(means["worth"], 4),
-        "dollars_vs_random_first": round(means["worth"] / means["random_first"], 4),
-        "dollars_vs_asha": round(means["worth"] / means["asha"], 4),
-        "rows": rows,
+        "dollars_vs_random": round(float(usd["worth"].mean()), 4),
+        "dollars_vs_random_first": ratio("random_first")[0],
+        "dollars_vs_asha": vs_asha,
+        "dollars_vs_asha_interval": interval,
+        "dollars": {name: round(float(values.mean()), 4) for name, values in usd.items()},
+        "unreached": {name: sum(name in row["unreached"] for row in rows) for name in POLICIES},
     }
 
 
@@ -149,24 +179,27 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, default=96)
     parser.add_argument("--seconds", type=float, default=1500.0, help="of recording, at most")
     parser.add_argument("--curves", type=Path, default=CURVES, metavar="FILE", help="what --record wrote")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--orders", type=int, default=ORDERS)
     parser.add_argument("--startup", type=float, default=STARTUP_SECONDS, help="seconds from a node to a first step")
     parser.add_argument("--finish", type=float, default=FINISH_SECONDS, help="seconds after a last evaluation")
+    parser.add_argument(
+        "--any-order", action="store_true", help="let trials know all that has ended, as `dtrain search`"
+    )
     parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
     if asked.record:
         return record(asked.record, asked.trainings, asked.seconds)
     kept = json.loads(asked.curves.read_text())
-    pool = [Recorded(item["scores"], item["evaluation_seconds"]) for item in kept["trainings"]]
-    each = statistics.fmean(item.evaluation_seconds for item in pool)
-    of = len(pool[0].scores)
+    trainings = [Recorded(item["values"], item["scores"], item["evaluation_seconds"]) for item in kept["trainings"]]
+    pool = pool_of(parse_space(SPACE), trainings)
+    each = statistics.fmean(item.evaluation_seconds for item in trainings)
+    of = len(trainings[0].scores)
     usual = TrialSeconds(startup=asked.startup, training=each * of, of=of, finish=asked.finish)
-    figures = compare(pool, usual, asked.seeds, repeatable=False)
-    again = compare(pool, usual, asked.seeds, repeatable=True)
+    figures = compare(pool, usual, asked.orders, repeatable=not asked.any_order)
     figures |= {
-        "repeatable": {name: again[name] for name in ("dollars_vs_random", "dollars_vs_asha")},
+        "any_order": asked.any_order,
         "replayed": True,
-        "recorded_trainings": len(pool),
+        "recorded_trainings": len(trainings),
         "parallel": PARALLEL,
         "trials_of_random": TRIALS,
         "evaluations_of_a_trial": of,

@@ -37,6 +37,7 @@ DEFAULT_SPACE = {
 class SamplerOption(Enum):
     """How values are drawn."""
 
+    model = "model"
     tpe = "tpe"
     random = "random"
     qmc = "qmc"
@@ -72,8 +73,9 @@ class SearchOptions(LaunchpadOptions):
     """Nodes of a trial at most."""
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
-    sampler: SamplerOption = SamplerOption.tpe
-    """How values are drawn: more where trials were good, at random, evenly, or all of a grid."""
+    sampler: SamplerOption = SamplerOption.model
+    """How values are drawn: where most improvement is expected (model), more where trials were good (tpe), at random,
+    evenly (qmc), or all of a grid."""
     pruner: PrunerOption = PrunerOption.asha
     """What ends trials early: successive halving (asha, hyperband), that their dollars would do more in a fresh trial
     (worth), or nothing."""

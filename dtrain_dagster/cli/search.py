@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.costing import TrialSeconds
     from dtrain_dagster.search.run import Search, SearchView
     from dtrain_dagster.search.settings import SearchSettings
+    from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig
@@ -58,7 +59,11 @@ if TYPE_CHECKING:
     help="Dollars for all of it.  [default: twice what all trials take to their ends]",
 )
 @click.option(
-    "--sampler", default="tpe", show_default=True, metavar="NAME", help="tpe, random, qmc (evenly) or grid (all)."
+    "--sampler",
+    default="tpe",
+    show_default=True,
+    metavar="NAME",
+    help="tpe, model, random, qmc (evenly) or grid (all).",
 )
 @click.option(
     "--pruner", default="asha", show_default=True, metavar="NAME",
@@ -130,7 +135,7 @@ def search(
       dtrain search --config job.json --space space.json --nodes 8 --nodes-per-trial 1-2 --name wide
       dtrain train --dataset latest --settings .dtrain/searches/wide/best.json
     """  # fmt: skip
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from dtrain_dagster.costs.prices import price_of, price_words
     from dtrain_dagster.planning.job_data import samples_of
@@ -160,6 +165,7 @@ def search(
         for sentence in check_space(parsed, job, _checker(settings, least), source):
             say(sentence, err=True)
     ensure_importable()
+    tracking, job = job.tracking, replace(job, tracking=replace(job.tracking, mlflow_tracking_uri=None))
     job, price = _reachable(job, settings), price_of(cluster.sku)
     request = SearchRequest(
         name=search_name, space=document, settings=wanted, base=job, samples=samples_of(job),
@@ -182,7 +188,14 @@ def search(
         if as_json:
             say(json.dumps({"name": search_name, "plan": asdict(found.plan)}))
         return
-    _run(found, wanted, out, as_json)
+    tracker = None
+    if tracking.mlflow_tracking_uri is not None:  # the orchestrator's work, not that of each trial's nodes
+        from dtrain_dagster.search.tracking import SearchTracker
+
+        tracker = SearchTracker(
+            tracking.mlflow_tracking_uri, tracking.mlflow_experiment, search_name, metric, wanted.sign
+        )
+    _run(found, wanted, out, as_json, tracker)
 
 
 def _space_of(text: str) -> tuple[Any, str]:
@@ -227,8 +240,8 @@ def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
     return with_reachable_data(replace(job, dataset=known), settings)
 
 
-def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool) -> None:
-    """Run a search, show how it stands, and print its result."""
+def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None) -> None:
+    """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     shown, told = console(), set[int]()
@@ -241,10 +254,14 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool)
                 if trial.state.is_final and trial.number not in told:
                     told.add(trial.number)
                     say(trial_line(trial, wanted.sign), err=True)
+            if tracker is not None:
+                tracker.write(view.trials)
             bar.update(task, description=view.line(wanted), completed=len(told))
 
         with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name)):
             source = found.run(watch)
+    if tracker is not None:
+        tracker.finish(source.trials, found.before_usd)
     result = found.result(source)
     if out is not None and source.best is not None:
         out.write_text(Path(found.best_file).read_text())

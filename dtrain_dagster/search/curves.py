@@ -106,6 +106,27 @@ class Mixture:
         weight = np.exp(log_weight - log_weight.max())
         return Mixture(weight / weight.sum(), self.mean + shift, covariance, self.shape, self.noise)
 
+    def end_moments(self) -> tuple[float, float]:
+        """Return mean and variance of the end."""
+        mean = float(self.weight @ self.mean[:, 0])
+        return mean, float(self.weight @ (self.covariance[:, 0, 0] + (self.mean[:, 0] - mean) ** 2))
+
+    def expecting(self, mean: float, variance: float) -> Mixture:
+        """Return the mixture with an end of this mean and variance, as far as something is known of it beyond this
+        mixture: by an observation of the end that would make a Gaussian of the mixture's own moments that one."""
+        own_mean, own_variance = self.end_moments()
+        if variance >= own_variance:
+            return self
+        precision = 1 / variance - 1 / own_variance
+        seen = (mean / variance - own_mean / own_variance) / precision
+        total = self.covariance[:, 0, 0] + 1 / precision
+        gain = self.covariance[:, :, 0] / total[:, None]  # (C, 2)
+        apart = seen - self.mean[:, 0]
+        log_weight = np.log(self.weight) - 0.5 * (apart**2 / total + np.log(total))
+        weight = np.exp(log_weight - log_weight.max())
+        covariance = self.covariance - gain[:, :, None] * self.covariance[:, None, 0, :]
+        return Mixture(weight / weight.sum(), self.mean + gain * apart[:, None], covariance, self.shape, self.noise)
+
     def without_unlikely(self) -> Mixture:
         """Return the mixture without components that hardly count."""
         kept = self.weight > LEAST_WEIGHT

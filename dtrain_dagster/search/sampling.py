@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtrain_dagster.search.outlook import choose_values, outlook_of
 from dtrain_dagster.search.space import Choices, Parameter, Range, Space, SpaceError, Value
 from dtrain_dagster.search.trials import Trial, TrialState
 
@@ -33,6 +34,9 @@ class Sampler(StrEnum):
     """Optuna's tree-structured Parzen estimator: more where trials were good."""
     RANDOM = "random"
     """Each evenly from its range."""
+    MODEL = "model"
+    """Where the best score is expected to improve the most, by a Gaussian process over what trials ended with, or are
+    expected to have ended with where they were ended early: `dtrain_dagster.search.outlook`."""
     QMC = "qmc"
     """Evenly over the whole space (Sobol's sequence), with fewer gaps than at random."""
     GRID = "grid"
@@ -57,6 +61,10 @@ def draw_values(
         combinations = grid_of(space)
         order = np.random.default_rng(seed).permutation(len(combinations))
         return combinations[order[number]] if number < len(combinations) else None
+    if sampler is Sampler.MODEL:
+        outlook = outlook_of(space, known, running, sign)
+        if outlook is not None and outlook.surface is not None:
+            return choose_values(outlook, [*known, *running], sign, np.random.default_rng([seed, number]))
     import optuna
 
     quiet(optuna)

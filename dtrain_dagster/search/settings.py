@@ -22,7 +22,7 @@ class SearchSettings:
     """Trials at most."""
     parallel: int = 2
     """Trials that may run at once."""
-    sampler: Sampler = Sampler.TPE
+    sampler: Sampler = Sampler.MODEL
     pruner: Pruner = Pruner.ASHA
     seed: int = 0
     metric: str = LOSS

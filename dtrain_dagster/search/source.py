@@ -13,14 +13,15 @@ from typing import Any
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
 from dtrain_dagster.fleet.source import CONTINUE, Verdict
 from dtrain_dagster.search.costing import TrialSeconds, learned_seconds, seconds_of
-from dtrain_dagster.search.curves import Curve, floor_of, prior_of
+from dtrain_dagster.search.curves import Curve, Mixture
+from dtrain_dagster.search.outlook import Outlook, outlook_of
 from dtrain_dagster.search.pruning import DIVERGED, Pruner, halve, has_diverged, marks_of
-from dtrain_dagster.search.sampling import draw_values
+from dtrain_dagster.search.sampling import Sampler, draw_values
 from dtrain_dagster.search.settings import LOSS, SearchSettings
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.study import TrialRecord
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
-from dtrain_dagster.search.worth import judge_worth, prospect_of
+from dtrain_dagster.search.worth import Fresh, judge_worth, prospect_of
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError
 
@@ -42,6 +43,11 @@ MakeJob = Callable[[int, Mapping[str, Any], TrialSeconds], TrialJob]
 not go together."""
 
 
+Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | None]
+"""Returns the values of a trial by its number, the trials whose results count, and those that are not known yet; None
+where there are no more."""
+
+
 class TrialSource:
     """The trials of one search."""
 
@@ -56,13 +62,18 @@ class TrialSource:
         expected: TrialSeconds,
         usd_per_node_hour: float,
         nodes: float = 1.0,
+        draw: Draw | None = None,
     ) -> None:
-        """``expected``: what a trial takes, as known before the first one; ``nodes``: those that one has on average."""
+        """``expected``: what a trial takes, as known before the first one; ``nodes``: those that one has on average;
+        ``draw``: what gives trials their values; None: the sampler of the settings."""
         self.space, self.settings = space, settings
         self._make_job, self._record = make_job, record
         self._expected, self._usd_per_node_hour, self._nodes = expected, usd_per_node_hour, nodes
         self._trials: list[Trial] = []
         self._numbers: dict[str, int] = {}
+        self._draw_values = draw or self._sample
+        self._next: tuple[tuple[int, ...], Mapping[str, Any] | None] | None = None
+        """By which trials, with which values a fresh one would begin now."""
         self._is_exhausted = False
         self.ended = ""
         """Why no more trials come, where that was decided before the last one."""
@@ -132,6 +143,9 @@ class TrialSource:
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note that a trial is over."""
         trial = self._trials[self._numbers[job_id]]
+        if self.settings.repeatable and outcome.state is FleetState.SUCCEEDED:
+            # That it ended before anyone looked is chance, which decides nothing where a seed gives the same trials.
+            self.judge(job_id, outcome.evaluations)
         kept = self._record.begun(trial.number)
         is_late = outcome.state is FleetState.SUCCEEDED and not self.settings.repeatable  # its end came first
         if kept is not None and kept.reason and not is_late:  # evaluations after the decision came by chance
@@ -145,15 +159,24 @@ class TrialSource:
         self._finish(replace(over, marks=marks_of(self.space, self.settings.pruner, over, self.settings.sign)))
 
     def _draw(self, number: int, known: Sequence[Trial]) -> Trial | None:
-        """Return a new trial; None where a grid has no more."""
-        chosen = {trial.number for trial in known}
-        others = [trial for trial in self._trials if trial.number not in chosen]
-        values = draw_values(
-            self.space, self.settings.sampler, self.settings.seed, number, known, others, self.settings.sign
-        )
+        """Return a new trial; None where there are no more values."""
+        values = self._draw_values(number, known, self._others(known))
         if values is None:
             return None
-        return Trial(number=number, values=values, of=0, known=tuple(sorted(chosen)))
+        return Trial(number=number, values=values, of=0, known=tuple(sorted(trial.number for trial in known)))
+
+    def _sample(self, number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
+        settings = self.settings
+        return draw_values(self.space, settings.sampler, settings.seed, number, known, running, settings.sign)
+
+    def _others(self, known: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that are not known yet: where decisions have to repeat themselves, without how far they
+        have come by now, which is chance."""
+        chosen = {trial.number for trial in known}
+        others = [trial for trial in self._trials if trial.number not in chosen]
+        if not self.settings.repeatable:
+            return others
+        return [replace(trial, scores=(), times=(), steps=(), state=TrialState.RUNNING) for trial in others]
 
     def _is_ready(self, number: int) -> bool:
         """Return whether all has ended that the trial must know."""
@@ -172,14 +195,13 @@ class TrialSource:
     def _is_over(self, known: Sequence[Trial]) -> bool:
         """Return whether a further trial is not worth its dollars, at the price that a person has set."""
         price = self.settings.worth_usd
-        curves = [trial.curve(self.settings.sign) for trial in known if trial.scores]
-        floor = floor_of(curves)
-        prior = prior_of(curves, floor) if price is not None else None
-        if price is None or prior is None:
+        outlook = outlook_of(self.space, known, (), self.settings.sign) if price is not None else None
+        if price is None or outlook is None:
             return False
-        usual = learned_seconds(self._expected, known, self._nodes)
+        usual = self._seconds(known)
         fresh = usual.cost(self._usd_per_node_hour)
-        found = prospect_of(Curve((), usual.of), prior, floor, min(curve.best for curve in curves), fresh)
+        prior = self._fresh_prior(outlook, known, len(self._trials) - 1)
+        found = prospect_of(Curve((), usual.of), prior, outlook.floor, outlook.best, fresh)
         if found.per_usd * price < 1:
             self.ended = (
                 f"no further trial is worth it: one would improve on the best by {found.gain:.2g} for "
@@ -198,18 +220,49 @@ class TrialSource:
             return found.trial, found.reason
         if settings.pruner is not Pruner.WORTH:
             return trial, ""
-        usual = learned_seconds(self._expected, known, self._nodes)
         beside = [] if settings.repeatable else [item for item in self.running if item.number != trial.number]
+        curve = trial.curve(settings.sign)
+        outlook = outlook_of(self.space, known, beside, settings.sign, curve)
+        if outlook is None:
+            return trial, ""
+        here = outlook.prior_at(trial.values) if self._goes_by_values else outlook.prior
+        fresh = self._fresh_prior(outlook, known, trial.number)
+        usual = self._seconds(known)
+        own = usual if settings.repeatable else seconds_of(trial, usual, self._nodes)
         verdict = judge_worth(
-            trial.curve(settings.sign),
-            seconds_of(trial, usual, self._nodes).cost(self._usd_per_node_hour),
-            [item.curve(settings.sign) for item in known if item.scores],
-            [item.curve(settings.sign) for item in beside if item.scores],
-            usual.cost(self._usd_per_node_hour),
-            usual.of,
+            curve,
+            own.cost(self._usd_per_node_hour),
+            here,
+            Fresh(fresh, usual.cost(self._usd_per_node_hour), usual.of),
+            outlook.floor,
+            outlook.best,
             settings.worth_usd,
         )
         return trial, verdict.reason
+
+    @property
+    def _goes_by_values(self) -> bool:
+        """Return whether curves are expected by their trials' values: where those of a fresh trial are chosen by what
+        is known. Else they are not, of the trial that is judged either: who knows more of the one than of the other
+        ends whatever he knows."""
+        return self.settings.sampler is Sampler.MODEL
+
+    def _fresh_prior(self, outlook: Outlook, known: Sequence[Trial], number: int) -> Mixture:
+        """Return what is expected of the curve of a fresh trial, beside the trials up to ``number``."""
+        if not self._goes_by_values or outlook.surface is None:
+            return outlook.prior
+        by = (number, *(trial.number for trial in known))
+        if self._next is None or self._next[0] != by:
+            beside = [trial for trial in self._others(known) if trial.number <= number]
+            self._next = by, self._draw_values(number + 1, known, beside)
+        values = self._next[1]
+        return outlook.prior if values is None else outlook.prior_at(values)
+
+    def _seconds(self, known: Sequence[Trial]) -> TrialSeconds:
+        """Return what a trial takes as decisions have it: where they have to repeat themselves, as measured before the
+        first trial, since bills differ from run to run."""
+        repeats = self.settings.repeatable
+        return self._expected if repeats else learned_seconds(self._expected, known, self._nodes)
 
     def _with(self, trial: Trial, evaluations: Sequence[EvaluationEvent], kept: Trial | None = None) -> Trial:
         """Return the trial with these evaluations, and with the marks that were kept of it."""

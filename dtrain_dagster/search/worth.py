@@ -4,7 +4,7 @@ The gain of going on is the expected improvement of the best score so far, the c
 no promise to go on to the end: a trial may be looked at again and ended there, which makes its first part cheap. So
 both are taken over plans of the kind "up to evaluation h, and from there to the end only if it is then among the best
 share q of what may have become of it", and the best plan counts, by gain per dollar. The same is done for a fresh
-trial, whose curve is drawn from what is known of all. A trial ends where its best plan gains less per dollar than a
+trial, as it would come next. A trial ends where its best plan gains less per dollar than a
 fresh one, since there its dollars would do more, in this search or in another one; and where a price that a person has
 set is not met. There is nothing to tune. This is an index policy, as Weitzman's for boxes of unknown content (1979),
 with learning curves for their content. Pure.
@@ -12,12 +12,11 @@ with learning curves for their content. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dtrain_dagster.search.curves import Array, Curve, Mixture, floor_of, prior_of
+from dtrain_dagster.search.curves import Array, Curve, Mixture
 
 PATHS = 512
 """Courses of a curve that are drawn for each prediction."""
@@ -47,6 +46,17 @@ class TrialCost:
     def whole_usd(self, of: int) -> float:
         """Return what a trial costs that goes to its end."""
         return self.startup_usd + self.left_usd(0, of)
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The trial that would come next."""
+
+    prior: Mixture
+    """What is expected of its curve."""
+    cost: TrialCost
+    of: int
+    """Its evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,39 +123,23 @@ def courses_of(curve: Curve, prior: Mixture, floor: float) -> Array:
     return floor + np.exp(np.minimum(paths, MOST_LOG))
 
 
-def expected_end(curve: Curve, prior: Mixture, floor: float) -> float:
-    """Return the best score that a trial is expected to end with."""
-    if curve.is_whole:
-        return curve.best
-    return float(np.minimum(courses_of(curve, prior, floor).min(axis=1), curve.best).mean())
-
-
 def judge_worth(
     curve: Curve,
     cost: TrialCost,
-    others: Sequence[Curve],
-    running: Sequence[Curve],
-    fresh: TrialCost,
-    fresh_of: int,
+    prior: Mixture,
+    fresh: Fresh,
+    floor: float,
+    best: float,
     usd_per_score: float | None = None,
 ) -> WorthVerdict:
-    """Return whether a trial with these evaluations goes on. ``others``: the curves of trials that are over, in order;
-    ``running``: of those that run beside it. ``fresh``: what a fresh trial of ``fresh_of`` evaluations would cost.
+    """Return whether a trial with these evaluations goes on. ``prior``: what was expected of its curve before its first
+    one, as logarithms of what it lies above ``floor``. ``best``: the best score of all trials, its own with them.
     ``usd_per_score``: the most dollars that a person gives for an improvement by 1."""
-    floor = floor_of([*others, *running, curve])
-    prior = prior_of([*others, *running], floor)
     nothing = Prospect(gain=0.0, usd=0.0, chance=0.0)
-    is_judged = bool(curve.scores) and not curve.is_whole and np.isfinite(curve.scores).all()
-    if not is_judged or (prior is None and usd_per_score is None):
+    if not curve.scores or curve.is_whole or not np.isfinite(curve.scores).all():
         return WorthVerdict(ends=False, here=nothing, elsewhere=nothing, reason="")
-    if prior is None:
-        prior = prior_of([curve], floor)
-        assert prior is not None
-    scores = [other.best for other in others if other.scores and np.isfinite(other.best)]
-    scores += [min(other.best, expected_end(other, prior, floor)) for other in running if other.scores]
-    best = min([*scores, curve.best])
     here = prospect_of(curve, prior, floor, best, cost)
-    there = prospect_of(Curve((), fresh_of), prior, floor, best, fresh)
+    there = prospect_of(Curve((), fresh.of), fresh.prior, floor, best, fresh.cost)
     wanted = 1 / usd_per_score if usd_per_score else 0.0
     left = cost.left_usd(len(curve.scores), curve.of)
     said = f"{left:.2g} dollars more, with a chance of {here.chance:.0%} to improve on {best:.6g} and"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.search.trials import Trial, TrialState
 from dtrain_dagster.settings.environment import Settings
+from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -46,7 +48,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> None:
-    size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1")
+    size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1",
+            "--set", "tracking.mlflow_tracking_uri=sqlite:///mlflow.db")  # fmt: skip
     asked = ("search", "--dataset", "walks", "--space", "space.json", "--epochs", "3", "--trials", "4", *size,
              "--pruner", "asha", "--name", "killed", "--json")  # fmt: skip
     first = subprocess.Popen([DTRAIN, *asked], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -80,12 +83,80 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
 
     again = subprocess.run([DTRAIN, *asked], cwd=place, capture_output=True, text=True, timeout=200)
     assert json.loads(again.stdout) == result  # it is over: nothing is run, and its result is the same
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("dtrain").experiment_id])  # type: ignore[union-attr]
+    [parent] = [run for run in runs if "dtrain.trial" not in run.data.tags]
+    nested = {run.data.tags["dtrain.trial"]: run for run in runs if run is not parent}
+    assert len(runs) == 5  # three orchestrators, and each run once; the nodes wrote none of their own
+    assert nested.keys() == {"0", "1", "2", "3"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in nested.values()} == {parent.info.run_id}
+    assert parent.data.metrics["usd"] == pytest.approx(result["usd"])
+    assert parent.data.metrics["best_loss"] == pytest.approx(result["best"]["score"])
     found, _ = job_of_options(Settings(), None, "walks", [], 2, "again", result["settings_file"])
     assert found.training.learning_rate == result["best"]["values"]["training.learning_rate"]
     assert found.model.args == {"channels": result["best"]["values"]["model.args.channels"]}
     other = subprocess.run([DTRAIN, *asked, "--seed", "1"], cwd=place, capture_output=True, text=True, timeout=200)
     assert other.returncode == 2
     assert "search killed was begun with another seed" in other.stderr
+
+
+def processes_of(home: Path) -> list[int]:
+    """Whatever runs for a home: its orchestrator, supervisors and nodes, by the environment that they were given."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if int(path.parent.name) != os.getpid() and os.fsencode(str(home)) in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_search_of_which_every_process_is_killed_ends_as_if_nothing_had_happened(place: Path) -> None:
+    """Orchestrator, supervisors and nodes die at once while two trials train. The same command goes on: the same
+    trials with the same scores and ends as in a search that nobody touched, each in its one run directory, and a bill
+    with all that the killed nodes took."""
+    size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1",
+            "--set", "training.checkpoint_frequency=5")  # fmt: skip
+    asked = ("search", "--dataset", "walks", "--space", "space.json", "--epochs", "4", "--trials", "4", *size,
+             "--pruner", "asha", "--sampler", "random", "--json", "--name")  # fmt: skip
+    whole = subprocess.run([DTRAIN, *asked, "whole"], cwd=place, capture_output=True, text=True, timeout=400)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    home = place / "home"
+    first = subprocess.Popen([DTRAIN, *asked, "killed"], cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    jobs, deadline = home / "storage" / "jobs", time.monotonic() + 240
+
+    def evaluated() -> int:
+        rundirs = [RunDir(str(path.parent)) for path in jobs.glob("killed-*/launch.json")]
+        return sum(any(True for _ in read_events(EvaluationEvent, rundir.events())) for rundir in rundirs)
+
+    while evaluated() < 1:
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.1)
+    while pids := processes_of(home):  # again, until nobody is left who could start another one
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        first.poll()
+    launched = {path.parent.name for path in jobs.glob("killed-*/launch.json")}
+    done = subprocess.run([DTRAIN, *asked, "killed"], cwd=place, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = json.loads(whole.stdout), json.loads(done.stdout)
+    told = [[(row["values"], row["score"], row["state"], row["evaluations"]) for row in result["trials"]]
+            for result in (one, other)]  # fmt: skip
+    assert told[0] == told[1]
+    assert launched <= {path.parent.name for path in jobs.glob("killed-*/launch.json")}
+    assert {path.parent.name for path in jobs.glob("killed-*/job.json")} == {f"killed-{n:04d}" for n in range(4)}
+    manager = build_resources(Settings())["cluster"].manager()
+    for row in other["trials"]:
+        usage = manager.node_usage(f"killed-{row['trial']:04d}")
+        assert row["usd"] == pytest.approx(CostTracker("", usage, "dedicated").total_usd)
+    assert other["usd"] == pytest.approx(sum(row["usd"] for row in other["trials"]) + other["measuring_usd"])
+    assert other["usd"] <= other["budget_usd"]
+    assert not processes_of(home)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ def fates(source: TrialSource) -> list[tuple[object, ...]]:
         (Sampler.TPE, Pruner.NONE),
         (Sampler.RANDOM, Pruner.HYPERBAND),
         (Sampler.QMC, Pruner.ASHA),
+        (Sampler.QMC, Pruner.HYPERBAND),
+        (Sampler.MODEL, Pruner.ASHA),
+        (Sampler.MODEL, Pruner.WORTH),
     ],
 )
 def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
@@ -88,14 +91,14 @@ def test_a_decision_that_was_written_is_told_again_whatever_is_known_by_then(tmp
     assert kept is not None
     assert (kept.reason, kept.scores, kept.values) == (pruned.reason, pruned.scores, pruned.values)
     again = source_of(settings, StudyRecord(tmp_path, "told", SPACE, 1.0))
-    again.next_job()
-    again.next_job()
+    job_id = f"trial-{pruned.number}"
+    ended = next(place for place, (name, outcome) in enumerate(calls) if name == job_id and outcome is not None)
+    replay(again, calls[:ended])
     lost = [
         EvaluationEvent(time=float(place), split="valid", step=place, loss=0.0)  # better than all, and too late
         for place in range(1, OF)
     ]
-    if pruned.number < 2:
-        assert again.judge(f"trial-{pruned.number}", lost).reason == pruned.reason
+    assert again.judge(job_id, lost).reason == pruned.reason
 
 
 def test_evaluations_after_a_decision_do_not_count() -> None:
@@ -111,6 +114,21 @@ def test_evaluations_after_a_decision_do_not_count() -> None:
         state = FleetState.ENDED if verdict.ends else FleetState.SUCCEEDED
         source.on_end(job.job_id, Outcome(state=state, evaluations=tuple(told)))
     assert [len(trial.scores) for trial in source.trials] == [OF, 1]
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_trial_that_ends_before_it_is_judged_is_judged_all_the_same(repeatable: bool) -> None:
+    """Whether an orchestrator looks in time is chance, and decides nothing where a seed has to give the same trials."""
+    settings = SearchSettings(trials=2, parallel=1, pruner=Pruner.ASHA, sampler=Sampler.RANDOM, repeatable=repeatable)
+    source = source_of(settings)
+    for loss in (0.5, 0.9):
+        job = source.next_job()
+        assert job is not None
+        told = [EvaluationEvent(time=float(place), split="valid", step=place, loss=loss) for place in range(1, OF + 1)]
+        source.on_end(job.job_id, Outcome(state=FleetState.SUCCEEDED, evaluations=tuple(told)))
+    first, second = source.trials
+    assert (first.state, len(first.scores)) == (TrialState.COMPLETE, OF)
+    assert (second.state, len(second.scores)) == ((TrialState.PRUNED, 1) if repeatable else (TrialState.COMPLETE, OF))
 
 
 def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> None:
@@ -197,6 +215,18 @@ def test_a_grid_is_every_combination_once() -> None:
     assert sorted(map(str, drawn[:9])) == sorted(map(str, whole))
     with pytest.raises(SpaceError, match=r"training\.learning_rate is a range without steps"):
         grid_of(SPACE)
+
+
+@pytest.mark.parametrize("pruner", list(Pruner))
+def test_a_grid_is_searched_to_its_end_whatever_ends_its_trials(pruner: Pruner) -> None:
+    space = parse_space({"training.learning_rate": [1e-3, 1e-2, 1e-1], "training.weight_decay": [0.0, 1.0]})
+    settings = SearchSettings(trials=20, parallel=2, sampler=Sampler.GRID, pruner=pruner)
+    source = play(TrialSource(space, settings, make_job, MemoryRecord(), USUAL, 3.6), [])
+    assert len({str(trial.values) for trial in source.trials}) == len(source.trials) == 6
+    assert source.best is not None
+    assert source.best.values == {"training.learning_rate": 1e-2, "training.weight_decay": 0.0}
+    ended = {trial.state for trial in source.trials}
+    assert ended == ({TrialState.COMPLETE} if pruner is Pruner.NONE else {TrialState.COMPLETE, TrialState.PRUNED})
 
 
 def test_names_are_explained() -> None:

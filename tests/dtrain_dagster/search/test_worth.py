@@ -14,7 +14,7 @@ from dtrain_dagster.search.curves import Curve, floor_of, prior_of, shapes
 from dtrain_dagster.search.pruning import Pruner
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.worth import TrialCost, best_prospect, courses_of, expected_end, judge_worth
+from dtrain_dagster.search.worth import Fresh, TrialCost, WorthVerdict, best_prospect, courses_of, judge_worth
 
 OF = 12
 COST = TrialCost(startup_usd=2.0, evaluation_usd=1.0)
@@ -33,6 +33,24 @@ def drawn(seed: int, count: int) -> list[Curve]:
 
 def begun(curve: Curve, done: int) -> Curve:
     return Curve(curve.scores[:done], curve.of)
+
+
+def judged(
+    curve: Curve, cost: TrialCost, known: list[Curve], fresh: TrialCost, of: int = OF, usd: float | None = None
+) -> WorthVerdict | None:
+    """What becomes of a trial where values say nothing; None where nothing is known."""
+    floor = floor_of([*known, curve])
+    prior = prior_of(known, floor)
+    if prior is None:
+        return None
+    best = min(each.best for each in [*known, curve] if math.isfinite(each.best))
+    return judge_worth(curve, cost, prior, Fresh(prior, fresh, of), floor, best, usd)
+
+
+def ends(*found: object, **more: float) -> bool:
+    verdict = judged(*found, **more)  # type: ignore[arg-type]
+    assert verdict is not None
+    return verdict.ends
 
 
 def test_shapes_fall_from_one_to_nought() -> None:
@@ -76,11 +94,12 @@ def test_a_trial_without_a_chance_ends_and_the_best_goes_on() -> None:
     known = drawn(3, 10)
     best = min(known, key=lambda curve: curve.best)
     hopeless = Curve(tuple(3.0 + 0.5 / place for place in range(1, 4)), OF)
-    verdict = judge_worth(hopeless, COST, known, [], COST, OF)
+    verdict = judged(hopeless, COST, known, COST)
+    assert verdict is not None
     assert verdict.ends
     assert verdict.here.chance < 0.05
     assert verdict.reason.startswith("not worth it: 9 dollars more, with a chance of")
-    assert not judge_worth(begun(best, 4), COST, [curve for curve in known if curve is not best], [], COST, OF).ends
+    assert not ends(begun(best, 4), COST, [curve for curve in known if curve is not best], COST)
 
 
 def test_it_is_the_dollars_that_decide() -> None:
@@ -89,9 +108,9 @@ def test_it_is_the_dollars_that_decide() -> None:
     ordinary = sorted(known, key=lambda curve: curve.best)[3]
     others = [curve for curve in known if curve is not ordinary]
     dear = TrialCost(startup_usd=1e6, evaluation_usd=1.0)
-    assert not judge_worth(begun(ordinary, 5), COST, others, [], dear, OF).ends
+    assert not ends(begun(ordinary, 5), COST, others, dear)
     slow = TrialCost(startup_usd=2.0, evaluation_usd=1e6)
-    assert judge_worth(begun(ordinary, 5), slow, others, [], COST, OF).ends
+    assert ends(begun(ordinary, 5), slow, others, COST)
 
 
 def test_a_price_that_was_set_ends_what_a_fresh_trial_would_not() -> None:
@@ -99,20 +118,11 @@ def test_a_price_that_was_set_ends_what_a_fresh_trial_would_not() -> None:
     ordinary = sorted(known, key=lambda curve: curve.best)[3]
     others = [curve for curve in known if curve is not ordinary]
     dear = TrialCost(startup_usd=1e6, evaluation_usd=1.0)
-    assert not judge_worth(begun(ordinary, 5), COST, others, [], dear, OF, usd_per_score=1e9).ends
-    verdict = judge_worth(begun(ordinary, 5), COST, others, [], dear, OF, usd_per_score=1e-3)
+    assert not ends(begun(ordinary, 5), COST, others, dear, usd=1e9)
+    verdict = judged(begun(ordinary, 5), COST, others, dear, usd=1e-3)
+    assert verdict is not None
     assert verdict.ends
     assert "and 1e+03 is asked for" in verdict.reason
-
-
-def test_what_runs_beside_is_expected_to_improve_as_well() -> None:
-    known = drawn(3, 6)
-    promising = Curve((0.4, 0.2, 0.12), OF)
-    floor = floor_of([*known, promising])
-    prior = prior_of([*known, promising], floor)
-    assert prior is not None
-    assert expected_end(promising, prior, floor) < promising.best
-    assert expected_end(known[0], prior, floor) == known[0].best
 
 
 @given(
@@ -125,9 +135,9 @@ def test_any_history_gives_a_decision(others: list[list[float]], own: list[float
     with np.errstate(all="raise", under="ignore"):
         curves = [Curve(tuple(scores), 6) for scores in others]
         if math.isfinite(own[-1]):
-            verdict = judge_worth(Curve(tuple(own), 6), COST, curves, [], COST, 6)
-            assert verdict.here.gain >= 0
-            assert math.isfinite(verdict.here.usd)
+            verdict = judged(Curve(tuple(own), 6), COST, curves, COST, 6)
+            assert verdict is None or (verdict.here.gain >= 0 and math.isfinite(verdict.here.usd))
+            assert verdict is not None or not curves
 
 
 def test_the_best_plan_counts_each_part_of_its_cost_and_gain() -> None:
