@@ -23,6 +23,7 @@ from trainer.data.kinds import describe
 from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
+from trainer.model.correction import is_correction
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DataSpec, RowSpec, TokenSpec
@@ -167,6 +168,11 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
                 f"{_shown(wanted)}: it was changed after the training, or written by another; it is not used. Train "
                 "again, and look who can write there"
             )
+    if not is_correction(description.get("correction", {})):
+        raise RunModelError(
+            f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says correction = {_shown(description['correction'])}, which is no "
+            "set of finite numbers; it is not used. Train again, and look who can write there"
+        )
     found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(text).hexdigest(), weights.sha256), strict=True))
     if description.get("file_sha256") != found["weights_file_sha256"]:
         raise RunModelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import socket
 import subprocess
@@ -169,6 +170,14 @@ class TestFiles:
         else:
             with pytest.raises(RunModelError, match=rf"{name}: an? [a-z ]+ is in its place"):
                 load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
+
+    @pytest.mark.parametrize("said", [[1.0], {"members": "3"}, {"scale_factor": math.nan}])
+    def test_a_correction_that_is_no_set_of_numbers_is_refused(self, place: Place, said: Any) -> None:
+        run_dir = place.fresh(f"correction-{type(said).__name__}-{len(str(said))}")
+        path = Path(run_dir, "model/model.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "correction": said}))
+        with pytest.raises(RunModelError, match=r"says correction = .* finite numbers"):
+            load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
 
     def test_weights_are_never_in_memory_as_a_whole(
         self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,7 @@ def finalize(session: Session) -> dict[str, Any]:
                 session.faults.reach("alone", session.progress.step)
             if session.elastic is not None:
                 session.elastic.require_current()
-            _write_model(session, digests[0], report.get("loss_args", {}))
+            _write_model(session, digests[0], report.get("correction", {}))
     except GroupError:
         if last is not None:
             module.load_state_dict(last)
@@ -134,17 +134,16 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
     }
 
 
-def _write_model(session: Session, weights_sha256: str, loss_args: Mapping[str, float]) -> None:
-    """Write what serving needs: the weights, and how to build the module that they fit. ``loss_args``: arguments of the
-    loss that were found after the training."""
+def _write_model(session: Session, weights_sha256: str, correction: Mapping[str, float]) -> None:
+    """Write what serving needs: the weights, and how to build the module that they fit. ``correction``: arguments of
+    the loss that were found after the training."""
     buffer = io.BytesIO()
     torch.save(session.state.module.state_dict(), buffer)
     data = buffer.getvalue()
     session.rundir.storage.write(WEIGHTS, data)
-    description = dict(session.problem.description)
-    if loss_args:
-        description["loss"] = {**description["loss"], "args": {**description["loss"]["args"], **loss_args}}
-    description |= {
+    description = {
+        **session.problem.description,
+        **({"correction": dict(correction)} if correction else {}),
         "weights_sha256": weights_sha256,
         "file_sha256": hashlib.sha256(data).hexdigest(),
     }

@@ -73,8 +73,8 @@ class WindowJudge:
         )  # fmt: skip
 
     def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
-        """Return the report on the test split, with its baselines. ``loss_args`` in it are the arguments of the loss by
-        which its distributions were corrected on the validation split, before they were judged."""
+        """Return the report on the test split, with its baselines. ``correction`` in it are the arguments of the loss
+        by which its distributions were corrected on the validation split, before they were judged."""
         begin("test split")
         arguments = self._calibrate(request)
         criterion = self.make_criterion(arguments) if arguments else self.criterion
@@ -82,7 +82,7 @@ class WindowJudge:
             request.model, criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
             begin=begin, baselines=self.baselines,
         )  # fmt: skip
-        return {**report, "loss_args": arguments}
+        return {**report, "correction": arguments}
 
     def _calibrate(self, request: JudgeRequest) -> dict[str, float]:
         """Return the arguments that correct the loss; none of a loss that does not calibrate. A collective."""

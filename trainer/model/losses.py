@@ -6,8 +6,9 @@ batch. An attribute ``second_target`` names a stored column that is stacked to t
 methods say what the outputs mean, in the unit of the target:
 
 - ``predictive(outputs) -> Predictive``: a Student-t distribution per sample; NLL, pinball and coverage are judged then;
-  with ``calibrate(predictive, target) -> dict``, arguments of the loss that correct its distributions, found on the
-  validation split once the training is over; the saved model has them;
+  with ``calibrate(predictive, target) -> dict``, numbers for the arguments named by an attribute ``corrections``, with
+  which a loss makes better distributions of the same outputs. They are found on the validation split once the training
+  is over, and belong to the saved model;
 - ``point(outputs) -> (B,)``: a point forecast only; its squared error is judged then.
 """
 
@@ -196,6 +197,7 @@ class ReturnAndVolatility(StudentTLoss):
     second_target = "target_log_rv"
     """The column that is stacked to the target; without it the likelihood alone counts."""
     member_outputs = 4
+    corrections = ("scale_factor", "shape_shift")
 
     def __init__(
         self,

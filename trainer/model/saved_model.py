@@ -1,7 +1,8 @@
 """A trained model, loaded from the two files that a job writes, for the scoring server and for checks.
 
     model/weights.pt   the weights (tensors only), standardisation included
-    model/model.json   model and loss factories, `DataSpec`, and the sha256 of the file above; written last
+    model/model.json   model and loss factories, `DataSpec`, the loss's ``correction`` where one was found after the
+                       training, and the sha256 of the file above; written last
 
 Importing this needs torch, numpy and pydantic, and forecasting scipy; nothing else: it runs in the scoring server.
 """
@@ -13,6 +14,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from trainer.config import FactoryConfig, describe_errors
+from trainer.model.correction import is_correction
 from trainer.model.losses import gives_predictive
 from trainer.model.parts_by_kind import PARTS
 from trainer.model.saved_rows import SavedRows
@@ -130,6 +133,14 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
     except ValidationError as error:
         raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
     criterion: Any = PARTS[kind].build_loss(loss, spec, modules)
+    if correction := description.get("correction"):
+        allowed = getattr(criterion, "corrections", ())
+        if not is_correction(correction) or not set(correction) <= set(allowed):
+            raise SavedModelError(
+                f"{DESCRIPTION} has a correction of loss.factory = {loss.factory!r} that is none: finite numbers for "
+                f"{', '.join(allowed) or 'no argument at all'} are one; train again"
+            )
+        criterion = PARTS[kind].build_loss(replace(loss, args={**loss.args, **correction}), spec, modules)
     model = PARTS[kind].build_model(config, spec, criterion.outputs, modules)
     refuse_unpacking(data)
     try:

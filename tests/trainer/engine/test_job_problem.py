@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,10 +126,17 @@ def test_windows_are_learned_by_return_and_volatility_and_served_as_one_forecast
         found = saved.predict(windows.numpy())
         for name in ("mu", "sigma", "nu"):
             np.testing.assert_allclose(found[name], judged[name][:50], rtol=1e-4, atol=1e-6)
-    correction = saved.description["loss"]["args"]
+    correction = saved.description["correction"]
     assert set(correction) == {"scale_factor", "shape_shift"}  # found on the validation split
     assert correction["scale_factor"] != 1.0
     assert set(found) == {"mu", "sigma", "nu", "q05", "q25", "q50", "q75", "q95"}
+    for bad in ({"members": 3.0}, {"scale_factor": "2"}, {"scale_factor": math.inf}, [1.0]):
+        files = {
+            "model.json": json.dumps({**saved.description, "correction": bad}).encode(),
+            "weights.pt": (tmp_path / "run" / "model" / "weights.pt").read_bytes(),
+        }
+        with pytest.raises(SavedModelError, match="finite numbers for scale_factor, shape_shift"):
+            load_saved_model(lambda name, files=files: files[name], ())
 
 
 def test_tokens_are_learned_and_judged(tmp_path: Path) -> None:
