@@ -1,9 +1,10 @@
 """Measure what nodes are paid for after the last step of a training, with this trainer and with an earlier one.
 
-Run `python -m benchmarks.finish --before COMMIT`; both are taken from git, as they were committed. Both train the
-model `tcn` on the bundled prices, as `trained_checkpoint` does: one rank on each of ``--nodes`` nodes of the local
-cluster, tracked in MLflow. Pairs of trainings follow each other, the two of a pair in random order, so that other work
-on the machine disturbs them alike. A node is paid for from its start to the end of its last process.
+Run `python -m benchmarks.finish --before COMMIT`; both are taken from git, as they were committed, and both must know
+the fields that a job of today has. Both train the model `tcn` on the bundled prices, as `trained_checkpoint` does: one
+rank on each of ``--nodes`` nodes of the local cluster, tracked in MLflow. Pairs of trainings follow each other, the two
+of a pair in random order, so that other work on the machine disturbs them alike. A node is paid for from its start to
+the end of its last process.
 
     finish_ratio            paid node-seconds after the last step, this trainer over the earlier one: geometric mean
                             over pairs, with a 95 % interval (``…_low``, ``…_high``); below 1 this one is cheaper
