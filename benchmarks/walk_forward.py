@@ -39,12 +39,14 @@ from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import VALID_YEARS, YearSplit, build_year
 from dtrain_dagster.registry.evaluated import stored_predictions
 from dtrain_dagster.reports.walk_forward_charts import walk_forward_figure
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import train_job
 from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
 from trainer.evaluation.year_scores import score_predictions
+from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import RESULT, RunDir
+from trainer.spec import WINDOWS
 
 SHOWN = ("ridge", "har_x", "ewma")
 
@@ -58,13 +60,16 @@ def train_year(folder: Path, split: YearSplit, dataset: DatasetRef, before: RunD
         return rundir
     start: dict[str, Any] = {}
     if before is not None:
-        model = before.read_json("model/model.json")
-        assert model is not None
-        start = {"start_from": before.uri, "start_sha256": model["file_sha256"]}
+        saved = before.read_json("model/model.json")
+        assert saved is not None
+        start = {"start_from": before.uri, "start_sha256": saved["file_sha256"]}
+    model, loss = usual_parts(WINDOWS, None)
     job = JobConfig(
         job_id=name,
         run_dir=rundir.uri,
         dataset=dataset,
+        model=FactoryConfig(factory=model),
+        loss=FactoryConfig(factory=loss),
         training=DistributedTrainingConfig(threads_per_rank=1, **start),
         tracking=TrackingConfig(tensorboard=False),
     )
