@@ -175,12 +175,12 @@ def follow_search(context: dg.AssetExecutionContext, search: "Search", project: 
             return
         ended = now
         context.log.info(view.line(settings))
-        if tracker is not None:
-            tracker.write(view.trials)
+        if tracker is not None and (problem := tracker.try_to_write(view.trials)):
+            context.log.warning(problem)
 
     source = search.run(watch)
-    if tracker is not None:
-        tracker.finish(source.trials, search.before_usd)
+    if tracker is not None and (problem := tracker.try_to_finish(source.trials, search.before_usd)):
+        context.log.warning(problem)
     return source
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial
     from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig
+    from trainer.config import JobConfig, TrackingConfig
 
 
 @click.command()
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
-    default="tpe",
+    default="model",
     show_default=True,
     metavar="NAME",
-    help="tpe, model, random, qmc (evenly) or grid (all).",
+    help="model (of what trials ended with), tpe, random, qmc (evenly) or grid (all).",
 )
 @click.option(
     "--pruner", default="asha", show_default=True, metavar="NAME",
@@ -173,6 +173,9 @@ def search(
         processes_per_node=ranks_of(settings), usd_per_node_hour=price.usd_per_hour(settings.tiers[0]),
         tier=settings.tiers[0],
     )  # fmt: skip
+    tracker = None
+    if tracking.mlflow_tracking_uri is not None and not only_plan:
+        tracker = _open_tracker(tracking, search_name, metric, wanted.sign)  # before anything is bought
     say_what_was_got(manager.provision_cluster(least, cluster.sku), cluster.sku)
     env = cluster.node_env(project)
     say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
@@ -188,14 +191,21 @@ def search(
         if as_json:
             say(json.dumps({"name": search_name, "plan": asdict(found.plan)}))
         return
-    tracker = None
-    if tracking.mlflow_tracking_uri is not None:  # the orchestrator's work, not that of each trial's nodes
-        from dtrain_dagster.search.tracking import SearchTracker
-
-        tracker = SearchTracker(
-            tracking.mlflow_tracking_uri, tracking.mlflow_experiment, search_name, metric, wanted.sign
-        )
     _run(found, wanted, out, as_json, tracker)
+
+
+def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:
+    """Return what writes the search to MLflow: the orchestrator, and not the nodes of each trial. Raise `Refusal` where
+    MLflow cannot be reached."""
+    from mlflow.exceptions import MlflowException
+
+    from dtrain_dagster.search.tracking import SearchTracker
+
+    assert tracking.mlflow_tracking_uri is not None
+    try:
+        return SearchTracker(tracking.mlflow_tracking_uri, tracking.mlflow_experiment, name, metric, sign)
+    except (MlflowException, OSError) as error:
+        raise Refusal(f"tracking.mlflow_tracking_uri cannot be used, so nothing was bought: {error}") from None
 
 
 def _space_of(text: str) -> tuple[Any, str]:
@@ -244,24 +254,29 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
     """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    shown, told = console(), set[int]()
+    shown, told, warned = console(), set[int](), set[str]()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as bar:
         task = bar.add_task("starting", total=wanted.trials)
+
+        def warn(sentence: str) -> None:
+            if sentence not in warned:
+                warned.add(sentence)
+                say(sentence, err=True)
 
         def watch(view: SearchView) -> None:
             for trial in view.trials:
                 if trial.state.is_final and trial.number not in told:
                     told.add(trial.number)
                     say(trial_line(trial, wanted.sign), err=True)
-            if tracker is not None:
-                tracker.write(view.trials)
+            if tracker is not None and (problem := tracker.try_to_write(view.trials)):
+                warn(problem)
             bar.update(task, description=view.line(wanted), completed=len(told))
 
         with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name)):
             source = found.run(watch)
-    if tracker is not None:
-        tracker.finish(source.trials, found.before_usd)
+    if tracker is not None and (problem := tracker.try_to_finish(source.trials, found.before_usd)):
+        warn(problem)
     result = found.result(source)
     if out is not None and source.best is not None:
         out.write_text(Path(found.best_file).read_text())

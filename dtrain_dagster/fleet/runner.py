@@ -176,8 +176,12 @@ class FleetRunner:
         return tracker.total_units, sum(node.microseconds for node in tracker.nodes) / SECOND
 
     def _price_of(self, job: FleetJob) -> float | None:
-        """Return what a node of the job's last launch costs in an hour; None where its cluster does not say."""
-        return launch_price(rundir_of(job), self.terms.tier)
+        """Return what a node of the job's last launch costs in an hour; None where its cluster does not say, or not in
+        a way that can be read: then it counts as the dearest."""
+        try:
+            return launch_price(rundir_of(job), self.terms.tier)
+        except (DamagedError, OSError):
+            return None
 
     def _note_end(self, entry: Entry, status: JobStatus, now: float) -> None:
         """Note that a launch has ended, and what that means for its job."""

@@ -45,7 +45,7 @@ class JobEntry(BaseModel):
     serial_share: float = Field(default=0.1, ge=0, le=1)
     """Share of its work that more nodes do not speed up."""
     startup_seconds: float | None = Field(default=None, ge=0)
-    """None: what past runs took, or 20."""
+    """None: what past runs took, where the job's work is expected by them, else 20."""
     priority: int = 0
     least_nodes: int = Field(default=1, ge=1)
     most_nodes: int | None = Field(default=None, ge=1)

@@ -190,7 +190,7 @@ class FleetWatch:
 
     def _expected(self, facts: FleetFacts, now: float) -> dict[str, SimulatedEnd]:
         """Return what is expected of the jobs that are not over."""
-        if now - self._expected_at >= OUTLOOK_PAUSES * self._took or not self._ends:
+        if now - self._expected_at >= OUTLOOK_PAUSES * self._took:
             began = time.monotonic()
             self._ends = {end.job_id: end for end in play_on(facts, now, MOST_MOVES)}
             self._expected_at, self._took = now, time.monotonic() - began
@@ -227,9 +227,9 @@ class FleetWatch:
             followed.read()
             has_nodes = FleetState(view.state).has_nodes
             usage = presence.usage(rundir.nodes(), "", has_nodes, now, stale_seconds(rundir.storage))
+            price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
         except (DamagedError, OSError) as error:
             return replace(view, reason=str(error))
-        price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
         more_usd = max(0.0, _node_seconds(usage) - kept.node_seconds) * price / 3600
         progress, left = followed.progress, followed.left(now) if has_nodes else None
         return replace(

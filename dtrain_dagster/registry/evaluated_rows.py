@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.evaluated import EvaluationError
-from dtrain_dagster.registry.run_model import load_run_model
+from dtrain_dagster.registry.run_model import ASK_SECONDS, load_run_model
 from trainer.evaluation.gate import gate_document
 from trainer.rundir import EVALUATION, RunDir
 from trainer.spec import ROWS
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-3
 """The relative tolerance of a node's figure: other kernels in single precision."""
+LEAST = 1e-6
+"""Differences of log-loss that are none, for the same reason; and of the error of numbers, as a share of their size."""
+ROWS_PER_SECOND = 500
+"""Rows that a model answers in a second at least."""
 MOST_VALUES = 1 << 26
 """The most numbers that are asked about at once."""
 
@@ -32,8 +37,9 @@ def judge_rows(
     rundir: RunDir, order: Order | None, evaluation: Mapping[str, Any], cache_dir: str | None = None
 ) -> dict[str, Any]:
     """Return a node's report of a model of rows with the figures of model, baselines and canary as they come to here,
-    and the verdict that follows. Raise `EvaluationError` where the node says another figure of the model, and
-    `run_model.RunModelError` for a model that does not answer."""
+    and the verdict that follows. Other figures of the model stay the node's. Raise `EvaluationError` where it says
+    another log-loss or error of a test split that is asked about whole, and `run_model.RunModelError` for a model that
+    does not answer."""
     import numpy as np
 
     from trainer.data.row_data import RowData
@@ -45,7 +51,8 @@ def judge_rows(
     own = load_run_model(rundir, order)
     data = RowData(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
     scoring, positions = RowScoring(data.spec), spread_positions(data.count("test"))
-    forecast = answers(own.predict, data, positions)
+    seconds = ASK_SECONDS + len(positions) / ROWS_PER_SECOND
+    forecast = answers(partial(own.predict, seconds=seconds), data, positions)
     found: dict[str, Any] = {**evaluation, "kind": ROWS, "task": data.spec.task}
     scores, figures = np.full(len(positions), math.nan), {}
     if forecast is not None:
@@ -55,7 +62,8 @@ def judge_rows(
         found["model"] = {**evaluation["model"], **figures}
     if len(positions) == data.count("test"):  # of a larger split the node has judged all, and these are a part
         score = "rmse" if scoring.is_number else "log_loss"
-        _refuse_difference(rundir, score, evaluation["model"].get(score), figures.get(score))
+        size = max(1.0, abs(data.spec.target_mean), data.spec.target_std) if scoring.is_number else 1.0
+        _refuse_difference(rundir, score, evaluation["model"].get(score), figures.get(score), LEAST * size)
     compared = RowComparison(data, SharedWork(), EVAL_BATCH).judge(scores)
     found |= {"baselines": compared.baselines, "canaries": {"shuffled_targets": compared.canary}}
     return found | {"gate": gate_document(found)}
@@ -83,8 +91,11 @@ def answers(
     return forecast if classes else forecast[:, 0]
 
 
-def _refuse_difference(rundir: RunDir, score: str, said: float | None, found: float | None) -> None:
-    is_same = said is None if found is None else said is not None and math.isclose(said, found, rel_tol=TOLERANCE)
+def _refuse_difference(rundir: RunDir, score: str, said: float | None, found: float | None, least: float) -> None:
+    if said is None or found is None:
+        is_same = said is found
+    else:
+        is_same = math.isclose(said, found, rel_tol=TOLERANCE, abs_tol=least)
     if not is_same:
         raise EvaluationError(
             f"{rundir.uri}/{EVALUATION} says model.{score} = {str(said)[:60]}, and the weights beside it come to "

@@ -187,7 +187,7 @@ def _compare_rows(
     try:
         other = answers(predict, data, positions)
     except IsolationError as error:
-        return _incomparable(version, f"it could not be loaded: {error}")
+        return _incomparable(version, f"it gave no forecasts of these rows: {error}")
     mine = answers(model.predict, data, positions)
     if mine is None or other is None:
         return _incomparable(version, "one of the two forecasts neither classes nor a number")

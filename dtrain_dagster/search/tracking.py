@@ -7,7 +7,7 @@ A run is found by its tags: who writes the same search again adds what is missin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.client import open_client
@@ -45,16 +45,32 @@ class SearchTracker:
         else:
             self.run_id = self._client.create_run(self._experiment, tags={SEARCH_TAG: name}, run_name=name).info.run_id
 
-    def write(self, trials: Sequence[Trial]) -> None:
-        """Write the trials that have ended since."""
+    def try_to_write(self, trials: Sequence[Trial]) -> str:
+        """Write the trials that have ended since. Return why that was impossible, "" if it was not: what is missing
+        comes with the next ones, and a search is not ended by its tracking."""
+        return self._attempt(lambda: self._write(trials))
+
+    def try_to_finish(self, trials: Sequence[Trial], before_usd: float) -> str:
+        """Write what is left, and end the parent run with the best trial and all dollars. Return as `try_to_write`."""
+        return self._attempt(lambda: self._finish(trials, before_usd))
+
+    def _attempt(self, action: Callable[[], None]) -> str:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            action()
+        except (MlflowException, OSError) as error:
+            return f"the search cannot be written to MLflow now: {error}"
+        return ""
+
+    def _write(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
             if trial.state.is_final and trial.number not in self._done:
                 self._write_trial(trial)
                 self._done.add(trial.number)
 
-    def finish(self, trials: Sequence[Trial], before_usd: float) -> None:
-        """Write what is left, and end the parent run with the best trial and all dollars."""
-        self.write(trials)
+    def _finish(self, trials: Sequence[Trial], before_usd: float) -> None:
+        self._write(trials)
         best = best_trial(trials, self._sign)
         self._client.log_metric(self.run_id, "usd", before_usd + sum(trial.usd for trial in trials))
         if best is not None:

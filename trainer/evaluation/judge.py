@@ -75,7 +75,6 @@ class WindowJudge:
     def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
         """Return the report on the test split, with its baselines. ``correction`` in it are the arguments of the loss
         by which its distributions were corrected on the validation split, before they were judged."""
-        begin("test split")
         arguments = self._calibrate(request)
         criterion = self.make_criterion(arguments) if arguments else self.criterion
         report = final_report(
@@ -93,7 +92,9 @@ class WindowJudge:
             request.model, self.criterion, self.shards, "valid", request.world, request.batch_size, request.device,
             collect=True,
         ).predictions  # fmt: skip
-        arguments = {} if found is None else calibrate(found.predictive, torch.from_numpy(found.target))
+        names: tuple[str, ...] = getattr(self.criterion, "corrections", ())
+        numbers = {} if found is None else calibrate(found.predictive, torch.from_numpy(found.target))
+        arguments = {name: float(numbers[name]) for name in names if name in numbers}
         return request.world.all_gather_object(arguments)[0]
 
 

@@ -337,6 +337,13 @@ def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] |
         raise ConfigError(
             f"{where} failed on outputs of shape {tuple(outputs.shape)}: {type(error).__name__}: {error}"
         ) from error
+    if callable(getattr(loss, "calibrate", None)):
+        names = getattr(loss, "corrections", None)
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"{where} has calibrate(), and its attribute corrections is {names!r}; it must be a tuple of the names "
+                "of arguments that calibrate() gives numbers for"
+            )
     if predictive is not None and not isinstance(predictive, Predictive):
         raise ConfigError(
             f"{where}: predictive() returned a {type(predictive).__name__}; it must return trainer.losses.Predictive"

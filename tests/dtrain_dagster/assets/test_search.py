@@ -40,8 +40,8 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
     assert page.metadata["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials))
     for _ in range(2):
         tracker = SearchTracker(f"sqlite:///{tmp_path}/mlflow.db", "studies", "played", "loss", 1.0)
-        tracker.write(source.trials[:3])
-        tracker.finish(source.trials, 0.25)
+        assert tracker.try_to_write(source.trials[:3]) == ""
+        assert tracker.try_to_finish(source.trials, 0.25) == ""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")

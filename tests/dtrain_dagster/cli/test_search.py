@@ -33,6 +33,15 @@ SPACE = {
 }
 
 
+def test_what_is_not_said_is_as_in_the_asset() -> None:
+    from dtrain_dagster.cli.search import search
+    from dtrain_dagster.search.settings import SearchSettings
+
+    said = {option.name: option.default for option in search.params}
+    usual = SearchSettings()
+    assert (said["sampler"], said["pruner"], said["trials"]) == (usual.sampler, usual.pruner, usual.trials)
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("DTRAIN_")]:

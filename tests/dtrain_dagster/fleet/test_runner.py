@@ -95,6 +95,8 @@ def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
     assert view.used_usd == pytest.approx(stage.bill(), abs=1e-12)
     assert view.promised_usd == view.used_usd, "what was not used has come back"
     assert stage.most_nodes() <= 2
+    (stage.home / "storage" / "jobs" / "j0" / "launch.json").write_text("{")
+    assert [job.state for job in FleetWatch(stage.records).view().jobs] == [job.state for job in view.jobs]
 
 
 class LaterSource:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain_dagster.costs.money import USD
-from dtrain_dagster.fleet.grants import Standing, node_limit, seconds_ahead
+from dtrain_dagster.fleet.grants import Standing, next_grant, node_limit, seconds_ahead
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.scheduling import (
     Decision,
@@ -222,6 +222,16 @@ def test_grants_are_slices_and_are_raised_while_there_is_room():
     assert isinstance(more, RaiseGrant)
     assert more.grant_units == LIMITS.units_of(10 + 600)
     assert not decided(replace(half, grant_units=LIMITS.units_of(10 + 310.0), left_node_seconds=5000.0))
+
+
+def test_a_raise_on_cheaper_nodes_is_a_slice_of_their_own_seconds():
+    """At a quarter of the dearest price: 100 s are left, 600 are wanted, and 50 s at the dearest price are free."""
+    cheap = replace(running("a", grant=LIMITS.units_of(10 + 25.0)), usd_per_node_hour=0.9, left_node_seconds=5000.0)
+    assert seconds_ahead(cheap, LIMITS) == 100
+    assert next_grant(cheap, 10**18, LIMITS).grant_units == cheap.grant_units + LIMITS.units_of(500 / 4)
+    few = next_grant(cheap, LIMITS.units_of(50.0), LIMITS)
+    assert (few.grant_units, few.lacks) == (cheap.grant_units + LIMITS.units_of(50.0), False)
+    assert next_grant(cheap, LIMITS.units_of(49.0), LIMITS).lacks
 
 
 def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_ends():

@@ -258,6 +258,9 @@ class Reduced(Loss):
         return ((outputs[:, 0] - target) ** 2).mean()
 class Uncounted(Loss):
     outputs = "three"
+class Unnamed(Loss):
+    def calibrate(self, predictive, target):
+        return {"scale": 2.0}
 class Wrong(Loss):
     def predictive(self, outputs):
         return outputs
@@ -268,6 +271,7 @@ def make(spec, power=2): return Loss()
 def reduced(spec): return Reduced()
 def uncounted(spec): return Uncounted()
 def wrong(spec): return Wrong()
+def unnamed(spec): return Unnamed()
 def broken(spec): return Broken()
 def nothing(spec): return None
 def failing(spec): raise RuntimeError("no such table")
@@ -292,6 +296,7 @@ number = 3
         ("own_loss:uncounted", {}, r"attribute outputs is 'three'"),
         ("own_loss:reduced", {}, r"gave \(\) for two samples.*shape \(2,\), unreduced"),
         ("own_loss:wrong", {}, r"predictive\(\) returned a Tensor"),
+        ("own_loss:unnamed", {}, r"has calibrate\(\), and its attribute corrections is None"),
         ("own_loss:broken", {}, r"failed on outputs of shape \(2, 1\)"),
         ("broken_module:make", {}, r"importing 'broken_module' failed: ZeroDivisionError"),
         ("needs_absent:make", {}, r"importing 'needs_absent' failed: No module named 'absent_dependency'"),
