@@ -124,7 +124,6 @@ def compare(
     """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
     training wrote; or on the test rows, against what the run directory's weights answer. ``own`` and ``its`` are the
     candidate's and the champion's metadata of the model. Raise `AnswerError` for predictions of another dataset."""
-    import numpy as np
 
     from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
@@ -138,7 +137,7 @@ def compare(
         return _compare_rows(rundir, version, own, its, predict, cache_dir, order)
     shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, own["dataset_id"])
     judged = spread_positions(shards.count("test"))
-    positions = np.unique(np.linspace(0, len(judged) - 1, min(len(judged), MAX_WINDOWS)).astype(np.int64))
+    positions = spread_positions(len(judged), MAX_WINDOWS)
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
     stored = read_predictions(rundir, ("mu", "sigma", "nu"))
     if len(stored["mu"]) != len(judged):
@@ -172,18 +171,17 @@ def _compare_rows(
     cache_dir: str | None,
     order: Order | None,
 ) -> Comparison:
-    import numpy as np
 
     from dtrain_dagster.registry.evaluated_rows import answers
     from dtrain_dagster.registry.run_model import load_run_model
     from trainer.data.row_data import RowData
+    from trainer.data.sampler import spread_positions
     from trainer.evaluation.row_comparison import RowScoring
     from trainer.isolation.runner import IsolationError
 
     model = load_run_model(rundir, order)
     data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
-    count = data.count("test")
-    positions = np.unique(np.linspace(0, count - 1, min(count, MAX_WINDOWS)).astype(np.int64))
+    positions = spread_positions(data.count("test"), MAX_WINDOWS)
     try:
         other = answers(predict, data, positions)
     except IsolationError as error:
