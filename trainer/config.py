@@ -81,7 +81,9 @@ class TLSConfig:
     """Certificates (PEM files on every node) for traffic between nodes: each side shows its own, signed by ``ca``."""
 
     certificate: str
+    """The node's own certificate."""
     key: str
+    """The private key of it."""
     ca: str
     """The job's own authority: every process with a certificate of it is admitted."""
 
@@ -108,9 +110,11 @@ class DistributedTrainingConfig:
     """Optimizer steps between checkpoints."""
 
     epochs: int = Field(default=6, ge=1)
+    """How often each training sample is used."""
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, whatever ``epochs`` says."""
     seed: int = Field(default=0, ge=0)
+    """What the initial weights, the order of samples and dropout are drawn from."""
     shuffle_block: int | None = Field(default=None, ge=1)
     """For a dataset larger than memory: blocks of this many consecutive samples are permuted, and samples within groups
     of 256 blocks, so that only two groups at a time are read (`trainer.data.sampler`). None permutes all samples."""
@@ -128,15 +132,19 @@ class DistributedTrainingConfig:
     gather batches on the GPU. Has no effect without a GPU."""
 
     learning_rate: float = Field(default=2e-3, gt=0)
+    """AdamW's learning rate at its peak, before ``lr_scaling``."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / ``lr_base_batch_size``), or by its square root."""
     lr_base_batch_size: int = Field(default=768, ge=1)
+    """The global batch, in samples, for which ``learning_rate`` was chosen."""
     warmup_steps: int = Field(default=50, ge=0)
     """Linear warm-up from zero, over at most a tenth of all steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate after the warm-up: along half a cosine, or as it is."""
     min_lr_fraction: float = Field(default=0.05, ge=0, le=1)
     """The end of the cosine, as a fraction of its peak."""
     weight_decay: float = Field(default=1e-2, ge=0)
+    """AdamW's decoupled weight decay, of all parameters."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest 2-norm of the gradient; None does not clip."""
 
@@ -179,7 +187,7 @@ class DistributedTrainingConfig:
     lost."""
     communication_retries: int = Field(default=3, ge=0)
     """How often a step is tried again, with exponential backoff, when communication fails and no peer is lost; then
-    gradients go through one rank (parameter-server mode, D3)."""
+    gradients go through one rank (parameter-server mode)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
     """In parameter-server mode: seconds until all-reduce is tried again; doubled each time that it fails."""
     communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
@@ -276,8 +284,11 @@ class TrackingConfig:
     """MLflow server or ``sqlite:///…``; None does not track. Credentials: MLflow's own variables (such as
     MLFLOW_TRACKING_PASSWORD), or the whole address by reference, ``env:NAME`` or ``keyvault://VAULT/SECRET``."""
     mlflow_experiment: str = "dtrain"
+    """The experiment that the run belongs to."""
     mlflow_run_name: str | None = None
+    """The name of the run; None: the job's id."""
     tags: dict[str, str] = Field(default_factory=dict)
+    """Further tags of the run."""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
@@ -285,14 +296,21 @@ class JobConfig:
     """The whole of ``job.json``."""
 
     schema_version: Literal[1] = 1
+    """The version of this file's form."""
     job_id: str = Field(pattern=f"^{JOB_ID.pattern}$")
+    """The job's name: letters, digits, dots, dashes and underscores, at most 200."""
     run_dir: str
     """The folder of this job; a path or any fsspec address. All output is written here, see `trainer.rundir`."""
     dataset: DatasetRef
+    """What to train on."""
     model: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="tcn"))
+    """The network."""
     loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
+    """What is minimised."""
     training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
+    """How to train."""
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    """Whom to tell of it."""
 
     @property
     def is_of_script(self) -> bool:

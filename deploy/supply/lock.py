@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INDEX = "https://pypi.org/simple"
-EXTRAS = ("azure", "kubernetes", "postgres", "ray", "dev")
+EXTRAS = ("azure", "kubernetes", "postgres", "ray", "dev", "docs")
 """Extras that `make setup` installs."""
 CUDA = re.compile(r"(?!nvidia-ml-py)(nvidia|cuda|triton)\b")  # nvidia-ml-py is required by this project
 """Pattern of packages that only a CUDA build of torch needs."""
@@ -40,11 +40,14 @@ def main() -> None:
     """Compile all lock files with uv, and write them."""
     parser = argparse.ArgumentParser(prog="python deploy/supply/lock.py", description=__doc__)
     parser.add_argument("--torch-wheel", type=Path, action="append", default=[], help="a CPU build whose hash is added")
+    parser.add_argument("--keep", action="store_true", help="keep the versions of today; lock only what is new")
     options = parser.parse_args()
     uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-config", "--generate-hashes"]
     uv += ["--default-index", INDEX, "--no-header", "--no-annotate", "--python-version", "3.11"]
     with tempfile.TemporaryDirectory(prefix="dtrain-lock-") as scratch:
         whole, files = asked()
+        if options.keep:
+            uv += [f"--constraint={written(Path(scratch) / 'kept.txt', pins())}"]
         own = compiled([*uv, "--universal", written(Path(scratch) / "whole.in", whole)])
         own |= compiled([*uv, "--universal", "--no-deps", written(Path(scratch) / "files.in", files)])
         torch_lock = ROOT / "requirements-torch.lock"
@@ -69,6 +72,12 @@ def main() -> None:
         serving = {name: block for name, block in serving.items() if not CUDA.match(name)}
         serving["torch"] = " \\\n    --hash=".join([f"torch=={version[1]}+cpu", *cpu]) + "\n"
         write("deploy/azure/requirements-serving.lock", "requirements-serving.txt", serving.values())
+
+
+def pins() -> list[str]:
+    """Return the requirements of this project's lock files, as they are now, without their hashes."""
+    texts = [(ROOT / name).read_text() for name in ("requirements.lock", "requirements-cuda.lock")]
+    return [line.removesuffix("\\").strip() for text in texts for line in text.splitlines() if re.match("[a-z0-9]", line)]
 
 
 def asked() -> tuple[list[str], list[str]]:

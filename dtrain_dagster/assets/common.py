@@ -53,7 +53,8 @@ class LaunchpadOptions(dg.Config):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         for field in cls.model_fields.values():
-            if bounds := describe_bounds(field):
+            # A field that is inherited has them already.
+            if (bounds := describe_bounds(field)) and not (field.description or "").endswith(f"({bounds})."):
                 field.description = f"{(field.description or '').strip().rstrip('.')} ({bounds})."
 
 

@@ -1,0 +1,319 @@
+"""Write the reference pages below docs/reference from the code: ``python docs/generate_reference.py``.
+
+Each page is a pure function of the code, so that a page which was not made anew fails a test. Prose about a setting
+belongs into the docstring or description of its field; explanations of how things work belong into the pages of docs/.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import math
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from dtrain_dagster.assets.dataset import DatasetConfig, PricesConfig
+from dtrain_dagster.assets.given_dataset import FolderConfig
+from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
+from dtrain_dagster.assets.program import ProgramOptions
+from dtrain_dagster.assets.scaling import ScalingOptions
+from dtrain_dagster.assets.search import SearchOptions
+from dtrain_dagster.assets.walk_forward import YearConfig
+from dtrain_dagster.dashboard import prometheus
+from dtrain_dagster.settings.azure import AzureSettings
+from dtrain_dagster.settings.data_engine import DataEngineSettings
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.slurm import SlurmSettings
+from dtrain_dagster.settings.walk_forward import WalkForwardSettings
+from trainer import config as job_config
+from trainer import rundir
+from trainer.documents import events
+
+FOLDER = Path(__file__).parent / "reference"
+HEADER = "<!-- Made by `python docs/generate_reference.py`; do not edit. -->\n\n"
+"""The first line of each page that is made here."""
+SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
+    ("For every kind of cluster", "", Settings),
+    ("SLURM", "Read with `DTRAIN_CLUSTER=slurm`; see [On SLURM](../slurm.md).", SlurmSettings),
+    ("Kubernetes", "Read with `DTRAIN_CLUSTER=kubernetes`; see [On Kubernetes](../kubernetes.md).", KubernetesSettings),
+    ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [On Ray](../ray.md).", RaySettings),
+    ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [On Azure ML](../azure.md).", AzureSettings),
+    ("Data engine", "See [Data larger than memory](../large-data.md).", DataEngineSettings),
+    ("Walk forward", "See [Walking forward](../walk-forward.md).", WalkForwardSettings),
+)
+"""The sections of the page of environment variables: title, remark, class."""
+LAUNCHPAD: tuple[tuple[str, type], ...] = (
+    ("stock_prices", PricesConfig),
+    ("sharded_dataset", DatasetConfig),
+    ("sharded_dataset of a folder of your own", FolderConfig),
+    ("cost_estimate", TrainingOptions),
+    ("cost_estimate of a script of your own", ScriptOptions),
+    ("hyperparameter_search", SearchOptions),
+    ("scaling_study", ScalingOptions),
+    ("walk_forward/training_dataset", YearConfig),
+    ("an asset of your own that runs a program", ProgramOptions),
+)
+"""The assets that have options in the launchpad, and the class of these."""
+_BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "{} characters or more"}
+_USUAL = {
+    "step": "Optimizer step, counted over the whole job.",
+    "epoch": "Epoch, counted from 1.",
+    "seconds": "Seconds that it took.",
+    "loss": "Mean loss per sample.",
+    "nodes": "Numbers of the nodes.",
+    "node_id": "Number of the node.",
+    "message": "What happened, in words.",
+    "reason": "Why, in words.",
+    "learning_rate": "Learning rate of the last of these steps.",
+    "grad_norm": "2-norm of the gradient before clipping.",
+    "step_seconds": "Wall seconds of one step.",
+    "eta_seconds": "Seconds until the last step, by the pace so far.",
+    "memory_used_bytes": "Resident memory of the node's ranks.",
+    "path": "Path in the run directory.",
+}
+"""What fields of events mean that have no docstring of their own."""
+_ROLE = re.compile(r"``([^`]+)``")
+
+
+def settings_page() -> str:
+    """Return the page of environment variables."""
+    text = (
+        "# Environment variables\n\n"
+        "These variables describe the environment: the cluster, the storage, the registry, the prices. What changes "
+        "from run to run is set in the [launchpad](launchpad.md) or with `--set` ([job.json](job.md)).\n\n"
+        "A value that is set and cannot be used is an error at the start, and so is a name that nothing reads, with "
+        "the name that was probably meant. Settings are stored with everything that is made, so a value that contains "
+        "a password, key, signature or the token of a web hook is refused. Give `env:NAME` or "
+        "`keyvault://vault/secret` instead: it is resolved where it is used. The path of the home may contain any "
+        "character but `?`, `%` and control characters, which addresses of SQLite databases cannot hold.\n"
+    )
+    for title, remark, kind in SETTINGS:
+        prefix = kind.model_config["env_prefix"]
+        rows = (
+            (f"{prefix}{name.upper()}", field.annotation, default_of(field), bounds_of(field), field.description or "")
+            for name, field in kind.model_fields.items()
+        )
+        text += f"\n## {title}\n\n" + (f"{remark}\n\n" if remark else "") + table(rows, name="variable")
+    return text
+
+
+def job_page() -> str:
+    """Return the page of the fields of job.json."""
+    text = (
+        "# job.json: what a training is made of\n\n"
+        "Every training is described by one file, `job.json`, in its run directory. `dtrain train --set "
+        "training.epochs=3` changes a field for one training, `--settings FILE` several; in Dagster the launchpad of "
+        "`cost_estimate` has the common ones, and `more` takes any other. An unknown field or a value out of bounds is "
+        "refused before anything is bought. [job.schema.json](job.schema.json) is the same as a JSON schema, for "
+        "editors.\n"
+    )
+    sections = (
+        ("Top level", job_config.JobConfig), ("dataset", job_config.DatasetRef),
+        ("model, loss", job_config.FactoryConfig), ("training", job_config.DistributedTrainingConfig),
+        ("training.tls", job_config.TLSConfig), ("tracking", job_config.TrackingConfig),
+    )  # fmt: skip
+    for title, kind in sections:
+        meanings = field_docstrings(kind)
+        hints = typing.get_type_hints(kind)
+        rows = (
+            (name, hints[name], default_of(field), bounds_of(field), meanings.get(name, ""))
+            for name, field in kind.__pydantic_fields__.items()  # type: ignore[attr-defined]
+        )
+        text += f"\n## {title}\n\n{plain(inspect.getdoc(kind) or '')}\n\n" + table(rows, name="field")
+    return text
+
+
+def launchpad_page() -> str:
+    """Return the page of the options in Dagster's launchpad."""
+    text = (
+        "# Launchpad: the options of the assets\n\n"
+        "In Dagster's UI: *Materialize* with the arrow beside it, then *Open launchpad*. On the command line: "
+        "`dagster asset materialize … --config-json '{\"ops\": {\"cost_estimate\": {\"config\": {\"epochs\": 3}}}}'`. "
+        "Values out of bounds are refused when the step begins, before anything is bought.\n"
+    )
+    for asset, kind in LAUNCHPAD:
+        rows = (
+            (name, field.annotation, default_of(field), bounds_of(field), without_bounds(field.description or ""))
+            for name, field in kind.model_fields.items()  # type: ignore[attr-defined]
+        )
+        text += f"\n## {asset}\n\n" + table(rows, name="option")
+    return text
+
+
+def run_directory_page() -> str:
+    """Return the page of the files and events of a run directory."""
+    layout = textwrap.dedent((rundir.__doc__ or "").split("\n\n")[1])
+    text = (
+        "# Run directory: files and events\n\n"
+        "A job's folder is all that the orchestrator and the nodes share. It may lie on a disk, on a shared file "
+        "system or in Blob storage. Each file is written whole; readers of a newer version read files of older ones. "
+        "The reasons for this design: [Architecture](../architecture.md).\n\n"
+        f"```text\n{plain(layout).rstrip()}\n```\n\n"
+        "A *generation* counts the worlds of ranks that worked in the directory: 1 for the first, one more for each "
+        "restart or change of members.\n\n"
+        "## Events\n\n"
+        "`events/*.jsonl` holds one JSON object per line. All have `kind`, `time` (Unix seconds), `rank` and "
+        "`generation`; the other fields by kind:\n"
+    )
+    for kind in event_kinds():
+        meanings = {
+            name: said for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)
+            for name, said in field_docstrings(base).items()
+        }  # fmt: skip
+        hints = typing.get_type_hints(kind)
+        rows = (
+            (field.name, hints[field.name], default_of(field), "", meanings.get(field.name) or _USUAL.get(field.name, ""))
+            for field in dataclasses.fields(kind)
+            if field.name not in ("time", "rank", "generation")
+        )
+        text += f"\n### {kind.kind}\n\n{plain(inspect.getdoc(kind) or '')}\n\n" + table(rows, name="field")
+    return text
+
+
+def metrics_page() -> str:
+    """Return the page of the metrics for Prometheus."""
+    text = (
+        "# Metrics for Prometheus\n\n"
+        "`dtrain dashboard` serves them at `/metrics`, for jobs that run or ended within the last hour. How to collect "
+        "and draw them: [Watching a training](../monitoring.md).\n\n"
+        "| metric | labels | meaning |\n|---|---|---|\n"
+        "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"
+    )
+    groups: tuple[tuple[str, Mapping[str, tuple[Any, ...]]], ...] = (
+        ("`job`", prometheus.JOB), ("`job`", prometheus.COUNTERS), ("`job`, `node`", prometheus.NODE),
+        ("`job`, `node`, `gpu`", prometheus.GPU),
+    )  # fmt: skip
+    for labels, metrics in groups:
+        text += "".join(f"| `{name}` | {labels} | {about[0]} |\n" for name, about in metrics.items())
+    return text
+
+
+def job_schema() -> str:
+    """Return the JSON schema of job.json."""
+    schema = TypeAdapter(job_config.JobConfig).json_schema()
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
+
+
+def event_kinds() -> list[type[events.Event]]:
+    """Return the classes of events, in the order of the file that defines them."""
+    found = (value for value in vars(events).values() if isinstance(value, type) and issubclass(value, events.Event))
+    return [kind for kind in found if "kind" in vars(kind)]
+
+
+def field_docstrings(kind: type) -> dict[str, str]:
+    """Return the text below each field of a class, by the field's name. A class of another language has none."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        line.target.id: " ".join(said.value.value.split())
+        for line, said in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        and isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant) and isinstance(said.value.value, str)
+    }  # fmt: skip
+
+
+def table(rows: Iterable[tuple[str, Any, str, str, str]], name: str) -> str:
+    """Return a Markdown table of fields: name, type, default, bounds, meaning. A column that is empty is left out."""
+    lines = [(f"`{key}`", type_name(kind), default, bounds, cell(meaning)) for key, kind, default, bounds, meaning in rows]
+    heads = (name, "type", "default", "bounds", "meaning")
+    if not lines:
+        return "No further fields.\n"
+    kept = [place for place in range(len(heads)) if any(line[place] for line in lines)]
+    text = "| " + " | ".join(heads[place] for place in kept) + " |\n|" + "---|" * len(kept) + "\n"
+    return text + "".join("| " + " | ".join(line[place] for place in kept) + " |\n" for line in lines)
+
+
+def type_name(kind: Any) -> str:
+    """Return a type as a reader would say it: ``int``, or the values of an enumeration."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return ", ".join(f"`{item.value}`" for item in kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{json.dumps(item) if not isinstance(item, str) else item}`" for item in typing.get_args(kind))
+    if parts := [part for part in typing.get_args(kind) if part is not type(None)]:
+        origin = typing.get_origin(kind)
+        if type(None) in typing.get_args(kind):
+            return " or ".join(map(type_name, parts)) + ", or empty"
+        if origin in (dict, Mapping):
+            return "object"
+        if isinstance(origin, type) and issubclass(origin, Iterable):
+            return "list"
+        return " or ".join(map(type_name, parts))
+    words = {"str": "text", "bool": "`true`, `false`", "int": "whole number", "float": "number", "Path": "path"}
+    return words.get(getattr(kind, "__name__", ""), "object")
+
+
+def default_of(field: FieldInfo | dataclasses.Field[Any]) -> str:
+    """Return a field's default as code; "required" where it has none, "" where it is empty."""
+    if isinstance(field, FieldInfo):
+        if field.is_required():
+            return "required"
+        value = field.get_default(call_default_factory=False) if field.default_factory is None else None
+    else:
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            return "required"
+        value = field.default if field.default is not dataclasses.MISSING else None
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or value == "" or value == {} or value == ():
+        return ""
+    return f"`{value if isinstance(value, str | Path) else json.dumps(value)}`"
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """Return the bounds of a field in signs, "" where it has none; "finite" is not told."""
+    found = ((sign, getattr(item, key, None)) for item in field.metadata for key, sign in _BOUNDS.items())
+    return ", ".join(sign.format(f"{limit:g}") for sign, limit in found if limit is not None and limit < math.inf)
+
+
+def without_bounds(description: str) -> str:
+    """Return a description of the launchpad without the bounds that were put at its end, as they have a column."""
+    return re.sub(r" \((?:(?:at least|more than|at most|less than) [^()]*)\)\.$", ".", description)
+
+
+def plain(text: str) -> str:
+    """Return a docstring as Markdown: literals in single backquotes."""
+    return _ROLE.sub(r"`\1`", text)
+
+
+def cell(text: str) -> str:
+    """Return a docstring as one cell of a Markdown table."""
+    return " ".join(plain(text).replace("|", "\\|").split())
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "job.md": job_page,
+    "launchpad.md": launchpad_page,
+    "run-directory.md": run_directory_page,
+    "metrics.md": metrics_page,
+}
+"""The pages that are made here."""
+
+
+def made() -> dict[str, str]:
+    """Return the content of all files that are made here, by name below docs/reference."""
+    return {**{name: HEADER + page() for name, page in PAGES.items()}, "job.schema.json": job_schema()}
+
+
+def main() -> None:
+    """Write all pages."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in made().items():
+        (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

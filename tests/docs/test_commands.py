@@ -1,0 +1,78 @@
+"""Each command in a document exists, and has the options that it is shown with. The tutorial's are run
+(`test_tutorial`), and those of the examples are (tests/examples); the others need a cluster, an account or an hour."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from dtrain_dagster.cli.main import main as dtrain
+from tests.docs.blocks import DOCUMENTS, ROOT, read_blocks, read_commands
+
+WITH_BLOCKS = [path for path in DOCUMENTS if read_blocks(path.read_text())]
+
+
+def check_click(command: click.Command, words: list[str]) -> None:
+    """Raise `click.UsageError` for a subcommand or an option that there is not."""
+    context = click.Context(command, info_name=words[0])
+    arguments = words[1:]
+    while isinstance(command, click.Group):
+        context.args = []
+        names = [word for word in arguments if not word.startswith("-")]
+        if not names:
+            break
+        found = command.get_command(context, names[0])
+        if found is None:
+            raise click.UsageError(f"no command {names[0]!r}")
+        arguments = arguments[arguments.index(names[0]) + 1 :]
+        command, context = found, click.Context(found, parent=context, info_name=names[0])
+    command.make_parser(context).parse_args(list(arguments))
+
+
+def check(words: list[str]) -> None:
+    """Raise an error for a command of dtrain, Dagster, make or Python that cannot be given so."""
+    name, *rest = words
+    if name == "dtrain":
+        if rest[:1] == ["work"]:
+            check(rest[1:])
+        else:
+            check_click(dtrain, words)
+    elif name == "dagster":
+        from dagster._cli import create_dagster_cli
+
+        check_click(create_dagster_cli(), words)
+    elif name == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert {word for word in rest if "=" not in word and not word.startswith("-")} <= set(targets), rest
+    elif name in ("python", "python3") and rest[:1] == ["-m"] and rest[1].split(".")[0] in OURS:
+        assert importlib.util.find_spec(rest[1]), rest[1]
+    elif name in ("python", "python3") and rest and rest[0].endswith(".py") and "/" in rest[0]:
+        assert (ROOT / rest[0]).exists(), rest[0]
+
+
+OURS = ("trainer", "dtrain_dagster", "benchmarks", "examples", "tests")
+"""Packages of this repository, of which each module that is named has to exist."""
+
+
+@pytest.mark.parametrize("document", WITH_BLOCKS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_can_be_given_as_it_is_written(document: Path):
+    for block in read_blocks(document.read_text()):
+        for words in read_commands(block.script):
+            try:
+                check(words)
+            except click.UsageError as error:
+                if block.kind != "fails":
+                    pytest.fail(f"{document.name}: {' '.join(words)}: {error.format_message()}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["dtrain job", "dtrain jobs --colour", "dtrain work dagster asset wipe --selct a", "make tee", "python -m trainer.x"],
+)
+def test_a_command_that_cannot_be_given_is_found(words: str):
+    with pytest.raises((click.UsageError, AssertionError, ModuleNotFoundError)):
+        check(words.split())

@@ -1,0 +1,101 @@
+"""The documentation's site: it is built without a warning, its links lead somewhere, and it needs no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", f"{folder}-doctrees",
+         str(ROOT / "docs"), str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+class Targets(HTMLParser):
+    """What a page links to and loads, and the anchors that it has."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if found.get("id"):
+            self.anchors.add(str(found["id"]))
+        if tag == "a" and found.get("href"):
+            self.links.append(str(found["href"]))
+        if tag in ("img", "script", "iframe", "source") and found.get("src"):
+            self.loaded.append(str(found["src"]))
+        if tag == "link" and found.get("href") and "stylesheet" in str(found.get("rel")):
+            self.loaded.append(str(found["href"]))
+
+
+def test_all_links_and_files_of_the_site_are_there(site: Path):
+    pages = {page.resolve(): Targets(page) for page in site.rglob("*.html")}
+    assert len(pages) > 40
+    broken = []
+    for page, found in pages.items():
+        for target in (*found.links, *found.loaded):
+            parts = urlsplit(target)
+            if parts.scheme in ("http", "https", "mailto"):
+                assert target not in found.loaded, f"{page.name} loads {target} from a network"
+                continue
+            where = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            anchors = pages[where].anchors if where in pages else set()
+            if not where.exists() or (parts.fragment and where.suffix == ".html" and parts.fragment not in anchors):
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert broken == []
+
+
+def test_addresses_of_other_sites_are_few_and_encrypted(site: Path):
+    """They cannot be followed without a network, so each is one that a reader can judge."""
+    found = {link for page in site.rglob("*.html") for link in Targets(page).links if "://" in link}
+    assert all(link.startswith("https://") or re.match(r"http://(127\.0\.0\.1|localhost)\b", link) for link in found)
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reference_pages_are_what_the_code_says():
+    for name, text in generator().made().items():
+        written = (ROOT / "docs" / "reference" / name).read_text()
+        assert written == text, f"docs/reference/{name}: `python docs/generate_reference.py` writes it anew"
+
+
+@pytest.mark.parametrize("name", ["settings.md", "job.md", "launchpad.md"])
+def test_every_field_has_a_meaning(name: str):
+    rows = re.findall(r"^\| `.*$", (ROOT / "docs" / "reference" / name).read_text(), flags=re.MULTILINE)
+    assert len(rows) > 20
+    assert [row for row in rows if re.search(r"\|\s*\|$", row)] == []
+
+
+def test_no_code_of_a_requirement_is_in_what_users_read(site: Path):
+    for page in site.rglob("*.html"):
+        assert not re.search(r"\b(R\d+\.\d+|D\d{1,2})\b", page.read_text().split("<article")[-1]), page.name
