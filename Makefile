@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow docs clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,11 @@ lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 
 format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .
+
+docs: setup  ## the documentation as a site that needs no network: docs/_site/index.html
+	@python docs/generate_reference.py
+	@python -m sphinx -b html -W --keep-going -q docs docs/_site
+	@echo "docs/_site/index.html"
 
 dashboard: setup  ## the live dashboard of all jobs on http://127.0.0.1:8060
 	@dtrain dashboard

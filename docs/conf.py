@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -34,3 +38,37 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
+
+_LINK = re.compile(r"\[([^\]]+)\]\(([^):#\s]+)(#[^)]*)?\)")
+"""A link to a file, maybe to an anchor in it."""
+_PAGES = {ROOT / "CONTRIBUTING.md": "contributing", ROOT / "CHANGELOG.md": "changelog", ROOT / "README.md": "index"}
+"""Files of the repository that the site has as pages."""
+
+
+def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Take a page that is a file outside docs/ from there; and turn links to files beside docs/ into their names, since
+    the site is read without the repository."""
+    page = DOCS / f"{docname}.md"
+    for file, name in _PAGES.items():
+        if docname == name != "index":
+            page = file
+            source[0] = file.read_text()
+            app.env.note_dependency(str(file))
+
+    def words(match: re.Match[str]) -> str:
+        label, anchor = match[1], match[3] or ""
+        path = page.parent.joinpath(match[2]).resolve()
+        if path in _PAGES:
+            return f"[{label}]({_PAGES[path]}.md{anchor})"
+        if path.is_relative_to(DOCS):
+            return f"[{label}]({os.path.relpath(path, (DOCS / docname).parent)}{anchor})"
+        if path.is_relative_to(ROOT):
+            return f"{label} (`{path.relative_to(ROOT)}` in the repository)"
+        return match[0]
+
+    source[0] = _LINK.sub(words, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", read_page)

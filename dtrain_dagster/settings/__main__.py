@@ -10,14 +10,12 @@ from pydantic_settings import BaseSettings
 
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
-from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
 TABLES: dict[str, type[BaseSettings]] = {
-    "README.md": Settings,
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
     "docs/large-data.md": DataEngineSettings,

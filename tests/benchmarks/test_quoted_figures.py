@@ -58,8 +58,8 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"without a job | {r['idle_share'][0]:.0%} | {r['fcfs_idle_share'][0]:.0%} |".replace("%", " %")
     )),
     ("README.md", "recovery", lambda r: (
-        f"Training stopped for {r['ours_p50_seconds']:.2f} s\n  (median of {_word(r['ours_repeats'])} kills, at most "
-        f"{r['ours_p95_seconds']:.2f} s; three nodes on one{' busy' if r.get('busy') else ''} machine of "
+        f"Training stops for {r['ours_p50_seconds']:.2f} s (median of {_word(r['ours_repeats'])} kills, at most "
+        f"{r['ours_p95_seconds']:.2f} s;\nthree nodes on one{' busy' if r.get('busy') else ''} machine of "
         f"{_word(r['cores'])} cores)"
     )),
     ("docs/losing-nodes.md", "recovery", lambda r: (
@@ -81,18 +81,18 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("docs/large-models.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
     ("docs/large-models.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
-    ("README.md", "throughput", lambda r: (
+    ("docs/proofs.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times as fast as plain DDP (geometric mean of ")
         + _word(len(r["cells"]))
         + _interval(r, "geomean_vs_plain_ddp_equal", " cells, 95 % interval {1:.2f} to {2:.2f})")
     )),
-    ("README.md", "throughput", lambda r: (
+    ("docs/proofs.md", "throughput", lambda r: (
         "the least of {cells} was {ratio:.2f}, {proven} ({low:.2f} to {high:.2f})".format(
             cells=_word(len(r["cells"])), **{key: r["min_vs_any_peer_where"][key] for key in ("ratio", "low", "high")},
             proven="which is more than 1" if r["min_vs_any_peer_where"]["low"] > 1 else "not proven to be more than 1",
         )
     )),
-    ("README.md", "throughput", lambda r: f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"),
+    ("docs/proofs.md", "throughput", lambda r: f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"),
     ("docs/performance.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times ({1:.2f} to {2:.2f})")
     )),
@@ -100,18 +100,18 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         _interval(r, "geomean_vs_plain_ddp_malloc_equal", "{0:.2f} times ({1:.2f} to {2:.2f}); the least ")
         + f"{r['min_vs_plain_ddp_malloc']:.2f}"
     )),
-    ("README.md", "scaling", lambda r: (
+    ("docs/proofs.md", "scaling", lambda r: (
         f"{r['auto_vs_allreduce_100mbit_whole_run']:.1f} times as fast as all-reduce by the clock"
     )),
-    ("README.md", "scaling", lambda r: (
+    ("docs/proofs.md", "scaling", lambda r: (
         "(two rounds: {:.2f} and {:.2f})".format(*r["auto_vs_allreduce_100mbit_whole_run_rounds"])
     )),
-    ("README.md", "estimate", _of_20),
-    ("README.md", "sensors", lambda r: (
+    ("docs/proofs.md", "estimate", _of_20),
+    ("docs/proofs.md", "sensors", lambda r: (
         "takes under 0.03 s with 10, 1,000 and 10,000 past jobs"
         if max(r[f"tick_seconds_{jobs}"] for jobs in (10, 1000, 10000)) < 0.03 else "a tick is slower than it says"
     )),
-    ("README.md", "diagnosis", lambda r: (
+    ("docs/proofs.md", "diagnosis", lambda r: (
         f"Of {r['plants']} plants {round(r['plants'] * r['right_percent'] / 100)} were named, "
         f"of the {r['mild_plants']} below 15 % of a step "
         f"{round(r['mild_plants'] * r['mild_right_percent'] / 100)}, and {r['false_alarms']} of "
