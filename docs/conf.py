@@ -27,6 +27,8 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 suppress_warnings = ["myst.xref_ambiguous"]
 
+default_role = "code"
+"""What single backquotes in docstrings mean."""
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 copybutton_exclude = ".linenos, .gp, .go"

@@ -226,9 +226,12 @@ def field_docstrings(kind: type) -> dict[str, str]:
 
 
 def table(rows: Iterable[tuple[str, Any, str, str, str]], name: str) -> str:
-    """Return a Markdown table of fields: name, type, default, bounds, meaning. A column that is empty is left out."""
-    lines = [(f"`{key}`", type_name(kind), default, bounds, cell(meaning)) for key, kind, default, bounds, meaning in rows]
-    heads = (name, "type", "default", "bounds", "meaning")
+    """Return a Markdown table of fields: name, meaning, type with bounds, default. A column that is empty is left out."""
+    lines = [
+        (f"`{key}`", cell(meaning), ", ".join(filter(None, (type_name(kind), bounds))), default)
+        for key, kind, default, bounds, meaning in rows
+    ]
+    heads = (name, "meaning", "type and bounds", "default")
     if not lines:
         return "No further fields.\n"
     kept = [place for place in range(len(heads)) if any(line[place] for line in lines)]

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-MESSAGES = [message for line in re.findall(r"^\*\*(`.*)\*\*$", PAGE, flags=re.MULTILINE)
+MESSAGES = [message for line in re.findall(r"^### (`.*)$", PAGE, flags=re.MULTILINE)
             for message in re.findall(r"`([^`]+)`", line) if " " in message]  # fmt: skip
 
 
