@@ -14,6 +14,7 @@ import math
 import re
 import textwrap
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -141,7 +142,7 @@ def launchpad_page() -> str:
     text = (
         "# Launchpad: the options of the assets\n\n"
         "In Dagster's UI: *Materialize* with the arrow beside it, then *Open launchpad*. On the command line: "
-        "`dagster asset materialize … --config-json '{\"ops\": {\"cost_estimate\": {\"config\": {\"epochs\": 3}}}}'`. "
+        '`dagster asset materialize … --config-json \'{"ops": {"cost_estimate": {"config": {"epochs": 3}}}}\'`. '
         "Values out of bounds are refused when the step begins, before anything is bought.\n"
     )
     for asset, kind in LAUNCHPAD:
@@ -169,13 +170,13 @@ def run_directory_page() -> str:
         "`generation`; the other fields by kind:\n"
     )
     for kind in event_kinds():
-        meanings = {
+        meanings = defaultdict(str, _USUAL) | {
             name: said for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)
             for name, said in field_docstrings(base).items()
         }  # fmt: skip
         hints = typing.get_type_hints(kind)
         rows = (
-            (field.name, hints[field.name], default_of(field), "", meanings.get(field.name) or _USUAL.get(field.name, ""))
+            (field.name, hints[field.name], default_of(field), "", meanings[field.name])
             for field in dataclasses.fields(kind)
             if field.name not in ("time", "rank", "generation")
         )
@@ -226,7 +227,7 @@ def field_docstrings(kind: type) -> dict[str, str]:
 
 
 def table(rows: Iterable[tuple[str, Any, str, str, str]], name: str) -> str:
-    """Return a Markdown table of fields: name, meaning, type with bounds, default. A column that is empty is left out."""
+    """Return a Markdown table of fields: name, meaning, type with bounds, default; no column that is empty."""
     lines = [
         (f"`{key}`", cell(meaning), ", ".join(filter(None, (type_name(kind), bounds))), default)
         for key, kind, default, bounds, meaning in rows
@@ -244,7 +245,7 @@ def type_name(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(f"`{item.value}`" for item in kind)
     if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(f"`{json.dumps(item) if not isinstance(item, str) else item}`" for item in typing.get_args(kind))
+        return ", ".join(f"`{item}`" for item in typing.get_args(kind))
     if parts := [part for part in typing.get_args(kind) if part is not type(None)]:
         origin = typing.get_origin(kind)
         if type(None) in typing.get_args(kind):

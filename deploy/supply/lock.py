@@ -77,7 +77,9 @@ def main() -> None:
 def pins() -> list[str]:
     """Return the requirements of this project's lock files, as they are now, without their hashes."""
     texts = [(ROOT / name).read_text() for name in ("requirements.lock", "requirements-cuda.lock")]
-    return [line.removesuffix("\\").strip() for text in texts for line in text.splitlines() if re.match("[a-z0-9]", line)]
+    return [
+        line.removesuffix("\\").strip() for text in texts for line in text.splitlines() if re.match("[a-z0-9]", line)
+    ]
 
 
 def asked() -> tuple[list[str], list[str]]:

@@ -71,7 +71,7 @@ def test_every_command_can_be_given_as_it_is_written(document: Path):
 
 @pytest.mark.parametrize(
     "words",
-    ["dtrain job", "dtrain jobs --colour", "dtrain work dagster asset wipe --selct a", "make tee", "python -m trainer.x"],
+    ["dtrain job", "dtrain jobs --colour", "dtrain work dagster asset wipe --al", "make tee", "python -m trainer.x"],
 )
 def test_a_command_that_cannot_be_given_is_found(words: str):
     with pytest.raises((click.UsageError, AssertionError, ModuleNotFoundError)):
