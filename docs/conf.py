@@ -71,6 +71,29 @@ def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _LINK.sub(words, source[0])
 
 
+_ACCESSIBLE = (
+    ('<p class="caption" role="heading">', '<p class="caption" role="heading" aria-level="2">'),
+    ('<aside class="sidebar-drawer">', '<aside class="sidebar-drawer" aria-label="All pages">'),
+    ('<aside class="toc-drawer', '<aside aria-label="On this page" class="toc-drawer'),
+    ('<th class="head"><p></p></th>', "<td></td>"),
+    ('<table class="docutils', '<table tabindex="0" class="docutils'),
+    ("<pre>", '<pre tabindex="0">'),
+    ('<noscript>\n<div class="admonition error">', '<h1>Search</h1>\n<noscript>\n<div class="admonition error">'),
+)
+"""What the theme's pages lack for screen readers (rules of axe), and what is written instead."""
+
+
+def complete_pages(app: Sphinx, error: Exception | None) -> None:
+    """Add to the finished pages what the theme lacks for screen readers."""
+    if error is None and app.builder.format == "html":
+        for page in Path(app.outdir).rglob("*.html"):
+            text = page.read_text()
+            for lacking, complete in _ACCESSIBLE:
+                text = text.replace(lacking, complete)
+            page.write_text(text)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", read_page)
+    app.connect("build-finished", complete_pages)

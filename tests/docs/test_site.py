@@ -9,11 +9,13 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.e2e.chromium import CHROMIUM, chromium
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +74,25 @@ def test_addresses_of_other_sites_are_few_and_encrypted(site: Path):
     """They cannot be followed without a network, so each is one that a reader can judge."""
     found = {link for page in site.rglob("*.html") for link in Targets(page).links if "://" in link}
     assert all(link.startswith("https://") or re.match(r"http://(127\.0\.0\.1|localhost)\b", link) for link in found)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_break_no_rule_of_accessibility(site: Path, scheme: Literal["light", "dark"]):
+    """By axe, in a real browser, which loads nothing from a network."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    with chromium() as browser:
+        page = browser.new_page(color_scheme=scheme, viewport={"width": 1300, "height": 900})
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        for name in ("index", "tutorial", "comparison", "troubleshooting", "reference/settings", "reference/python"):
+            page.goto((site / f"{name}.html").as_uri())
+            found = Axe().run(page).response["violations"]
+            assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == [], name
+        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
 def generator() -> ModuleType:

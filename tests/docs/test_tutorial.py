@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import ROOT, Block, read_blocks
+from tests.docs.checkout import environment_in, make_checkout
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-LEFT_OUT = (".git", ".venv", ".dtrain", ".*_cache", "__pycache__", "out", "tests", "benchmarks", "*.egg-info")
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the repository as a new user has it, whose environment is the present one, so that nothing is
-    installed."""
-    folder = tmp_path / "dtrain"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    (folder / ".venv").mkdir()
-    for part in Path(sys.prefix).iterdir():
-        if part.name != ".ready":
-            (folder / ".venv" / part.name).symlink_to(part)
-    (folder / ".venv" / ".ready").touch()
-    return folder
 
 
 def script_of(blocks: list[Block]) -> str:
@@ -47,15 +30,11 @@ def script_of(blocks: list[Block]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_tutorial_is_followed_to_the_letter(checkout: Path):
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_", "MAKE"))
-    } | {"PYTHONPATH": str(checkout), "COLUMNS": "100"}
-    if "DTRAIN_CACHE" in os.environ:
-        environment["DTRAIN_CACHE"] = os.environ["DTRAIN_CACHE"]
+def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
+    checkout = make_checkout(tmp_path / "dtrain")
     done = subprocess.run(
         ["bash", "-c", script_of(read_blocks(TUTORIAL.read_text()))],
-        cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=checkout, env=environment_in(checkout), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     said = done.stdout
     assert done.returncode == 0, said[-5000:]
