@@ -61,7 +61,7 @@ $(VENV)/.ready: pyproject.toml $(LOCKS)
 	@touch $@
 
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)
-	@PYTHONWARNINGS=ignore dtrain work dagster asset materialize -m dtrain_dagster.definitions --select "$$SELECT" --config-json '$(QUIET)'
+	@PYTHONWARNINGS=ignore dtrain work --go-on-with "make run" dagster asset materialize -m dtrain_dagster.definitions --select "$$SELECT" --config-json '$(QUIET)'
 	@dtrain summary
 	@echo "look at it: make ui"
 

@@ -17,6 +17,7 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, settled, shares, windows
+from dtrain_dagster.planning.progress_words import count_nodes, describe_training
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
@@ -204,22 +205,13 @@ def progress_metadata(
 
 def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
-    share = progress.step / plan.work.steps if plan.work.steps else 0
-    steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
-    parts = [progress.phase, *(steps if progress.step else [])]
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.4f}")
-    if progress.samples_per_second is not None:
-        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if left is not None:
-        parts.append(f"ETA {left.words}")
+    parts = describe_training(progress, plan.work.steps, left, with_share=True)
     if shares := progress.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
     told = [f"{dollars(cost.so_far)} so far"]
     if cost.at_end and cost.over_at_end is not None:
         told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
-    nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
-    return " · ".join([*parts, nodes, f"{', '.join(told)} ({plan.price_words})"])
+    return " · ".join([*parts, count_nodes(progress.nodes_alive), f"{', '.join(told)} ({plan.price_words})"])
 
 
 def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:

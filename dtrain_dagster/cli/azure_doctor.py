@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtrain_dagster.cli.common import ranks_of, read_settings, refuses, say
+from dtrain_dagster.cli.json_fields import DOCTOR
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
@@ -23,7 +24,7 @@ def azure() -> None:
 
 @azure.command()
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes of a training.  [default: DTRAIN_NODES]")
-@click.option("--json", "as_json", is_flag=True, help="As JSON, for a program.")
+@json_option(DOCTOR)
 @refuses
 def doctor(nodes: int | None, as_json: bool) -> None:
     """Tell what a training still lacks; buy nothing.
@@ -33,12 +34,17 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     was seen, and how to mend it. It only reads, but for one small blob, which it writes and deletes.
 
     The exit code is 1 if something is missing.
+
+    \b
+    Examples:
+      dtrain azure doctor
+      dtrain azure doctor --nodes 8 --json
     """
     from dtrain_dagster.clusters.azure_ml.doctor.lines import doctor_document, doctor_text, exit_code_of
 
     lines = _examine(nodes)
     if as_json:
-        click.echo(json.dumps(doctor_document(lines), indent=2, ensure_ascii=False))
+        print_json(doctor_document(lines))
     else:
         say(doctor_text(lines))
     sys.exit(exit_code_of(lines))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trainer.rundir import RunDir
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
+PIPE_COLUMNS = 10_000
+"""The columns of a pipe or file, which has no width: what a program reads is neither wrapped nor left out."""
 STORAGE_TROUBLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -143,7 +145,7 @@ def run_dir(settings: Settings, job_id: str) -> RunDir:
     from trainer.rundir import RunDir
 
     try:
-        checked_id(job_id, "the job")
+        checked_id(job_id, "the name of the job")
     except PlaceError as error:
         raise Refusal(f"{error}; `dtrain jobs` lists them") from None
     return RunDir(f"{settings.jobs_uri}/{job_id}")
@@ -154,12 +156,4 @@ def console() -> Console:
     from dtrain_dagster.cli.screen import Screen
 
     made = Screen()
-    return made if made.is_terminal else Screen(width=160)  # a pipe has no width of its own
-
-
-def print_summary(rundir: RunDir) -> None:
-    """Print the summary of a finished job."""
-    from dtrain_dagster.cli.summary import summary_lines
-    from dtrain_dagster.cli.terminal import pairs_table
-
-    console().print(pairs_table(summary_lines(rundir)), highlight=False)
+    return made if made.is_terminal else Screen(width=PIPE_COLUMNS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.job_names import find_job, job_argument
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.launches import LaunchTotals
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @click.option("--csv", "as_csv", is_flag=True, help="The ledger as CSV.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON: nodes, periods, ledger.")
+@json_option(json_fields.COST, "Print one JSON document: nodes, periods, ledger.")
 @click.option(
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -34,6 +36,12 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     """Show what a job has cost, and what each dollar paid for.
 
     Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
+
+    \b
+    Examples:
+      dtrain cost latest
+      dtrain cost train-6f66 --csv > ledger.csv
+      dtrain cost latest --usage-export export.csv.gz
     """
     from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError
     from dtrain_dagster.costs import export
@@ -50,6 +58,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     settings = read_settings()
     cluster = cluster_of(settings)[0]
     manager = cluster.manager()
+    job_id = find_job(settings, job_id)
     running = not manager.job_status(job_id).state.is_final
     rundir = run_dir(settings, job_id)
     plan = rundir.read_json(PLAN) or {}
@@ -74,7 +83,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
-        click.echo(json.dumps(export.cost_document(tracker, found, metrics, words, **more), indent=2))
+        print_json(export.cost_document(tracker, found, metrics, words, **more))
     else:
         _print(tracker, found, took, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"

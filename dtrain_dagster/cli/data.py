@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import read_settings, refuses, say
+from dtrain_dagster.cli.json_fields import DATASET
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from dtrain_dagster.data.build_once import FinishedDataset
+
+VALID, TEST = "Share of the validation split.", "Share of the test split."
+SEED = "The same seed divides in the same way."
 
 
 @click.group()
@@ -26,15 +31,16 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("source", metavar="FILE|FOLDER")
+@click.argument("source", metavar="SOURCE")
 @click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
-@click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]), help="[default: by the target]")
+@click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]),
+              help="What kind of prediction it is.  [default: by the target]")  # fmt: skip
 @click.option("--drop", multiple=True, metavar="COLUMN", help="A column that is left out. May be repeated.")
 @click.option(
     "--split-by", metavar="COLUMN", help="A column that says train, valid or test, or whose rows stay together."
 )
-@click.option("--valid-fraction", type=float, default=0.1, show_default=True)
-@click.option("--test-fraction", type=float, default=0.1, show_default=True)
+@click.option("--valid-fraction", type=float, default=0.1, show_default=True, metavar="SHARE", help=VALID)
+@click.option("--test-fraction", type=float, default=0.1, show_default=True, metavar="SHARE", help=TEST)
 @click.option(
     "--missing",
     type=click.Choice(["refuse", "mean"]),
@@ -42,10 +48,13 @@ def data() -> None:
     show_default=True,
     help="Numbers that are missing: refused, or counted as the mean, with an input that says so.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division of rows.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help=SEED)
+@json_option(DATASET)
 @refuses
-def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> None:
-    """Build a dataset of rows from a Parquet file, or from all those in a folder.
+def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Build a dataset of rows from Parquet files.
+
+    SOURCE is one file, or a folder, of which all Parquet files are taken.
 
     Columns of numbers and of text are features. Text is a category; a category that is missing, or was not in the
     training split, is none of its values.
@@ -53,7 +62,8 @@ def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> Non
     \b
     Examples:
       dtrain data rows houses.parquet --target price
-      dtrain data rows visits.parquet --target bought --split-by customer --drop visit_id --missing mean
+      dtrain data rows visits.parquet --target bought --split-by customer \\
+        --drop visit_id --missing mean
     """
     from dtrain_dagster.data.rows import RowParams, build_rows
 
@@ -61,23 +71,36 @@ def rows(source: str, target: str, drop: tuple[str, ...], **options: Any) -> Non
     columns = [column for column in made.manifest["columns"] if column["role"] == "feature"]
     names = made.manifest["classes"]
     told = f"{made.manifest['task']} of {target}" + (f", {len(names)} classes" if names else "")
-    _say_what_was_built(made, f"{told} by {len(columns)} columns")
+    _say_what_was_built(made, f"{told} by {len(columns)} columns", as_json)
     for name, why in made.manifest["excluded"].items():
         say(f"note: {name} is left out: it {why}", err=True)
 
 
 @data.command()
-@click.argument("source", metavar="FOLDER|FILE")
-@click.option("--pattern", default="**/*.txt", show_default=True, help="Files that are documents; **/ is any folder.")
-@click.option("--context", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens in one sample.")
+@click.argument("source", metavar="SOURCE")
+@click.option(
+    "--pattern",
+    default="**/*.txt",
+    show_default=True,
+    metavar="GLOB",
+    help="Which files are documents; **/ is any folder.",
+)
+@click.option(
+    "--context", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens in one sample."
+)
 @click.option("--encode", metavar="PACKAGE.MODULE:FUNCTION", help="A tokenizer of your own.  [default: bytes]")
 @click.option("--vocabulary", type=click.IntRange(min=2), metavar="N", help="The number of its ids.")
-@click.option("--valid-fraction", type=float, default=0.05, show_default=True)
-@click.option("--test-fraction", type=float, default=0.05, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division of documents.")
+@click.option("--valid-fraction", type=float, default=0.05, show_default=True, metavar="SHARE", help=VALID)
+@click.option("--test-fraction", type=float, default=0.05, show_default=True, metavar="SHARE", help=TEST)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help=SEED)
+@json_option(DATASET)
 @refuses
-def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None, **options: Any) -> None:
-    """Build a dataset of tokens from the documents in a folder, or from one file.
+def tokens(
+    source: str, pattern: str, encode: str | None, vocabulary: int | None, as_json: bool, **options: Any
+) -> None:
+    """Build a dataset of tokens from documents.
+
+    SOURCE is a folder, of which each file is a document, or one file.
 
     By default a token is a byte. A tokenizer of your own is a function that returns the ids of a document (bytes); its
     module is allowed by DTRAIN_FACTORY_MODULES.
@@ -85,7 +108,8 @@ def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None
     \b
     Examples:
       dtrain data tokens my_texts
-      dtrain data tokens my_texts --pattern '**/*.md' --encode my_tokens:encode --vocabulary 50257 --context 1024
+      dtrain data tokens my_texts --pattern '**/*.md' --context 1024
+      dtrain data tokens my_texts --encode my_tokens:encode --vocabulary 50257
     """
     from dtrain_dagster.data.tokens import BYTE_VOCABULARY, BYTES, TokenParams, build_tokens
 
@@ -95,12 +119,15 @@ def tokens(source: str, pattern: str, encode: str | None, vocabulary: int | None
     made = build_tokens(source, read_settings().storage_uri, params, pattern)
     found = made.manifest["source"]
     total = sum(shard["rows"] for shard in made.manifest["shards"])
-    _say_what_was_built(made, f"{total:,} tokens of {found['documents']} documents, {params.context} a sample")
+    _say_what_was_built(made, f"{total:,} tokens of {found['documents']} documents, {params.context} a sample", as_json)
 
 
-def _say_what_was_built(made: FinishedDataset, what: str) -> None:
+def _say_what_was_built(made: FinishedDataset, what: str, as_json: bool) -> None:
     """Print the dataset's id, and what it holds."""
     samples = made.manifest["samples"]
+    if as_json:
+        print_json({"dataset_id": made.dataset_id, "built": made.built, "samples": dict(samples), "folder": made.uri})
+        return
     counts = ", ".join(f"{split} {count:,}" for split, count in samples.items())
     say(f"{made.dataset_id}  {what}; samples: {counts}" + ("" if made.built else "; it was there already"))
     say(f"dtrain train --dataset {made.dataset_id}", err=True)

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, read_settings, refuses, say
+from dtrain_dagster.cli.job_names import complete_jobs, find_job
+from dtrain_dagster.cli.json_fields import FINDINGS
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
     from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
     from dtrain_dagster.registry.versions import RegisteredModel
+    from dtrain_dagster.settings.environment import Settings
 
 EXIT_INCOMPATIBLE = 1
 
@@ -27,8 +31,8 @@ def endpoint() -> None:
 
 
 @endpoint.command()
-@click.argument("run_dir")
-@click.option("--url", required=True, help="The whole scoring address, …/invocations or …/score.")
+@click.argument("run_dir", metavar="JOB", shell_complete=complete_jobs)
+@click.option("--url", required=True, metavar="URL", help="The whole scoring address, …/invocations or …/score.")
 @click.option(
     "--dialect",
     type=click.Choice(["mlflow", "azureml"]),
@@ -41,35 +45,51 @@ def endpoint() -> None:
     metavar="REFERENCE",
     help="Where the key or token is: env:NAME, keyvault://VAULT/SECRET, or identity for this machine's own.",
 )
-@click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, help="Windows to send.")
+@click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Windows to send.")
+@json_option(FINDINGS)
 @refuses
-def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int) -> None:
-    """Ask an endpoint for the forecasts of the model that RUN_DIR trained: right shape, right numbers, wrong requests
-    refused. The exit code is 1 where it does not pass.
+def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as_json: bool) -> None:
+    """Check that an endpoint serves the model of a job.
+
+    JOB is a job, or the address of a run directory. The endpoint is asked for forecasts, which must have the right
+    shape and the right numbers, and must refuse wrong requests. The exit code is 1 where it does not pass.
 
     \b
     Examples:
-      dtrain endpoint check .dtrain/storage/jobs/train-1 --url http://127.0.0.1:5001/invocations
-      dtrain endpoint check az://dtrain/jobs/train-1 --url https://quotes.eastus.inference.ml.azure.com/score \\
-        --dialect azureml --token identity
+      dtrain endpoint check latest --url http://127.0.0.1:5001/invocations
+      dtrain endpoint check az://dtrain/jobs/train-1 --dialect azureml \\
+        --url https://quotes.eastus.inference.ml.azure.com/score --token identity
     """
     from dtrain_dagster.jobs.orders import order_of
     from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
     from trainer.rundir import RunDir
 
-    order = order_of(read_settings().home, RunDir(run_dir))
+    settings = read_settings()
+    run_dir = _address_of(settings, run_dir)
+    order = order_of(settings.home, RunDir(run_dir))
     headers = authorisation(token) if token else dict
     asked = ScoringEndpoint(url=url, dialect="azureml" if dialect == "azureml" else "mlflow", headers=headers)
-    _print_check(check_endpoint(asked, run_dir, rows=rows, order=order))
+    _print_check(check_endpoint(asked, run_dir, rows=rows, order=order), as_json)
 
 
 @endpoint.command()
-@click.argument("run_dir")
-@click.option("--name", required=True, help="Endpoint; it is made where there is none. Unique in the region.")
-@click.option("--instance-type", default="Standard_DS3_v2", show_default=True)
-@click.option("--instances", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--image", help="Serving image (deploy/azure/serving.Dockerfile).  [default: Azure ML makes one]")
-@click.option("--identity", help="Resource id of the endpoint's identity.  [default: one of its own]")
+@click.argument("run_dir", metavar="JOB", shell_complete=complete_jobs)
+@click.option(
+    "--name",
+    required=True,
+    metavar="ENDPOINT",
+    help="Name of the endpoint; it is made where there is none. Unique in the region.",
+)
+@click.option(
+    "--instance-type", default="Standard_DS3_v2", show_default=True, metavar="SKU", help="Kind of its machines."
+)
+@click.option(
+    "--instances", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Number of its machines."
+)
+@click.option(
+    "--image", metavar="IMAGE", help="Serving image (deploy/azure/serving.Dockerfile).  [default: Azure ML makes one]"
+)
+@click.option("--identity", metavar="ID", help="Resource id of the endpoint's identity.  [default: one of its own]")
 @click.option("--keys", is_flag=True, help="Authorise callers by keys instead of identities.")
 @click.option("--public", is_flag=True, help="Let callers in from outside the virtual network.")
 @click.option("--keep-previous", is_flag=True, help="Keep what is replaced, for a way back; it goes on costing.")
@@ -85,8 +105,15 @@ def deploy(
     public: bool,
     keep_previous: bool,
 ) -> None:
-    """Put the registered model of RUN_DIR on an endpoint of Azure ML. It gets traffic once it has answered correctly;
-    if anything fails, what was there before answers on."""
+    """Put the registered model of a job on Azure ML.
+
+    JOB is a job, or the address of a run directory. The model gets traffic once it has answered correctly; if anything
+    fails, what was there before answers on.
+
+    \b
+    Examples:
+      dtrain endpoint deploy latest --name quotes
+    """
     from dtrain_dagster.registry.azure_endpoint import EndpointConfig
     from dtrain_dagster.registry.azure_endpoint import deploy as put
 
@@ -100,6 +127,7 @@ def deploy(
         public_network_access=public,
         keep_previous=keep_previous,
     )
+    run_dir = _address_of(read_settings(), run_dir)
     model, (client, audit) = _registered(run_dir), _workspace()
     deployed = put(client, config, model, _checks(run_dir), audit)
     what = "deployed" if deployed.created else "was there already"
@@ -109,15 +137,32 @@ def deploy(
 
 
 @endpoint.command()
-@click.option("--name", required=True, help="Endpoint.")
+@click.option("--name", required=True, metavar="ENDPOINT", help="Name of the endpoint.")
 @click.confirmation_option(prompt="Delete the endpoint and everything on it?")
 @refuses
 def delete(name: str) -> None:
-    """Delete an endpoint of Azure ML with all that is on it; it costs nothing any more."""
+    """Delete an endpoint of Azure ML.
+
+    All that is on it is deleted, and it costs nothing any more.
+
+    \b
+    Examples:
+      dtrain endpoint delete --name quotes
+    """
     from dtrain_dagster.registry.azure_endpoint import delete as remove
 
     client, audit = _workspace()
     say(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
+
+
+def _address_of(settings: Settings, given: str) -> str:
+    """Return the address of a run directory, which is given as such or by the name of its job."""
+    from trainer.rundir import JOB
+    from trainer.storage.open import open_storage
+
+    if "://" in given or "/" in given or open_storage(given).exists(JOB):
+        return given
+    return f"{settings.jobs_uri}/{find_job(settings, given)}"
 
 
 def _workspace() -> tuple[MLClient, Any]:
@@ -155,9 +200,12 @@ def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
     return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order)
 
 
-def _print_check(found: EndpointCheck) -> None:
+def _print_check(found: EndpointCheck, as_json: bool = False) -> None:
     """Print the findings, one line each. End the command with exit code 1 if one did not pass."""
-    for item in found.findings:
+    if as_json:
+        findings = [{"name": item.name, "passed": item.passed, "message": item.message} for item in found.findings]
+        print_json({"passed": found.passed, "findings": findings})
+    for item in () if as_json else found.findings:
         say(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
     if not found.passed:
         raise SystemExit(EXIT_INCOMPATIBLE)

@@ -3,7 +3,6 @@ answers at once."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -19,7 +18,11 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.going_on import command_again, typed_arguments
 from dtrain_dagster.cli.job_life import ended_by_signals
+from dtrain_dagster.cli.job_names import complete_fleets, find_fleet
+from dtrain_dagster.cli.json_fields import FLEET, FLEET_COST
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from dtrain_dagster.fleet.ledger import JobBill
@@ -44,10 +47,17 @@ def fleet() -> None:
 @click.option("--check", is_flag=True, help="Check the file and its jobs, and start nothing.")
 @refuses
 def run(file: str, check: bool) -> None:
-    """Run the fleet of FILE (YAML or JSON) until its last job is over.
+    """Run the fleet of FILE until its last job is over.
+
+    FILE is YAML or JSON, see docs/fleet.md. The exit code is 1 where a job has not succeeded.
 
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
     also after a crash. `dtrain fleet cancel` ends them.
+
+    \b
+    Examples:
+      dtrain fleet run night.yaml --check
+      dtrain fleet run night.yaml
     """
     from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
     from dtrain_dagster.cli.job_options import read_file
@@ -80,7 +90,7 @@ def run(file: str, check: bool) -> None:
 
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
-    from dtrain_dagster.cli.fleet_screen import FleetScreen, fleet_table, headline
+    from dtrain_dagster.cli.fleet_screen import FleetScreen, headline, print_fleet
     from dtrain_dagster.costs.prices import tier_of
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
@@ -96,60 +106,71 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     with FleetScreen(console(), watch) as screen, ended_by_signals(lambda: _say_that_jobs_go_on(records.name)):
         FleetRunner(manager, records, source, terms, screen.tell).run(screen.update)
     view = watch.view()
-    console().print(fleet_table(view))
+    print_fleet(console(), view)
     say(headline(view))
 
 
 def _say_that_jobs_go_on(name: str) -> None:
     say(
-        f"the jobs of fleet {name} go on, each up to what it was promised; `dtrain fleet run` goes on with them, "
-        f"`dtrain fleet cancel {name}` ends them",
+        f"the jobs of fleet {name} that run go on, each up to the dollars that it was promised: "
+        f"`dtrain fleet status {name}` shows them, `dtrain fleet cancel {name}` ends them",
         err=True,
     )
+    say(f"go on: {command_again(typed_arguments())}", err=True)
 
 
 @fleet.command()
-@click.argument("name", metavar="[NAME]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
+@click.argument("name", metavar="[NAME]", required=False, shell_complete=complete_fleets)
+@json_option(FLEET, "Print one JSON document: of NAME, or a list of those of all fleets.")
 @refuses
 def status(name: str | None, as_json: bool) -> None:
-    """Show how a fleet stands: its jobs, their nodes, progress and dollars.
+    """Show the fleets, or how one of them stands.
 
-    Without NAME it lists the fleets.
+    Of one it shows the jobs, their nodes, progress and cost. NAME may be `latest`, or the beginning of a name.
+
+    \b
+    Examples:
+      dtrain fleet status
+      dtrain fleet status night --json
     """
-    from dtrain_dagster.cli.fleet_screen import fleet_table, headline
+    from dtrain_dagster.cli.fleet_screen import headline, print_fleet
     from dtrain_dagster.fleet.records import FleetRecords, fleet_names
     from dtrain_dagster.fleet.view import FleetWatch
 
     settings = read_settings()
-    names = [name] if name else fleet_names(settings.home)
+    names = [find_fleet(settings, name)] if name else fleet_names(settings.home)
     views = [FleetWatch(FleetRecords(settings.home, each)).view() for each in names]
     if as_json:
         documents = [view.document() for view in views]
-        click.echo(json.dumps(documents[0] if name else documents, indent=2))
+        print_json(documents[0] if name else documents)
         return
     if not views:
         say("no fleets yet: `dtrain fleet run FILE` begins one")
     for view in views:
         say(headline(view))
         if name:
-            console().print(fleet_table(view))
+            print_fleet(console(), view)
 
 
 @fleet.command()
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=complete_fleets)
 @refuses
 def cancel(name: str) -> None:
-    """End a fleet: its jobs save a checkpoint and leave their nodes, and none is begun any more.
+    """End a fleet.
 
-    The command returns when no node is left.
+    Its jobs save a checkpoint and leave their nodes, and none is begun any more. The command returns when no node is
+    left.
+
+    \b
+    Examples:
+      dtrain fleet cancel night
     """
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import ListedJobs
 
     settings = read_settings()
+    name = find_fleet(settings, name)
     records = FleetRecords(settings.home, name)
-    records.limits()  # is there such a fleet?
     records.ask_to_cancel()
     while records.is_run():
         time.sleep(0.5)  # whoever runs it ends it
@@ -158,16 +179,24 @@ def cancel(name: str) -> None:
 
 
 @fleet.command()
-@click.argument("name", metavar="NAME")
-@click.option("--json", "as_json", is_flag=True, help="The ledger as JSON.")
+@click.argument("name", metavar="NAME", shell_complete=complete_fleets)
+@json_option(FLEET_COST)
 @refuses
 def cost(name: str, as_json: bool) -> None:
-    """Show what all jobs of a fleet have cost together, by cause and by job."""
+    """Show what all jobs of a fleet have cost together.
+
+    It is shown by cause and by job; the dollars of both are the same total.
+
+    \b
+    Examples:
+      dtrain fleet cost latest
+    """
     from dtrain_dagster.cli.fleet_screen import ledger_table
     from dtrain_dagster.fleet.ledger import add_ledgers
     from dtrain_dagster.fleet.records import FleetRecords
 
     settings = read_settings()
+    name = find_fleet(settings, name)
     records = FleetRecords(settings.home, name)
     budget_usd = records.limits().budget_usd
     begun = [entry for entry in records.entries() if entry.kept.launches]
@@ -184,7 +213,7 @@ def cost(name: str, as_json: bool) -> None:
             },
             "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.by_job().items()},
         }
-        click.echo(json.dumps(document, indent=2))
+        print_json(document)
         return
     console().print(ledger_table(found), highlight=False)
 

@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.cli.tables import Column, fitted_table
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
@@ -26,6 +27,8 @@ COLOURS = {
     "failed": "red",
     "ended": "yellow",
 }
+MOST_NAMED = 3
+"""Jobs that are named of those which wait for the same."""
 LINE_EVERY_SECONDS = 5.0
 VIEW_EVERY_SECONDS = 2.0
 
@@ -49,29 +52,47 @@ def headline(view: FleetView) -> str:
     return " · ".join(parts)
 
 
-def fleet_table(view: FleetView) -> Table:
-    """Return a row for each job. Pure."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("JOB", no_wrap=True)
-    table.add_column("STATE", no_wrap=True)
-    for title in ("PRIORITY", "NODES", "STEP", "LOSS", "BEGINS IN", "ETA", "DOLLARS"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("WHY", overflow="fold", style="dim")
+COLUMNS = (
+    *(Column("JOB"), Column("STATE"), Column("PRIORITY", right=True, rank=6), Column("NODES", right=True, rank=2)),
+    *(Column("STEP", right=True, rank=4), Column("LOSS", right=True, rank=5), Column("BEGINS IN", right=True, rank=3)),
+    *(Column("ETA", right=True, rank=1), Column("COST", right=True)),
+)
+
+
+def fleet_table(view: FleetView, width: int) -> Group:
+    """Return a row for each job, in a table that fits into ``width``, and below why jobs are where they are. Pure."""
+    table, left_out = fitted_table(COLUMNS, [job_row(job) for job in view.jobs], width)
+    more: list[Text] = []
+    if left_out:
+        more.append(Text(f"{width} columns leave out {', '.join(left_out)} (--json has all)", style="dim"))
+    whys: dict[str, list[str]] = {}
     for job in view.jobs:
-        steps = "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else "")
-        table.add_row(
-            visible(job.job_id),
-            Text(job.state, style=COLOURS[job.state]),
-            str(job.priority),
-            str(job.nodes or ""),
-            steps,
-            _loss(job),
-            "" if job.begins_in_seconds is None else format_duration(job.begins_in_seconds),
-            "" if job.ends_in_seconds is None else format_duration(job.ends_in_seconds),
-            dollars(job.usd) if job.launches else "",
-            visible(job.why),
-        )
-    return table
+        if job.why:
+            whys.setdefault(visible(job.why), []).append(visible(job.job_id))
+    for why, jobs in whys.items():
+        names = ", ".join(jobs[:MOST_NAMED]) + (f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else "")
+        more.append(Text(f"{names}: {why}", style="dim"))
+    return Group(table, *more)
+
+
+def print_fleet(console: Console, view: FleetView) -> None:
+    """Print the jobs of a fleet."""
+    console.print(fleet_table(view, console.width), highlight=False)
+
+
+def job_row(job: JobView) -> list[str | Text]:
+    """Return the cells of a job. Pure."""
+    return [
+        job.job_id,
+        Text(job.state, style=COLOURS[job.state]),
+        str(job.priority),
+        str(job.nodes or ""),
+        "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else ""),
+        _loss(job),
+        "" if job.begins_in_seconds is None else format_duration(job.begins_in_seconds),
+        "" if job.ends_in_seconds is None else format_duration(job.ends_in_seconds),
+        dollars(job.usd) if job.launches else "",
+    ]
 
 
 def _loss(job: JobView) -> str:
@@ -139,4 +160,4 @@ class FleetScreen:
         if self._live is None:
             self.console.print(headline(view), soft_wrap=True, highlight=False, markup=False)
         else:
-            self._live.update(Group(Text(headline(view)), fleet_table(view)))
+            self._live.update(Group(Text(headline(view)), fleet_table(view, self.console.width)))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,11 @@ def setup() -> None:
 
     It is DTRAIN_HOME, marked as dtrain's. Dagster's settings are written to DAGSTER_HOME; on Azure, outputs of runs go
     where DTRAIN_AZURE_DAGSTER_STORAGE says.
+
+    \b
+    Examples:
+      dtrain setup
+      DTRAIN_HOME=/data/dtrain dtrain setup
     """
     from dtrain_dagster.settings.home import HomeError, make_home, unwritable
 
@@ -78,6 +84,10 @@ def clean(yes: bool) -> None:
 
     Only what dtrain itself has written into DTRAIN_HOME is removed, and only where the folder is marked as dtrain's and
     nothing runs there.
+
+    \b
+    Examples:
+      dtrain clean
     """
     from dtrain_dagster.settings.home import hold_home, plan_removal, remove
 
@@ -98,26 +108,44 @@ def clean(yes: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--go-on-with",
+    "go_on",
+    metavar="COMMAND",
+    help="What a person is told to go on with after Ctrl-C.  [default: the same command]",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
-def work(command: tuple[str, ...]) -> None:
+def work(command: tuple[str, ...], go_on: str | None) -> None:
     """Run a command while no other works on the home.
 
     It exits with the command's code; `make run` is started by this. A second one at the same time is refused, in words.
     The command holds the home even if this process is killed. One that carries a password or key is refused as well,
-    also in files that it names by --config: Dagster would store it."""
+    also in files that it names by --config: Dagster would store it. After Ctrl-C it says what became of the jobs that
+    the command had begun, what they cost, and how to go on.
+
+    \b
+    Examples:
+      dtrain work dagster asset materialize -m dtrain_dagster.definitions \\
+        --select 'not group:studies'
+    """
     from dtrain_dagster.settings.home import hold_home, make_home
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
     refuse_secret_on_command_line(command)
-    home = make_home(read_settings().home)
+    home, began_at = make_home(read_settings().home), time.time()
     with hold_home(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
         try:
             process = subprocess.Popen(command, pass_fds=[descriptor])
         except OSError as error:
             click.echo(f"Error: {command[0]} cannot be started: {error.strerror or error}", err=True)
             sys.exit(EXIT_UNUSABLE)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the command too, whose end is waited for
+        interrupts: list[int] = []  # Ctrl-C reaches the command too, whose end is waited for
+        signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()
+    if interrupts:
+        from dtrain_dagster.cli.going_on import command_again, say_after_work, typed_arguments
+
+        say_after_work(read_settings(), began_at, go_on or command_again(typed_arguments()))
     sys.exit(code if code >= 0 else 128 - code)

@@ -14,9 +14,11 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, say
+from dtrain_dagster.cli.job_names import LATEST
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
+    from dtrain_dagster.settings.environment import Settings
     from trainer.rundir import RunDir
 
 
@@ -30,6 +32,8 @@ def new_job_id(name: str | None, kind: str) -> str:
         raise Refusal(
             f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at most 200"
         )
+    if name == LATEST:
+        raise Refusal(f"--name {LATEST}: this word stands for the job that was started last; choose another")
     return name
 
 
@@ -77,18 +81,23 @@ def ended_by_signals(before_end: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
+def cancelled_by_signals(
+    manager: GPUClusterManager, job_id: str, unless: bool, then: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """Cancel the job and end the command on Ctrl-C or SIGTERM within the block, ``unless`` the job is to be left
-    running."""
+    running. ``then`` is called before the command ends, to say how to go on."""
 
     def cancel() -> None:
         from dtrain_dagster.clusters.base import ClusterError
 
-        say(f"cancelling job {job_id}", err=True)
+        say(f"cancelling job {job_id}; Ctrl-C again does not wait for it", err=True)
         try:
             manager.cancel_job(job_id)
         except ClusterError as why:  # it was not submitted yet, or may go on to cost money
             say(f"job {job_id} was not cancelled: {why}", err=True)
+        except KeyboardInterrupt:
+            say(f"job {job_id} may still be ending: `dtrain status {job_id}` tells, `dtrain cancel {job_id}`", err=True)
+        then()
 
     with nullcontext() if unless else ended_by_signals(cancel):
         yield
@@ -113,12 +122,14 @@ def announce(rundir: RunDir) -> None:
         say(studio, err=True)
 
 
-def end(rundir: RunDir, status: JobStatus) -> None:
-    """Print how the job ended, and exit as it did."""
+def end(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") -> None:
+    """Print how the job ended, and exit as it did. ``go_on``: the command that goes on with it where it failed."""
+    from dtrain_dagster.cli.going_on import say_how_to_go_on
     from trainer.rundir import STATUS
 
     if status.state == "succeeded":
         return
     say(f"job {status.job_id} {status.state}: {status.message}", err=True)
+    say_how_to_go_on(settings, status.job_id, go_on)
     final = rundir.read_json(STATUS) or {}
     sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

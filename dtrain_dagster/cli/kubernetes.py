@@ -22,6 +22,10 @@ def check() -> None:
 
     It asks the cluster of DTRAIN_KUBERNETES_* whether it answers, has the namespace, and lets this identity start and
     end nodes there.
+
+    \b
+    Examples:
+      dtrain kubernetes check
     """
     from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
     from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
@@ -42,6 +46,10 @@ def train_job(config: str, nodes: int | None, ranks: int | None) -> None:
 
     JOB.JSON is what `python -m trainer --config` takes, on a volume of DTRAIN_KUBERNETES_VOLUMES at the same path here
     as in the pods.
+
+    \b
+    Examples:
+      dtrain kubernetes train-job /data/job.json --nodes 2 | kubectl apply -f -
     """
     import yaml
 

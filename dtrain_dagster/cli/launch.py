@@ -24,9 +24,11 @@ ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
     show_default=True,
     help="What the script is written for.",
 )
-@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: a free one]")
-@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.option("--name", metavar="JOB", help="Name of the job.  [default: made from the time]")
+@click.option(
+    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
+)
+@click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
 def launch(
@@ -52,10 +54,11 @@ def launch(
     Examples:
       dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
       dtrain launch --engine horovod --nodes 3 --name trial-1 my_script.py
-      dtrain launch --engine deepspeed --nodes 2 -- python my_script.py --deepspeed_config zero3.json
+      dtrain launch --engine deepspeed -- python my_script.py --config zero3.json
       dtrain launch --engine ray --nodes 2 my_ray_train.py
-      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
+      dtrain launch --detach --name night my_script.py
     """
+    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import runnable
     from dtrain_dagster.cli.terminal import stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
@@ -86,11 +89,15 @@ def launch(
     if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
         follower.skip_to_end()
     take_over(rundir)
-    with cancelled_by_signals(manager, job_id, unless=detach):
+    again = command_again(typed_arguments(), job_id)
+    with cancelled_by_signals(
+        manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again, "run it again")
+    ):
         manager.submit_job(spec)
         if detach:
             say(job_id)
+            say(f"follow it: dtrain logs --follow {job_id}", err=True)
             return
         announce(rundir)
         status = stream_job(console(), manager, job_id, follower)
-    end(rundir, status)
+    end(settings, rundir, status)

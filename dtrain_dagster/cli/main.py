@@ -9,30 +9,35 @@ import time
 
 import click
 
+from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.azure_doctor import azure
 from dtrain_dagster.cli.common import (
     EXIT_INTERRUPTED,
     Refusal,
     cluster_of,
     console,
-    print_summary,
     read_settings,
     refuses,
     run_dir,
     say,
 )
+from dtrain_dagster.cli.completion import completion
 from dtrain_dagster.cli.costs import cost
 from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.fleet import fleet
 from dtrain_dagster.cli.home import clean, setup, work
+from dtrain_dagster.cli.job_names import find_job, job_argument
+from dtrain_dagster.cli.json_fields import also, listed
+from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.launch import launch
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli.prices import prices
 from dtrain_dagster.cli.ray import ray
 from dtrain_dagster.cli.search import search
-from dtrain_dagster.cli.sections import SectionedGroup
+from dtrain_dagster.cli.searches import searches
+from dtrain_dagster.cli.sections import SHORT_HELP, SectionedGroup
 from dtrain_dagster.cli.slurm import slurm
 from dtrain_dagster.cli.train import train
 from dtrain_dagster.cli.tune import tune
@@ -42,15 +47,25 @@ READERS = 16
 """The number of run directories that are read in parallel."""
 
 
-@click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+@click.group(
+    cls=SectionedGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
+@click.version_option(package_name="dtrain", message="%(prog)s %(version)s", help="Print the version and exit.")
+@click.pass_context
+def main(context: click.Context) -> None:
     """Run distributed trainings on the cluster, follow them, and stop them.
 
     On the local cluster a node is a group of processes on this machine. With DTRAIN_CLUSTER=azure_ml nodes are Azure
     ML's. A job outlives the shell that started it; everything about it is in its run directory, in
     DTRAIN_HOME/storage/jobs or DTRAIN_STORAGE/jobs. Unless it is set, DTRAIN_HOME is the folder .dtrain of the working
     directory, or of the nearest folder above it that has one.
+
+    JOB is the name of a job, the beginning of it that no other job shares, or `latest`, the job that was started last.
     """
+    if context.invoked_subcommand is None:
+        click.echo(SHORT_HELP, nl=False)
 
 
 COMMANDS = (
@@ -72,74 +87,79 @@ COMMANDS = (
         kubernetes,
         slurm,
     ),
-    *(ray, ui, mlflow, tensorboard, setup, clean, work),
+    *(ray, ui, mlflow, tensorboard, setup, clean, work, completion, searches),
 )
 for command in COMMANDS:
     main.add_command(command)
 
 
 @main.command()
+@json_option(listed(json_fields.JOB))
 @refuses
-def jobs() -> None:
-    """List the jobs of the cluster, newest first."""
-    from concurrent.futures import ThreadPoolExecutor
-    from dataclasses import replace
+def jobs(as_json: bool) -> None:
+    """List the jobs of the cluster, newest first.
 
-    from dtrain_dagster.cli.terminal import ListedJob, jobs_table
-    from dtrain_dagster.clusters.base import JobStatus
-    from dtrain_dagster.jobs.progress import last_step
-    from dtrain_dagster.jobs.totals import sum_presences
-    from trainer.documents.presences import stale_seconds
-    from trainer.errors import DamagedError
-    from trainer.rundir import LAUNCH
+    Times and dollars are of all launches of a job. A probe, which an estimate rests on, is a job of its own.
 
-    settings, now = read_settings(), time.time()
-    manager = cluster_of(settings)[0].manager()
+    \b
+    Examples:
+      dtrain jobs
+      dtrain jobs --json | jq -r '.[] | select(.state == "failed").job'
+    """
+    from dtrain_dagster.cli.job_facts import list_facts
+    from dtrain_dagster.cli.job_tables import print_jobs
 
-    def row(status: JobStatus) -> ListedJob:
-        rundir = run_dir(settings, status.job_id)
-        if status.damage:
-            return ListedJob(status=status)
-        try:
-            launch, seconds = rundir.read_json(LAUNCH) or {}, None
-            if launch.get("launch", 1) > 1:  # the status is of the last one
-                stale = stale_seconds(rundir.storage)
-                seconds = sum_presences(rundir.nodes(), not status.state.is_final, now, stale).seconds
-            return ListedJob(
-                status=status, nodes=launch.get("node_count", 0), step=last_step(rundir), seconds=seconds
-            )  # fmt: skip
-        except (DamagedError, OSError) as error:  # no job hides the others
-            return ListedJob(status=replace(status, damage=str(error)))
-
-    with ThreadPoolExecutor(READERS) as pool:
-        rows = list(pool.map(row, manager.list_jobs()))
-    if not rows:
-        say(f"no jobs in {settings.jobs_uri}")
-        return
-    console().print(jobs_table(rows, now))
+    settings = read_settings()
+    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
+    if as_json:
+        print_json([row.document() for row in rows])
+    elif rows:
+        print_jobs(console(), rows)
+    else:
+        say(f"no jobs in {settings.jobs_uri} yet; `dtrain train --dataset latest` starts one")
 
 
 @main.command()
-@click.argument("job_id", metavar="[JOB]", required=False)
+@job_argument(required=False)
+@json_option({**json_fields.STATUS, **also(json_fields.HEALTH, "without JOB")})
 @refuses
-def status(job_id: str | None) -> None:
+def status(job_id: str | None, as_json: bool) -> None:
     """Show how one job, or the cluster's nodes, stand now.
 
     Without JOB it shows the nodes. `dtrain watch` follows a job.
+
+    \b
+    Examples:
+      dtrain status
+      dtrain status latest
+      dtrain status train-6f66 --json
     """
-    from dtrain_dagster.cli.terminal import print_health, print_status
+    from dtrain_dagster.cli.job_facts import read_facts
+    from dtrain_dagster.cli.status import health_document, print_health, print_status, read_course, status_document
+    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
 
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
     if job_id is None:
-        print_health(console(), manager.monitor_health())
+        health = manager.monitor_health()
+        if as_json:
+            print_json(health_document(health))
+        else:
+            print_health(console(), health)
+        return
+    job_id = find_job(settings, job_id)
+    rundir = run_dir(settings, job_id)
+    facts = read_facts(settings, manager.job_status(job_id))
+    course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
+    if as_json:
+        print_json(status_document(facts, rundir, course))
     else:
-        print_status(console(), manager.job_status(job_id), run_dir(settings, job_id), time.time())
+        print_status(console(), facts, rundir, time.time(), course)
 
 
 @main.command()
-@click.argument("job_id", metavar="JOB")
-@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Of this node alone.")
+@job_argument()
+@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Of this node alone, counted from 0.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
 @refuses
@@ -147,12 +167,19 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
     """Print what the processes of a job have printed.
 
     With --follow, Ctrl-C ends the following, not the job.
+
+    \b
+    Examples:
+      dtrain logs latest --tail 20
+      dtrain logs latest --follow --node 1
     """
+    from dtrain_dagster.cli.going_on import say_that_it_runs_on
     from dtrain_dagster.cli.terminal import stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
 
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
+    job_id = find_job(settings, job_id)
     if not follow:
         say(manager.job_logs(job_id, node_id=node, tail=tail))
         return
@@ -163,11 +190,12 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
     try:
         stream_job(console(), manager, job_id, follower, node)
     except KeyboardInterrupt:
+        say_that_it_runs_on(settings, job_id)
         sys.exit(EXIT_INTERRUPTED)
 
 
 @main.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @refuses
 def cancel(job_id: str) -> None:
     """Stop a job, which first writes a checkpoint.
@@ -177,8 +205,15 @@ def cancel(job_id: str) -> None:
 
     On the local cluster, by force means after 8 seconds, or DTRAIN_STOP_GRACE_SECONDS as it was set when the job was
     started.
+
+    \b
+    Examples:
+      dtrain cancel latest
+      dtrain cancel train-20261126-1425
     """
-    manager = cluster_of(read_settings())[0].manager()
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+    job_id = find_job(settings, job_id)
     before = manager.job_status(job_id).state
     manager.cancel_job(job_id)
     after = manager.job_status(job_id).state
@@ -186,21 +221,30 @@ def cancel(job_id: str) -> None:
 
 
 @main.command()
-@click.argument("job_id", metavar="[JOB]", required=False)
+@job_argument(required=False)
+@json_option(json_fields.SUMMARY)
 @refuses
-def summary(job_id: str | None) -> None:
+def summary(job_id: str | None, as_json: bool) -> None:
     """Show the result of a training that has ended.
 
     Without JOB it is the last one that Dagster materialized.
+
+    \b
+    Examples:
+      dtrain summary
+      dtrain summary latest --json
     """
-    from dtrain_dagster.cli.summary import latest_job
+    from dtrain_dagster.cli.summary import latest_job, print_summary, summary_document
     from trainer.rundir import RESULT
 
     settings = read_settings()
-    rundir = run_dir(settings, job_id) if job_id else latest_job(settings)
+    rundir = run_dir(settings, find_job(settings, job_id)) if job_id else latest_job(settings)
     if rundir is None:
         raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
     result = rundir.read_json(RESULT)
     if result is None or result["status"] != "succeeded":
         raise Refusal(f"{rundir.uri} holds no training that succeeded; see `dtrain jobs`")
-    print_summary(rundir)
+    if as_json:
+        print_json(summary_document(settings, rundir))
+    else:
+        print_summary(settings, rundir)

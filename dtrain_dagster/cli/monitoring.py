@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -19,25 +18,40 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.rundir import RunDir
+from dtrain_dagster.cli.job_names import complete_jobs, find_training, job_argument
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=8060, show_default=True, help="0 takes a free one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. There is no password.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8060, show_default=True, metavar="PORT",
+    help="Port to listen on; 0 takes a free one.",
+)  # fmt: skip
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on. There is no password.",
+)
 @click.option(
     "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
 )
-@click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
+@click.option(
+    "--job", "job_id", metavar="JOB", shell_complete=complete_jobs,
+    help="The job to show first.  [default: the newest]",
+)  # fmt: skip
 @refuses
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
     """Show all jobs live in a browser.
 
     Fleets have a page of their own, /fleets, and metrics for Prometheus are under /metrics. Ctrl-C ends it. It reads
-    run directories, of this machine or of DTRAIN_STORAGE, and changes nothing."""
+    run directories, of this machine or of DTRAIN_STORAGE, and changes nothing.
+
+    \b
+    Examples:
+      dtrain dashboard
+      dtrain dashboard --port 0 --job latest
+    """
     from dtrain_dagster.cli.web import listening
     from dtrain_dagster.dashboard.fleets import FleetBoard
     from dtrain_dagster.dashboard.job_board import JobBoard
@@ -47,7 +61,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
 
     settings = read_settings()
     if job_id is not None:
-        _training(settings, job_id)
+        job_id = find_training(settings, job_id)
     app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), FleetBoard(settings.home))
     with listening(host, port) as bound:
         click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
@@ -57,19 +71,24 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @click.option("-o", "--output", metavar="FILE", help="Where to write it.  [default: JOB.html]")
 @refuses
 def report(job_id: str, output: str | None) -> None:
     """Save the dashboard of a job as one HTML file.
 
     It needs no network, and takes about 5 MB.
+
+    \b
+    Examples:
+      dtrain report latest -o training.html
     """
     from dtrain_dagster.dashboard.page import report_page
 
     settings = read_settings()
+    job_id = find_training(settings, job_id)
     path = Path(output or f"{job_id}.html")
-    html = report_page(_training(settings, job_id), settings.tiers[0])
+    html = report_page(run_dir(settings, job_id), settings.tiers[0])
     try:
         path.write_text(html)
     except OSError as error:
@@ -78,21 +97,30 @@ def report(job_id: str, output: str | None) -> None:
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @refuses
 def watch(job_id: str) -> None:
     """Follow one job until it ends, as `dtrain train` does.
 
     Ctrl-C ends the following, not the job.
+
+    \b
+    Examples:
+      dtrain watch latest
     """
+    from dtrain_dagster.cli.going_on import say_that_it_runs_on
     from dtrain_dagster.cli.terminal import watch_training
+    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
 
     settings = read_settings()
-    rundir = _training(settings, job_id)
+    job_id = find_training(settings, job_id)
+    rundir = run_dir(settings, job_id)
     cluster, _ = cluster_of(settings)
+    clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
     try:
-        status = watch_training(console(), cluster.manager(), rundir, job_id, total_steps=None)
+        status = watch_training(console(), cluster.manager(), rundir, job_id, None, clock)
     except KeyboardInterrupt:
+        say_that_it_runs_on(settings, job_id)
         sys.exit(EXIT_INTERRUPTED)
     if status.state != "succeeded":
         say(f"job {job_id} {status.state}: {status.message}", err=True)
@@ -100,13 +128,30 @@ def watch(job_id: str) -> None:
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
-@click.option("--steps", type=click.IntRange(1, 50), default=5, show_default=True, help="Optimizer steps to trace.")
+@job_argument()
 @click.option(
-    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="R", help="May be repeated.  [default: 0]"
+    "--steps",
+    type=click.IntRange(1, 50),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Optimizer steps to trace.",
 )
 @click.option(
-    "--wait", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds for the trace to come."
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="R",
+    help="Rank to trace. May be repeated.  [default: 0]",
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Seconds for the trace to come.",
 )
 @refuses
 def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> None:
@@ -115,13 +160,19 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
     The job's next steps are traced.
 
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
+
+    \b
+    Examples:
+      dtrain profile latest
+      dtrain profile latest --steps 10 --rank 0 --rank 2
     """
     from dtrain_dagster.cli.terminal import operations_table
     from trainer.documents.events import ProfileEvent, read_events
     from trainer.rundir import EVENTS, SeenFiles
 
     settings = read_settings()
-    rundir = _training(settings, job_id)
+    job_id = find_training(settings, job_id)
+    rundir = run_dir(settings, job_id)
     manager = cluster_of(settings)[0].manager()
     if (state := manager.job_status(job_id).state).is_final:
         raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
@@ -141,13 +192,3 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
         time.sleep(manager.poll_seconds)
     if left:
         raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")
-
-
-def _training(settings: Settings, job_id: str) -> RunDir:
-    """Return the run directory of a training. Raise `Refusal` if there is none."""
-    from trainer.config import JOB_ID
-    from trainer.rundir import JOB
-
-    if JOB_ID.fullmatch(job_id) and run_dir(settings, job_id).storage.exists(JOB):
-        return run_dir(settings, job_id)
-    raise Refusal(f"no training {job_id!r} in {settings.jobs_uri}; `dtrain jobs` lists them")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import Refusal, console, read_settings, refuses
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,27 +29,50 @@ def prices() -> None:
 
 
 @prices.command("list")
-@click.option("--region", "regions", multiple=True, metavar="REGION", help="May be repeated.  [default: DTRAIN_REGION]")
+@click.option(
+    "--region", "regions", multiple=True, metavar="REGION", help="Region. May be repeated.  [default: DTRAIN_REGION]"
+)
 @click.option("--all", "everywhere", is_flag=True, help="In every region that is known.")
+@json_option(json_fields.listed(json_fields.PRICE))
 @refuses
-def list_(regions: tuple[str, ...], everywhere: bool) -> None:
-    """List the prices in use, with their sources and dates."""
+def list_(regions: tuple[str, ...], everywhere: bool, as_json: bool) -> None:
+    """List the prices in use, with their sources and dates.
+
+    \b
+    Examples:
+      dtrain prices list
+      dtrain prices list --region westeurope --region swedencentral
+      dtrain prices list --all --json
+    """
     from dtrain_dagster.costs.prices import known_regions, price_table
 
     chosen = known_regions() if everywhere else regions or (read_settings().region,)
-    _print_table([row for region in chosen for row in price_table(region).values()])
+    rows = [row for region in chosen for row in price_table(region).values()]
+    if as_json:
+        print_json([price_document(row) for row in rows])
+    else:
+        _print_table(rows)
 
 
 @prices.command()
 @click.argument("sku")
+@json_option(json_fields.listed(json_fields.PRICE))
 @refuses
-def show(sku: str) -> None:
-    """Show everything that is known of a SKU, in every region."""
+def show(sku: str, as_json: bool) -> None:
+    """Show everything that is known of a SKU, in every region.
+
+    \b
+    Examples:
+      dtrain prices show Standard_NC24ads_A100_v4
+    """
     from dtrain_dagster.cli.terminal import pairs_table
     from dtrain_dagster.costs.prices import known_regions, price_of, price_table
 
     known = [region for region in known_regions() if sku.casefold() in map(str.casefold, price_table(region))]
     rows = [price_of(sku, region) for region in known] or [price_of(sku)]  # which says what there is
+    if as_json:
+        print_json([price_document(row) for row in rows])
+        return
     first = rows[0]
     gpus = f"{first.gpus} × {first.gpu}, {first.gpu_memory_gib} GiB and {first.gpu_watts} W each"
     facts = {
@@ -63,11 +88,20 @@ def show(sku: str) -> None:
 
 
 @prices.command()
-@click.option("--region", "regions", multiple=True, metavar="REGION", help="May be repeated.  [default: DTRAIN_REGION]")
-@click.option("--sku", "skus", multiple=True, metavar="SKU", help="May be repeated.  [default: all that are known]")
-@click.option("--url", help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]")
+@click.option(
+    "--region", "regions", multiple=True, metavar="REGION", help="Region. May be repeated.  [default: DTRAIN_REGION]"
+)
+@click.option(
+    "--sku", "skus", multiple=True, metavar="SKU", help="SKU. May be repeated.  [default: all that are known]"
+)
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
+)
+@json_option(json_fields.PRICES_REFRESHED)
 @refuses
-def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) -> None:
+def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None, as_json: bool) -> None:
     """Ask Azure's public price list for newer prices.
 
     It needs no account. Its prices are kept in DTRAIN_HOME/prices.json, and are used from then on if they are newer
@@ -77,7 +111,7 @@ def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) ->
     \b
     Examples:
       dtrain prices refresh
-      dtrain prices refresh --region westeurope --region swedencentral --sku Standard_NC24ads_A100_v4
+      dtrain prices refresh --region westeurope --sku Standard_NC24ads_A100_v4
     """
     from dtrain_dagster.costs.prices import refreshed_path, region_of
     from dtrain_dagster.costs.prices import skus as known_skus
@@ -97,26 +131,66 @@ def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) ->
         if not region.isalnum():
             raise Refusal(f"{region!r} is no region of Azure; names are like eastus")
     path = refreshed_path(settings.home)
-    _print_refreshed(refresh_price_table(path, where, asked, url or RETAIL_URL))
+    done = refresh_price_table(path, where, asked, url or RETAIL_URL)
+    if as_json:
+        print_json(_refreshed_document(done, str(path)))
+        return
+    _print_refreshed(done)
     click.echo(f"written to {path}")
 
 
+def price_document(row: SkuPrice) -> dict[str, Any]:
+    """Return a SKU in a region for JSON, with the fields of `dtrain_dagster.cli.json_fields.PRICE`. Pure."""
+    from dataclasses import asdict
+
+    figures = {tier: asdict(figure) for tier, figure in row.figures.items()}
+    names = [name for name in json_fields.PRICE if name != "usd_per_hour"]
+    return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
+
+
+def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
+    changes = [
+        {
+            **{"region": item.region, "sku": item.sku, "tier": item.tier},
+            "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
+            "usd_per_hour": item.after.usd_per_hour,
+        }
+        for item in done.changes
+    ]
+    return {"file": path, "changes": changes, "notes": list(done.notes)}
+
+
 def _print_table(rows: Sequence[SkuPrice]) -> None:
-    """One line per SKU and region; behind each price the number of its source, which follows below."""
+    """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
+    same in all lines is said once."""
+    from dtrain_dagster.cli.tables import Column, print_fitted
     from dtrain_dagster.costs.prices import TIERS
 
-    table = _table(
-        "REGION", "SKU", "GPUS", "GIB", *[tier.replace("_", " ").upper() for tier in TIERS], "SPEED", "RETIRED"
-    )
+    regions, skus = {row.region for row in rows}, {row.sku for row in rows}
+    columns = [
+        *([Column("REGION")] if len(regions) > 1 else []),
+        *([Column("SKU")] if len(skus) > 1 or len(regions) == 1 else []),
+        Column("GPUS", rank=2), Column("GIB", right=True, rank=4),
+        *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
+        Column("SPEED", right=True, rank=3), Column("RETIRED", rank=1),
+    ]  # fmt: skip
     sources: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        cells = [_cell(row.figures.get(tier), sources) for tier in TIERS]
-        make = f"{row.gpus} × {row.gpu}"
-        table.add_row(
-            row.region, row.sku, make, str(row.gpu_memory_gib), *cells, f"{row.speed:g}", row.retired_on or ""
-        )
-    console().print(table, highlight=False)
-    click.echo("US dollars per node and hour; – is not offered or not known. Where they come from:")
+    cells = [
+        [
+            *([row.region] if len(regions) > 1 else []),
+            *([row.sku] if len(skus) > 1 or len(regions) == 1 else []),
+            f"{row.gpus} × {row.gpu}",
+            str(row.gpu_memory_gib),
+            *(_cell(row.figures.get(tier), sources) for tier in TIERS),
+            f"{row.speed:g}",
+            row.retired_on or "",
+        ]
+        for row in rows
+    ]
+    where = f" in {next(iter(regions))}" if len(regions) == 1 else ""
+    click.echo(f"US dollars per node and hour{where}; – is not offered or not known")
+    print_fitted(console(), columns, cells)
+    click.echo("where they come from:")
     for (recorded_on, how, source), number in sources.items():
         click.echo(f"  [{number}] {recorded_on}, {how}: {source}")
 
@@ -132,20 +206,16 @@ def _print_refreshed(done: Refreshed) -> None:
     changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
     click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
     if changed:
-        table = _table("REGION", "SKU", "TIER", "BEFORE", "AS OF", "NOW")
+        from dtrain_dagster.cli.tables import Column, print_fitted
+
+        columns = (
+            *(Column("REGION"), Column("SKU"), Column("TIER"), Column("BEFORE", right=True)),
+            *(Column("AS OF", rank=1), Column("NOW", right=True)),
+        )
+        cells = []
         for item in changed:
             before = (f"{item.before.usd_per_hour:.4g}", item.before.recorded_on) if item.before else ("–", "")
-            table.add_row(item.region, item.sku, item.tier, *before, f"{item.after.usd_per_hour:.4g}")
-        console().print(table, highlight=False)
+            cells.append([item.region, item.sku, item.tier, *before, f"{item.after.usd_per_hour:.4g}"])
+        print_fitted(console(), columns, cells)
     for note in done.notes:
         click.echo(note)
-
-
-def _table(*titles: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        is_text = title in ("REGION", "SKU", "GPUS", "TIER", "AS OF", "RETIRED")
-        table.add_column(title, no_wrap=True, justify="left" if is_text else "right")
-    return table

@@ -17,7 +17,12 @@ def ray() -> None:
 @ray.command()
 @refuses
 def check() -> None:
-    """Tell whether the cluster of DTRAIN_RAY_* answers; create nothing."""
+    """Tell whether the cluster of DTRAIN_RAY_* answers; create nothing.
+
+    \b
+    Examples:
+      dtrain ray check
+    """
     from pathlib import Path
 
     from dtrain_dagster.clusters.ray.engine import RayEngine

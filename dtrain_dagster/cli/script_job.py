@@ -69,8 +69,10 @@ def order_script(
 
 def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach: bool) -> None:
     """Run a script's training on the cluster, follow it, and exit as it ends."""
+    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun
     from dtrain_dagster.cli.terminal import watch_training
+    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
     from dtrain_dagster.jobs.progress import start_job
 
     cluster, project = cluster_of(settings)
@@ -84,11 +86,14 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     take_over(rundir)
     environment = cluster.node_env(project)
-    with cancelled_by_signals(manager, job_id, unless=detach):
+    again = command_again(typed_arguments(), job_id)
+    with cancelled_by_signals(manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again)):
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
         if detach:
             say(job_id)
+            say(f"follow it: dtrain watch {job_id}", err=True)
             return
         announce(rundir)
-        status = watch_training(console(), manager, rundir, job_id, ordered.total_steps)
-    end(rundir, status)
+        clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
+        status = watch_training(console(), manager, rundir, job_id, ordered.total_steps, clock)
+    end(settings, rundir, status, again)

@@ -21,7 +21,11 @@ from dtrain_dagster.cli.common import (
     refuses,
     say,
 )
+from dtrain_dagster.cli.going_on import command_again, typed_arguments
 from dtrain_dagster.cli.job_life import ended_by_signals, new_job_id
+from dtrain_dagster.cli.job_names import complete_searches
+from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
+from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.train import (
     as_overrides,
     in_words_of_options,
@@ -45,8 +49,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @training_options
-@click.option("--space", required=True, metavar="FILE", help="The space: a file of JSON, or JSON itself. See below.")
-@click.option("--trials", type=int, default=32, show_default=True, help="Trials at most.")
+@click.option("--space", required=True, metavar="FILE", help="The space: a file of JSON, or JSON itself, as above.")
+@click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="Trials at most.")
 @click.option("--parallel", type=int, metavar="P", help="Trials at once.  [default: as many as there are nodes for]")
 @click.option(
     "--nodes-per-trial", default="1", show_default=True, metavar="K or K-L",
@@ -75,19 +79,28 @@ if TYPE_CHECKING:
     help="The most dollars that an improvement of the metric by 1 is worth: then the search ends where none is.",
 )  # fmt: skip
 @click.option(
-    "--metric", default="loss", show_default=True, help="Of the validation split: loss, or one of the task's."
+    "--metric",
+    default="loss",
+    show_default=True,
+    metavar="NAME",
+    help="What is compared, of the validation split: loss, or one of the task's.",
 )
 @click.option("--maximise", is_flag=True, help="More of the metric is better.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same trials.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed gives the same trials."
+)
 @click.option("--any-order", is_flag=True, help="Let no trial wait for another: quicker, and not repeatable.")
 @click.option(
-    "--name", metavar="ID", help="Name of the search; one that is there is continued.  [default: from the time]"
+    "--name",
+    metavar="SEARCH",
+    shell_complete=complete_searches,
+    help="Name of the search; one that is there is continued.  [default: from the time]",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search costs, and end.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where the settings of the best trial go too."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the standard output.")
+@json_option({**SEARCH_RESULT, **SEARCH_PLAN}, "Print the result as one JSON document.")
 @refuses
 def search(
     config: str | None,
@@ -126,13 +139,15 @@ def search(
     A space has a range, or a list of choices, for each field that varies:
       {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true},
        "model.factory": ["tcn", "lstm"],
-       "model.args.channels": {"low": 16, "high": 64, "step": 16, "when": {"model.factory": "tcn"}}}
+       "model.args.channels": {"low": 16, "high": 64, "step": 16,
+                               "when": {"model.factory": "tcn"}}}
 
     \b
     Examples:
       dtrain search --dataset latest --space space.json --trials 40 --budget 5
       dtrain search --dataset latest --space space.json --plan
-      dtrain search --config job.json --space space.json --nodes 8 --nodes-per-trial 1-2 --name wide
+      dtrain search --config job.json --space space.json --nodes 8 \\
+        --nodes-per-trial 1-2 --name wide
       dtrain train --dataset latest --settings .dtrain/searches/wide/best.json
     """  # fmt: skip
     from dataclasses import asdict, replace
@@ -189,7 +204,7 @@ def search(
         say(sentence, err=True)
     if only_plan:
         if as_json:
-            say(json.dumps({"name": search_name, "plan": asdict(found.plan)}))
+            print_json({"name": search_name, "plan": asdict(found.plan)})
         return
     _run(found, wanted, out, as_json, tracker)
 
@@ -281,7 +296,7 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
     if out is not None and source.best is not None:
         out.write_text(Path(found.best_file).read_text())
     if as_json:
-        say(json.dumps(result))
+        print_json(result)
         return
     shown.print(trials_table(result["trials"], wanted.metric), highlight=False)
     for sentence in summary(result):
@@ -290,10 +305,11 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
 
 def _say_that_trials_go_on(name: str) -> None:
     say(
-        f"the trials that run go on, each up to the dollars that it was promised; the same command with --name {name} "
-        f"goes on with the search, `dtrain fleet cancel {name}` ends them",
+        f"the trials that run go on, each up to the dollars that it was promised: `dtrain fleet status {name}` shows "
+        f"them, `dtrain fleet cancel {name}` ends them",
         err=True,
     )
+    say(f"go on: {command_again(typed_arguments(), name)}", err=True)
 
 
 def trial_line(trial: Trial, sign: float) -> str:

@@ -7,17 +7,25 @@ from __future__ import annotations
 import click
 
 from dtrain_dagster.cli.common import refuses, say
+from dtrain_dagster.cli.job_names import find_job, job_argument
+from dtrain_dagster.cli.json_fields import ACCOUNT
+from dtrain_dagster.cli.json_output import json_option, print_json
 
 
 @click.group()
 def slurm() -> None:
-    """Look at a SLURM cluster, and compare its accounting with ours."""
+    """Look at a SLURM cluster and at its account of a job."""
 
 
 @slurm.command()
 @refuses
 def check() -> None:
-    """Tell whether SLURM's commands answer; submit nothing."""
+    """Tell whether SLURM's commands answer; submit nothing.
+
+    \b
+    Examples:
+      dtrain slurm check
+    """
     from pathlib import Path
 
     from dtrain_dagster.clusters.slurm.engine import SlurmEngine
@@ -30,23 +38,32 @@ def check() -> None:
 
 
 @slurm.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
+@json_option(ACCOUNT)
 @refuses
-def account(job_id: str) -> None:
+def account(job_id: str, as_json: bool) -> None:
     """Compare the nodes' own presence with SLURM's accounting.
 
     Costs are computed from presence. Where the cluster keeps an account (slurmdbd), this shows how far the two differ,
     node by node, and with DTRAIN_SLURM_PRICES what the site charges.
+
+    \b
+    Examples:
+      dtrain slurm account latest
     """
     import time
 
-    from dtrain_dagster.cli.common import cluster_of, read_settings, run_dir
+    from dtrain_dagster.cli.common import read_settings, run_dir
     from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
     from dtrain_dagster.clusters.slurm.job_account import account_nodes
     from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
 
     settings, prices = read_settings(), read_partition_prices()
-    cluster_of(settings)[0].manager().job_status(job_id)  # is there such a job?
+    job_id = find_job(settings, job_id)
     accounted = account_nodes(read_slurm_options(), run_dir(settings, job_id), time.time())
-    for line in (*describe_accounts(accounted), *([describe_price(accounted, prices)] if prices else [])):
+    lines = [*describe_accounts(accounted), *([describe_price(accounted, prices)] if prices else [])]
+    if as_json:
+        print_json({"job": job_id, "lines": lines})
+        return
+    for line in lines:
         say(line)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from dtrain_dagster.costs.launches import LaunchTotals
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import STAND_IN
+from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import sum_presences
@@ -15,7 +16,7 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 from trainer.storage.open import open_storage
 
 
@@ -34,8 +35,9 @@ def latest_job(settings: Settings) -> RunDir | None:
     return newest[1] if newest else None
 
 
-def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
-    """Return (name, figure) pairs from the run directory of a finished job."""
+def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str = "") -> list[tuple[str, str]]:
+    """Return (name, figure) pairs from the run directory of a finished job. ``totals``: what its nodes took and cost,
+    and ``price``: what these dollars are, for a job of which no report says so."""
     result = rundir.read_json(RESULT) or {}
     evaluation = rundir.read_json(EVALUATION) or {}
     plan = rundir.read_json(PLAN)
@@ -61,6 +63,9 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         more = f"; with its probe {dollars(training + probe)}" if probe else ""
         paid = training + probe
         lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
+    elif totals is not None and totals.usd is not None:
+        paid = totals.usd
+        lines.append(("cost", f"{dollars(paid)} ({price})"))
     if (gate := evaluation.get("gate")) and evaluation["baselines"]:
         lines.append(("gate", "passed" if gate.get("passed") else f"not passed: {'; '.join(gate.get('reasons', ()))}"))
     if worth := worth_line(evaluation, paid):
@@ -69,6 +74,51 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         alias = f", alias {registration['alias']}" if registration.get("alias") else ""
         lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))
     return lines
+
+
+def print_summary(settings: Settings, rundir: RunDir) -> None:
+    """Print the summary of a finished job."""
+    from dtrain_dagster.cli.common import console
+    from dtrain_dagster.cli.terminal import pairs_table
+
+    console().print(pairs_table(priced_summary(settings, rundir)), highlight=False)
+
+
+def priced_summary(settings: Settings, rundir: RunDir) -> list[tuple[str, str]]:
+    """Return `summary_lines` with the dollars of the job's nodes, whether or not a report has them."""
+    from dtrain_dagster.cli.common import cluster_of
+
+    price = price_words(cluster_of(settings)[0].sku, settings.kind.buys_nodes)
+    return summary_lines(rundir, _totals(settings, rundir), price)
+
+
+def summary_document(settings: Settings, rundir: RunDir) -> dict[str, Any]:
+    """Return the result of a finished job for JSON, with the fields of `dtrain_dagster.cli.json_fields.SUMMARY`."""
+    result, evaluation = rundir.read_json(RESULT) or {}, rundir.read_json(EVALUATION) or {}
+    totals = _totals(settings, rundir)
+    gate = evaluation.get("gate") if evaluation.get("baselines") else None
+    registration = rundir.read_json(REGISTRATION)
+    names = ("name", "version", "alias")
+    return {
+        "job": rundir.uri.rsplit("/", 1)[-1],
+        "figures": dict(priced_summary(settings, rundir)),
+        "steps": result["steps"],
+        "epochs": result.get("epochs"),
+        "world_size": result["world_size"],
+        "seconds": totals.seconds,
+        "node_hours": totals.node_hours,
+        "usd": totals.usd,
+        "test": evaluation.get("model", {}),
+        "baselines": evaluation.get("baselines", {}),
+        "gate_passed": gate.get("passed") if gate else None,
+        "registered": {name: registration.get(name) for name in names} if registration else None,
+    }
+
+
+def _totals(settings: Settings, rundir: RunDir) -> LaunchTotals:
+    from dtrain_dagster.cli.job_facts import read_totals
+
+    return read_totals(settings, rundir, rundir.read_json(LAUNCH) or {}, running=False)
 
 
 def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:

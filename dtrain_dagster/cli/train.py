@@ -18,7 +18,6 @@ import click
 from dtrain_dagster.cli.common import (
     cluster_of,
     console,
-    print_summary,
     ranks_of,
     read_settings,
     refuses,
@@ -34,6 +33,7 @@ from dtrain_dagster.cli.job_life import (
     say_what_was_got,
     take_over,
 )
+from dtrain_dagster.cli.job_names import complete_jobs
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -56,14 +56,26 @@ def size_options(command: Callable[..., None]) -> Callable[..., None]:
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
     options = (
-        click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
+        click.option("--config", metavar="JOB.JSON", help="A job.json, with any field of a job."),
         click.option(
             "--dataset", metavar="FOLDER|ID|latest|FUNCTION", help="A dataset, instead of --config; or what makes one."
         ),
-        click.option("--model", help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory."),
-        click.option("--loss", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"),
-        click.option("--epochs", type=click.IntRange(min=1)),
-        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
+        click.option(
+            "--model",
+            metavar="NAME",
+            help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory.",
+        ),
+        click.option(
+            "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"
+        ),
+        click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Times that all data is trained on."),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Any field, as training.epochs=2. May be repeated.",
+        ),
         size_options,
     )
     for option in reversed(options):
@@ -76,8 +88,13 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--script", metavar="FILE.PY", help="A script that calls Trainer(…).fit(…); its arguments come after --.")
 @click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp, horovod or deepspeed; or gloo or nccl.")
 @click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
-@click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
-@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.option(
+    "--name",
+    metavar="JOB",
+    shell_complete=complete_jobs,
+    help="Name of the job; one that is there goes on.  [default: that of --config, or from the time]",
+)
+@click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
@@ -99,7 +116,7 @@ def train(
     """Train a model on N nodes, without Dagster.
 
     A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
-    and a dataset of this machine is copied to where they read it. Started again under the same id, a job that failed
+    and a dataset of this machine is copied to where they read it. Started again under the same name, a job that failed
     or was cancelled goes on from its latest checkpoint, and one that runs is followed. Ctrl-C cancels the job.
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
@@ -107,15 +124,19 @@ def train(
     \b
     Examples:
       dtrain train --dataset latest --nodes 3
-      dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
+      dtrain train --dataset latest --epochs 2 --set training.learning_rate=1e-3
+      dtrain train --dataset latest --model my_models:make_model --name mine
       dtrain train --config job.json --nodes 2 --procs-per-node 2
       dtrain train --dataset latest --settings tuned.json
       dtrain train --dataset latest --nodes 3 --backend horovod
-      dtrain train --script my_training.py --nodes 3 --set training.epochs=2 -- --width 64
+      dtrain train --script my_training.py --nodes 3 -- --width 64
     """
+    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
     from dtrain_dagster.cli.script_job import order_script, refuse_with_script, train_script
+    from dtrain_dagster.cli.summary import print_summary
     from dtrain_dagster.cli.terminal import watch_training
+    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -147,16 +168,26 @@ def train(
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     take_over(rundir)
-    with cancelled_by_signals(manager, job.job_id, unless=detach):
+    again = command_again(typed_arguments(), "" if config and not name else job.job_id, _folder_name(job))
+    with cancelled_by_signals(
+        manager, job.job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job.job_id, again)
+    ):
         start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project))
         if detach:
             say(job.job_id)
+            say(f"follow it: dtrain watch {job.job_id}", err=True)
             return
         announce(rundir)
-        status = watch_training(console(), manager, rundir, job.job_id, steps)
+        clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
+        status = watch_training(console(), manager, rundir, job.job_id, steps, clock)
     if status.state == "succeeded":
-        print_summary(rundir)
-    end(rundir, status)
+        print_summary(settings, rundir)
+    end(settings, rundir, status, again)
+
+
+def _folder_name(job: JobConfig) -> str:
+    """Return the name of the dataset's folder, by which ``--dataset`` finds it; "" for one that is made."""
+    return "" if job.dataset.factory is not None else job.dataset.uri.rstrip("/").rpartition("/")[2]
 
 
 def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--seconds",
     type=float,
+    metavar="SECONDS",
     default=300.0,
     show_default=True,
     help="What measuring may take, after start-up; compiling is hardly tried with less than 300.",
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Where the settings go.",
 )
-@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
+@click.option("--name", metavar="JOB", help="Name of the job.  [default: made from the time]")
 @refuses
 def tune(
     config: str | None,
@@ -82,8 +83,10 @@ def tune(
     \b
     Examples:
       dtrain tune --dataset latest --nodes 3
-      dtrain tune --config job.json --seconds 600 --out fast.json && dtrain train --config job.json --settings fast.json
+      dtrain tune --config job.json --seconds 600 --out fast.json
+      dtrain train --config job.json --settings fast.json
     """  # fmt: skip
+    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
     from dtrain_dagster.planning.job_data import data_of
@@ -135,7 +138,10 @@ def tune(
         master_port=job.training.master_port,
     )
     try:
-        with cancelled_by_signals(manager, job_id, unless=False):
+        again = command_again(typed_arguments())
+        with cancelled_by_signals(
+            manager, job_id, unless=False, then=lambda: say_how_to_go_on(settings, job_id, again, "tune again")
+        ):
             manager.submit_job(spec)
             announce(rundir)
             status = _watch(manager, rundir, job_id)
@@ -143,7 +149,7 @@ def tune(
         _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         raise
     _deliver(manager, rundir, job_id, out, settings, cluster.sku)
-    end(rundir, status)
+    end(settings, rundir, status)
 
 
 def _refuse_unwritable(out: Path) -> None:

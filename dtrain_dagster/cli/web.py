@@ -43,7 +43,12 @@ def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
 def port_option(default: int) -> Callable[..., Any]:
     """Return the option ``--port`` with this default."""
     return click.option(
-        "--port", type=click.IntRange(0, 65535), default=default, show_default=True, help="0 takes a free one."
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=default,
+        show_default=True,
+        metavar="PORT",
+        help="Port to listen on; 0 takes a free one.",
     )
 
 
@@ -66,7 +71,7 @@ def listening(host: str, port: int) -> Iterator[socket]:
 @USERS
 @click.option(
     "--workspace", "-w", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path("workspace.yaml"),
-    show_default=True, help="Code locations to load.",
+    show_default=True, metavar="FILE", help="Code locations to load.",
 )  # fmt: skip
 @refuses
 def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Path) -> None:
@@ -77,6 +82,11 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
     It listens on 127.0.0.1 only: anyone who reaches it runs commands as you. From elsewhere: ssh -L
     3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
     --allow-user.
+
+    \b
+    Examples:
+      dtrain ui
+      dtrain ui --port 3001
     """
     from dtrain_dagster.web.dagster_ui import run_ui
 
@@ -104,6 +114,10 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
     """Serve MLflow's pages over the project's models and runs.
 
     They are behind the guard. Ctrl-C ends it.
+
+    \b
+    Examples:
+      dtrain mlflow
     """
     from dtrain_dagster.settings.home import make_home
     from dtrain_dagster.support.secrets import resolve
@@ -133,6 +147,10 @@ def tensorboard(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> No
     """Serve TensorBoard for all jobs on this machine.
 
     It is behind the guard. Ctrl-C ends it.
+
+    \b
+    Examples:
+      dtrain tensorboard
     """
     from dtrain_dagster.web.guard import rules_for
     from dtrain_dagster.web.other_pages import tensorboard_app

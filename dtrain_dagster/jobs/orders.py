@@ -96,6 +96,12 @@ def latest_orders(home: str | Path, most: int) -> list[JobConfig]:
     return found
 
 
+def ordered_jobs(home: str | Path) -> list[str]:
+    """Return the ids of all jobs that were ordered from this home, in the order of the alphabet."""
+    names = [path.name.removesuffix(".json") for path in (Path(home) / FOLDER).glob("*.json")]
+    return sorted(name for name in names if not name.endswith(".registered"))
+
+
 def order_difference(found: JobConfig, ordered: JobConfig) -> str:
     """Return the first field in which a job differs from the order, with both values; "" without a difference. The
     budget can be raised while a job runs, and the run that follows it changes: neither counts. Pure."""

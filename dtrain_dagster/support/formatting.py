@@ -2,6 +2,8 @@
 
 import re
 
+from trainer.observability.progress_line import format_duration as format_duration
+
 _MARKUP = re.compile(r"[\\`*_\[\]<>&|!#~]")
 _MOST = 2000
 """The most characters of one foreign text."""
@@ -12,16 +14,6 @@ def dollars(usd: float) -> str:
     if abs(usd) >= 1000:
         return f"${usd:,.0f}"
     return f"${usd:.2f}" if abs(usd) >= 1 else f"${usd:.4f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def in_markdown(text: object, most: int = _MOST) -> str:

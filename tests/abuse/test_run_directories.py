@@ -38,6 +38,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Screen
 from dtrain_dagster.cli.summary import latest_job
 from dtrain_dagster.cli.terminal import watch_training
+from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.cli.tune import candidates_table
 from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
@@ -285,7 +286,7 @@ def test_no_command_passes_on_what_a_terminal_obeys(
 def test_on_a_terminal_only_our_own_colours_are_obeyed(written: Callable[..., RunDir], tmp_path: Path):
     rundir = written("hostile", "failed", ESCAPES)
     shown = Screen(force_terminal=True, width=200, file=io.StringIO())
-    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None)
+    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None, LeftClock(rundir))
     shown.print(f"[bold]{ESCAPES}[/bold]", style="link https://example.org")
     row = {"group": ESCAPES, "change": {ESCAPES: ESCAPES}, "verdict": ESCAPES}
     shown.print(candidates_table([row]))

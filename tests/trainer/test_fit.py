@@ -35,7 +35,7 @@ from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.config import ConfigError
 from trainer.data.batches import BatchError, move_to, take_rows
 from trainer.data.dataset_data import DatasetData, _Order, _Read
-from trainer.observability.progress_line import ProgressLine, format_progress_line, format_seconds
+from trainer.observability.progress_line import ProgressLine, format_duration, format_progress_line
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., FitResult]
@@ -235,7 +235,7 @@ def test_folders_of_trainings_without_one_differ(
     found = [run(run_dir=None, progress=True, max_steps=2).run_dir for _ in range(2)]
     assert len(set(found)) == 2
     shown = capsys.readouterr().err
-    assert "epoch 1  step 2/2  loss" in shown
+    assert "step 2/2 · epoch 1 · ETA 0 s to the last step · loss" in shown
     assert "Traceback" not in shown
 
 
@@ -337,6 +337,8 @@ def test_the_script_of_the_documentation_runs_as_written(tmp_path: Path, monkeyp
 def test_the_line_of_progress() -> None:
     step = {"step": 30, "epoch": 1, "loss": 0.51234, "samples_per_second": 12345.6, "step_seconds": 0.5}
     shown = format_progress_line({**step, "eta_seconds": 35.0}, 0.25)
-    assert shown == "epoch 2  step 30/100  loss 0.5123  valid 0.25  12,346 samples/s  0:35 left"
-    assert [format_seconds(seconds) for seconds in (0, 61, 3661, float("inf"))] == ["0:00", "1:01", "1:01:01", "?"]
+    told = "step 30/100 · epoch 2 · ETA 35 s to the last step · loss 0.5123 · valid 0.2500 · 12,346 samples/s"
+    assert shown == told, "in the words and the order of `dtrain watch`"
+    assert "ETA" not in format_progress_line({**step, "eta_seconds": float("inf"), "step_seconds": 0.0}, None)
+    assert [format_duration(seconds) for seconds in (0, 61, 3661)] == ["0 s", "1 min 01 s", "1 h 01 min"]
     ProgressLine().close()

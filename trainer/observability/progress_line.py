@@ -1,7 +1,7 @@
 """One line of progress for whoever waits in front of a script: epoch, step, loss, validation, speed and time left.
 
-It is made from the events of rank 0, as they are reported. What `dtrain watch` shows of a cluster's job belongs to
-`dtrain_dagster.cli`.
+It is made from the events of rank 0, as they are reported, in the words of `dtrain watch`, which shows a cluster's job
+(`dtrain_dagster.planning.progress_words`).
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ def format_progress_line(step: Mapping[str, Any], valid: float | None) -> str:
     left, seconds = step["eta_seconds"], step["step_seconds"]
     total = step["step"] + (round(left / seconds) if seconds else 0)
     parts = [
-        f"epoch {step['epoch'] + 1}",
         f"step {step['step']}/{total}",
-        f"loss {step['loss']:.4g}",
-        *([] if valid is None else [f"valid {valid:.4g}"]),
+        f"epoch {step['epoch'] + 1}",
+        *([f"ETA {format_duration(left)} to the last step"] if math.isfinite(left) else []),
+        f"loss {step['loss']:.4f}",
+        *([] if valid is None else [f"valid {valid:.4f}"]),
         f"{step['samples_per_second']:,.0f} samples/s",
-        f"{format_seconds(left)} left",
     ]
-    return "  ".join(parts)
+    return " · ".join(parts)
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds, without those that lead with zero. Pure."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def format_duration(seconds: float) -> str:
+    """Return ``42 s``, ``3 min 05 s``, ``2 h 10 min``. Pure."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,10 +24,13 @@ from rich.console import Console
 from small_job import write_dataset
 from told_events import told, write_run
 
+from dtrain_dagster.cli.job_facts import JobFacts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.sections import SECTIONS
-from dtrain_dagster.cli.terminal import format_progress, nodes_table, print_status
+from dtrain_dagster.cli.status import nodes_table, print_status, read_course
+from dtrain_dagster.cli.terminal import format_progress
+from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -116,7 +120,9 @@ def test_commands_and_options_are_those_that_people_have_learnt():
     assert options == {
         "clean": ["--yes"],
         "setup": [],
-        "work": ["command"],
+        "work": ["--go-on-with", "command"],
+        "completion": ["shell"],
+        "searches": ["--json", "name"],
         "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
             *("--backend", "--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
@@ -131,11 +137,11 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--out", "--parallel", "--plan"),
             *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--space", "--trials", "--worth"),
         ],
-        "jobs": [],
-        "status": ["job_id"],
+        "jobs": ["--json"],
+        "status": ["--json", "job_id"],
         "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
         "cancel": ["job_id"],
-        "summary": ["job_id"],
+        "summary": ["--json", "job_id"],
         "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port"],
         "ui": ["--allow-host", "--allow-user", "--port", "--workspace", "-w"],
         "mlflow": ["--allow-host", "--allow-user", "--port"],
@@ -189,9 +195,8 @@ def test_a_setting_that_cannot_be_used_is_named_by_every_command(shell: Shell, c
 
 
 def test_an_unknown_job_is_named(shell: Shell):
-    for command in ("status", "logs", "cancel"):
-        assert "no job 'nobody' on cluster 'local'; `dtrain jobs` lists them" in shell.refused(command, "nobody")
-    assert "holds no training that succeeded" in shell.refused("summary", "nobody")
+    for command in ("status", "logs", "cancel", "summary", "watch", "report", "cost"):
+        assert "no job 'nobody': there are no jobs yet; `dtrain jobs` lists them" in shell.refused(command, "nobody")
     assert "nothing was materialized yet" in shell.refused("summary")
 
 
@@ -232,6 +237,8 @@ def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
     assert "cancelling job long" in err
+    assert "job long: cancelled" in err
+    assert f"run it again: dtrain launch --name long {shell.folder}/s.py wait\n" in err
     assert shell.processes() == shell.ranks() == []
     assert "cancelled" in shell.here("status", "long")
 
@@ -239,7 +246,8 @@ def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int)
 @pytest.mark.slow
 def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     assert shell.here("jobs").startswith("no jobs in ")
-    assert shell("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait") == "bg\n"
+    said = shell("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait")
+    assert said == "bg\nfollow it: dtrain logs --follow bg\n"
     assert "bg   running" in shell("jobs")
     assert "job bg is running already" in shell.refused("launch", "--name", "bg", "s.py")
     follower = shell.start("logs", "--follow", "--node", "1", "bg")
@@ -278,6 +286,7 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     [row] = [line.split() for line in shell.here("jobs").splitlines() if line.startswith("mine")]
     losses = [event["loss"] for event in job.events("step")]
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
+    assert row[-3] == f"${json.loads(shell.here('jobs', '--json'))[0]['usd']:.4f}"
     summary = " ".join(shell.here("summary", "mine").split())
     assert "6 steps on 2 ranks" in summary
     assert "gate not passed: NLL " in summary, "after six steps"
@@ -320,6 +329,11 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert "cancelling job halted" in err
+    assert re.search(r"^job halted: cancelled at step \d+/100 of epoch 1; its checkpoint is of step \d+$", err, re.M), (
+        err
+    )
+    assert re.search(r"^so far: \d+ s; 0.0\d+ node-hours; \$0.\d+ \(stand-in price, nothing was billed\)$", err, re.M)
+    assert f"\ngo on: {shlex.join(['dtrain', *command])}\n" in err
     assert shell.processes() == []
     assert job.read_json("status.json")["state"] == "cancelled"
     assert job.read_json("result.json")["status"] == "stopped"
@@ -559,12 +573,16 @@ def test_a_node_that_is_silent_is_not_said_to_be_there():
 def test_a_line_of_progress_says_what_is_known():
     from dtrain_dagster.jobs.progress import JobProgress
 
-    assert format_progress(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
+    assert format_progress(JobProgress(), 40) == "waiting for nodes · 0 nodes"
+    assert format_progress(JobProgress(nodes_alive=2), 40) == "starting · 2 nodes", "they have come"
     progress = JobProgress(phase="training", step=20, epoch=2, loss=0.5, samples_per_second=1234.0)
-    expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
+    expected = "training · step 20/40 · epoch 2 · ETA 1 min 05 s · loss 0.5000 · 1,234 samples/s · 1 node"
     assert format_progress(replace(progress, nodes_alive=1), 40, TimeLeft(seconds=65, has_finish=True)) == expected
     assert "ETA 5 s to the last step" in format_progress(progress, 40, TimeLeft(seconds=5, has_finish=False))
     assert "ETA" not in format_progress(progress, 40)
+    left = TimeLeft(seconds=5, has_finish=True)
+    ended = "succeeded · step 20/40 · epoch 2 · loss 0.5000"
+    assert format_progress(progress, 40, left, JobState.SUCCEEDED) == ended, "with no speed, nodes or time left"
 
 
 def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
@@ -572,7 +590,9 @@ def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
     running = JobStatus(job_id="a", state=JobState.RUNNING, started_at=0.0)
     for state in JobState:
         console = Console(width=200, file=io.StringIO())
-        print_status(console, replace(running, state=state), rundir, now=1.0)
+        status = replace(running, state=state)
+        course = read_course(status, rundir, LeftClock(rundir))
+        print_status(console, JobFacts(status=status, run_dir=rundir.uri, began_at=0.0), rundir, 1.0, course)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "step 20" in shown
         assert "epoch 1" in shown, "people count from 1"

@@ -1,0 +1,142 @@
+"""How a job is named on the command line: by its name, by the beginning of it that no other job shares, or as
+``latest``; and the completion of such names in a shell.
+
+Names of fleets and searches are found in the same way. Nothing is imported here before it is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import Refusal, cluster_of, run_dir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+
+LATEST = "latest"
+"""The word for the job that was started last."""
+MOST_NAMED = 6
+"""Candidates that an error names."""
+
+
+def resolve_name(given: str, names: Sequence[str], kind: str, listed_by: str) -> str:
+    """Return the name that is meant: the given one if it is there, else the only one that begins with it. Raise
+    `Refusal`, which lists the candidates, where there is none or more than one. ``kind``: what is named, such as job;
+    ``listed_by``: the command that lists all. Pure."""
+    if given in names:
+        return given
+    found = [name for name in names if given and name.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise Refusal(f"{given!r} may be any of {len(found)} {plural(kind)}: {_named(found)}; give more of the name")
+    if not names:
+        raise Refusal(f"no {kind} {given!r}: there are no {plural(kind)} yet; `{listed_by}` lists them")
+    close = difflib.get_close_matches(given, names, n=1)
+    meant = f"; did you mean {close[0]}?" if close else f"; there are {_named(names)}"
+    raise Refusal(f"no {kind} {given!r}{meant} (`{listed_by}` lists them)")
+
+
+def plural(kind: str) -> str:
+    """Return the word for several of a kind. Pure."""
+    return f"{kind}es" if kind.endswith("ch") else f"{kind}s"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def find_job(settings: Settings, given: str) -> str:
+    """Return the id of the job that is meant. Raise `Refusal` where there is no such job, or more than one."""
+    from trainer.rundir import JOB, LAUNCH
+    from trainer.storage.open import open_storage
+
+    found = run_dir(settings, given).storage  # refuses what can be no name
+    if any(found.exists(name) for name in (JOB, LAUNCH)):
+        return given
+    if given == LATEST:
+        jobs = cluster_of(settings)[0].manager().list_jobs()
+        if not jobs:
+            raise Refusal(f"{LATEST}: there are no jobs in {settings.jobs_uri} yet")
+        return jobs[0].job_id
+    return resolve_name(given, sorted(open_storage(settings.jobs_uri).list()), "job", "dtrain jobs")
+
+
+def find_training(settings: Settings, given: str) -> str:
+    """Return the id of the training that is meant. Raise `Refusal` for a job that is no training, and as `find_job`."""
+    from trainer.rundir import JOB
+
+    job_id = find_job(settings, given)
+    if not run_dir(settings, job_id).storage.exists(JOB):
+        raise Refusal(f"job {job_id} is no training, but a program of `dtrain launch`: see `dtrain logs {job_id}`")
+    return job_id
+
+
+def find_fleet(settings: Settings, given: str) -> str:
+    """Return the name of the fleet that is meant. Raise `Refusal` where there is no such fleet, or more than one."""
+    from dtrain_dagster.fleet.records import FLEET, FOLDER, fleet_names
+
+    names = fleet_names(settings.home)
+    if given == LATEST and names and LATEST not in names:
+        return max(names, key=lambda name: (Path(settings.home) / FOLDER / name / FLEET).stat().st_mtime)
+    return resolve_name(given, names, "fleet", "dtrain fleet status")
+
+
+def job_argument(required: bool = True) -> Callable[..., Any]:
+    """Return the argument that names a job."""
+    return click.argument(
+        "job_id", metavar="JOB" if required else "[JOB]", required=required, shell_complete=complete_jobs
+    )
+
+
+def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of jobs that begin with what was typed."""
+    return [name for name in (LATEST, *_known_jobs()) if name.startswith(incomplete)]
+
+
+def complete_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of fleets that begin with what was typed."""
+    from dtrain_dagster.fleet.records import fleet_names
+
+    home = _home()
+    return [name for name in (fleet_names(home) if home else []) if name.startswith(incomplete)]
+
+
+def complete_searches(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of searches that begin with what was typed."""
+    from dtrain_dagster.search.kept import search_names
+
+    home = _home()
+    return [name for name in (search_names(home) if home else []) if name.startswith(incomplete)]
+
+
+def _home() -> Path | None:
+    """Return the home that commands work on; None where a setting is wrong, which a command says and a completion does
+    not."""
+    from dtrain_dagster.settings.environment import SettingsError, load_settings
+
+    try:
+        return Path(load_settings().home)
+    except SettingsError:
+        return None
+
+
+def _known_jobs() -> list[str]:
+    """Return the names of jobs that this machine knows: of jobs elsewhere, those that were ordered from here, since a
+    completion must not wait for a network."""
+    from dtrain_dagster.jobs.orders import ordered_jobs
+    from dtrain_dagster.settings.environment import SettingsError, load_settings
+    from trainer.storage.open import open_storage
+
+    try:
+        settings = load_settings()
+        storage = open_storage(settings.jobs_uri)
+        return sorted(storage.list()) if storage.is_local else ordered_jobs(settings.home)
+    except (SettingsError, OSError):
+        return []

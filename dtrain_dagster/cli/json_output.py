@@ -1,0 +1,58 @@
+"""The option ``--json``: one JSON document on standard output, whose fields are stable and documented.
+
+The documentation of the fields stands with the option, and `dtrain_dagster.cli.reference` prints it. Nothing is
+imported here before it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+
+class JsonOption(click.Option):
+    """An option ``--json``, with the fields of the document that it makes."""
+
+    def __init__(self, *args: Any, fields: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fields = dict(fields)
+        """Name → meaning. ``nodes[].node`` is a field of each item of the list ``nodes``; a document that is a list
+        itself has fields that begin with ``[]``."""
+
+
+def json_option(fields: Mapping[str, str], help_text: str = "Print one JSON document instead.") -> Callable[..., Any]:
+    """Return the option ``--json`` (parameter ``as_json``) of a document with these fields, see `JsonOption.fields`."""
+    return click.option("--json", "as_json", is_flag=True, cls=JsonOption, fields=fields, help=help_text)
+
+
+def print_json(document: Any) -> None:
+    """Print a document. Numbers that JSON does not have (NaN, infinity) are null."""
+    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def fields_of(document: Any, prefix: str = "") -> set[str]:
+    """Return the names of a document's fields as `JsonOption.fields` writes them; those within a mapping, whose names
+    are data, are not told apart from it. Pure."""
+    if isinstance(document, list):
+        return set().union(*(fields_of(item, f"{prefix}[]") for item in document)) if document else set()
+    if not isinstance(document, dict):
+        return set()
+    found = set()
+    for name, value in document.items():
+        path = f"{prefix}.{name}" if prefix else name
+        found |= {path}
+        if isinstance(value, list):
+            found |= fields_of(value, path)
+    return found

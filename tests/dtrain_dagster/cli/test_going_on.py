@@ -1,0 +1,144 @@
+"""A command that ends before its job is done says the state, what was paid, and the exact command that goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from told_events import told, write_run
+
+from dtrain_dagster.cli.going_on import command_again, describe_end, typed_arguments
+from dtrain_dagster.cli.job_facts import JobFacts
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.status import read_course
+from dtrain_dagster.cli.time_left import LeftClock
+from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.costs.launches import LaunchTotals
+from trainer.rundir import RunDir
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        ("train --dataset latest --nodes 2", "dtrain train --name j --dataset 6f9b --nodes 2"),
+        ("train --dataset=latest --name mine", "dtrain train --dataset=6f9b --name mine"),
+        ("train --dataset walks --name=mine", "dtrain train --dataset walks --name=mine"),
+        ("train --script a.py -- --name latest", "dtrain train --name j --script a.py -- --name latest"),
+        ("launch -- python a.py --dataset latest", "dtrain launch --name j -- python a.py --dataset latest"),
+    ],
+)
+def test_the_command_to_go_on_names_the_job_and_the_dataset(typed: str, again: str):
+    assert command_again(typed.split(), "j", "6f9b") == again
+
+
+def test_the_command_to_go_on_is_quoted_for_a_shell():
+    assert command_again(["train", "--set", 'model.args={"a": 1}']) == "dtrain train --set 'model.args={\"a\": 1}'"
+    assert command_again([]) == ""
+    assert typed_arguments() == [], "outside of a command"
+
+
+def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:
+    last = LaunchTotals(launches=1, seconds=10.0, node_hours=0.005, usd=0.01) if launches > 1 else None
+    totals = LaunchTotals(launches=launches, seconds=60.0, node_hours=0.05, usd=0.153, last=last)
+    return JobFacts(status=JobStatus(job_id="j", state=state), run_dir=rundir.uri, totals=totals)
+
+
+def test_the_end_of_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path):
+    rundir = write_run(tmp_path, "j", told(4), "cancelled")
+    facts = facts_of(JobState.CANCELLED, rundir, launches=2)
+    course = read_course(facts.status, rundir, LeftClock(rundir))
+    assert describe_end(facts, course, ("g0001-s15", 15), "list price") == [
+        "job j: cancelled at step 20/10000 of epoch 1; its checkpoint is of step 15",
+        "so far: 1 min 00 s over 2 launches, of which the last took 10 s; 0.0500 node-hours (the last launch: 0.0050); "
+        "$0.1530 (list price)",
+    ]
+    assert "it has no checkpoint yet" in describe_end(facts, course, None, "")[0]
+    running = facts_of(JobState.RUNNING, rundir)
+    assert (
+        "checkpoint" not in describe_end(running, read_course(running.status, rundir, LeftClock(rundir)), None, "")[0]
+    )
+
+
+def test_the_time_left_has_the_finish_that_past_runs_had(tmp_path: Path):
+    rundir = write_run(tmp_path, "j", told(4))
+    (tmp_path / "j" / "plan.json").unlink()
+    status, asked = JobStatus(job_id="j", state=JobState.RUNNING), []
+
+    def expect() -> float:
+        asked.append(1)
+        return 100.0
+
+    plain, whole = LeftClock(rundir), LeftClock(rundir, expect)
+    assert whole.left(status) is None, "before the first step"
+    for clock in (plain, whole):
+        clock.take(list(rundir.events()))
+    to_the_last_step, to_the_end = plain.left(status), whole.left(status)
+    assert to_the_last_step is not None
+    assert to_the_end is not None
+    assert to_the_end.seconds == pytest.approx(to_the_last_step.seconds + 100, abs=1)
+    assert (to_the_last_step.has_finish, to_the_end.has_finish) == (False, True)
+    whole.left(status)
+    assert len(asked) == 1, "a home's past runs are read once"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "waits.py").write_text("import time; print('begun', flush=True); time.sleep(300)")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
+    return own | {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "1"}
+
+
+def interrupted(folder: Path, env: dict[str, str], *words: str) -> tuple[int, str]:
+    """Return the exit code and messages of a command that gets Ctrl-C once its program has begun."""
+    process = subprocess.Popen(
+        [DTRAIN, *words], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout
+    while "begun" not in process.stdout.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    err = process.communicate(timeout=120)[1]
+    return process.returncode, err
+
+
+@pytest.mark.slow
+def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: Path, shell: dict[str, str]):
+    inner = (DTRAIN, "launch", "--name", "inner", str(tmp_path / "waits.py"))
+    code, err = interrupted(tmp_path, shell, "work", "--go-on-with", "make run", *inner)
+    assert code == 130
+    told_by_work = err.partition("run it again: ")[2]
+    assert re.search(
+        r"^job inner: cancelled\nso far: \d+ s; 0\.\d+ node-hours; \$0\.\d+ \(stand-in price, nothing was billed\)\n"
+        r"what was materialized stays; only what is missing or has changed is done again\ngo on: make run\n\Z",
+        told_by_work.partition("\n")[2],
+        re.MULTILINE,
+    ), err
+    code, err = interrupted(tmp_path, shell, "work", "python", "waits.py")
+    assert code == 130
+    assert "no job was begun\n" in err
+    assert err.endswith("go on: dtrain work python waits.py\n")
+
+
+@pytest.mark.slow
+def test_who_stops_watching_is_told_that_the_job_goes_on(tmp_path: Path, shell: dict[str, str]):
+    subprocess.run([DTRAIN, "launch", "--detach", "--name", "bg", "waits.py"], cwd=tmp_path, env=shell, check=True)
+    try:
+        code, err = interrupted(tmp_path, shell, "logs", "--follow", "bg")
+        assert code == 130
+        assert re.search(r"^job bg: running\nso far: \d+ s; ", err)
+        assert err.endswith("the job goes on; follow it: dtrain watch bg\nend it: dtrain cancel bg\n")
+    finally:
+        began = time.monotonic()
+        said = CliRunner().invoke(main, ["cancel", "bg"], env=shell).output
+    assert said == "job bg: cancelled\n"
+    assert time.monotonic() - began < 60

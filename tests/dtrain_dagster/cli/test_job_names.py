@@ -1,0 +1,115 @@
+"""A job is named by its name, by the beginning of it, or as latest, in every command; and a shell completes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from told_home import JOBS, LONG, write_home
+
+from dtrain_dagster.cli.common import Refusal
+from dtrain_dagster.cli.job_names import resolve_name
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.reference import walk_commands
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    write_home(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def refusal(given: str, *names: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        resolve_name(given, names, "job", "dtrain jobs")
+    return caught.value.message
+
+
+def test_names_and_beginnings_are_found():
+    names = ("night", "nightly", "train-1")
+    assert resolve_name("night", names, "job", "") == "night", "a whole name is itself, whatever else begins with it"
+    assert resolve_name("nightl", names, "job", "") == "nightly"
+    assert resolve_name("t", names, "job", "") == "train-1"
+
+
+def test_a_name_that_is_not_there_or_not_clear_lists_the_candidates():
+    assert refusal("nigh", "night", "nightly", "x") == (
+        "'nigh' may be any of 2 jobs: night, nightly; give more of the name"
+    )
+    many = [f"trial-{number:04d}" for number in range(9)]
+    assert refusal("trial", *many).endswith("trial-0005 and 3 more; give more of the name")
+    assert refusal("nihgt", "night", "x") == "no job 'nihgt'; did you mean night? (`dtrain jobs` lists them)"
+    assert refusal("zzz", "a", "b") == "no job 'zzz'; there are a, b (`dtrain jobs` lists them)"
+    assert refusal("a") == "no job 'a': there are no jobs yet; `dtrain jobs` lists them"
+    assert refusal("", "a", "b").startswith("no job ''")
+
+
+def test_every_command_that_takes_a_job_takes_a_beginning(home: Path):
+    takes_one = [words for words, command in walk_commands() for option in command.params if option.name == "job_id"]
+    assert len(takes_one) >= 10
+    for words in takes_one:
+        named = ["--job"] if words == "dtrain dashboard" else []
+        said = run(*words.split()[1:], *named, "nigh", code=2)
+        assert "'nigh' may be any of 2 jobs: night, nightly" in said, words
+    assert "job night: cancelled" in run("status", "night"), "a whole name is itself"
+    assert f"job {LONG}: failed" in run("status", "search")
+    assert "no job 'nightmare'; did you mean night" in run("logs", "nightmare", code=2)
+    assert "weekend" in run("fleet", "status", "latest")
+    assert "no fleet 'wekend'; did you mean weekend?" in run("fleet", "cost", "wekend", code=2)
+    assert "trial 1" in run("searches", "w")
+
+
+def test_latest_is_the_first_of_the_list(home: Path):
+    first = json.loads(run("jobs", "--json"))[0]["job"]
+    assert json.loads(run("status", "latest", "--json"))["job"] == first
+
+
+def test_a_program_is_no_training(home: Path):
+    (home / "storage" / "jobs" / "night" / "job.json").unlink()
+    assert "job night is no training, but a program of `dtrain launch`" in run("watch", "night", code=2)
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_options_and_jobs(home: Path):
+    script = subprocess.run([DTRAIN, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+
+    def completed(*words: str) -> set[str]:
+        ask = f'COMP_WORDS=({" ".join(words)} ""); COMP_CWORD={len(words)}; '
+        if words[-1] != "status":
+            ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+        program = f'{script}\n{ask} _dtrain_completion dtrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        env = {**os.environ, "PATH": f"{Path(DTRAIN).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, env=env, check=True)
+        return set(done.stdout.split())
+
+    assert completed("dtrain", "sea") == {"search", "searches"}
+    assert completed("dtrain", "status", "nig") == {"night", "nightly"}
+    assert completed("dtrain", "status") >= {"latest", *JOBS}
+    assert "--follow" in completed("dtrain", "logs", "--f")
+    assert completed("dtrain", "fleet", "cost", "w") == {"weekend"}
+
+
+@pytest.mark.parametrize(("shell", "words"), [("zsh", "#compdef dtrain"), ("fish", "complete --no-files")])
+def test_other_shells_have_a_script(shell: str, words: str):
+    assert words in run("completion", shell)
+
+
+def test_a_wrong_setting_completes_nothing_and_says_nothing(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DTRAIN_NODES", "many")
+    asked = {"_DTRAIN_COMPLETE": "zsh_complete", "COMP_WORDS": "dtrain status nig", "COMP_CWORD": "2"}
+    done = CliRunner().invoke(main, [], prog_name="dtrain", env=asked, complete_var="_DTRAIN_COMPLETE")
+    assert (done.exit_code, done.output.strip()) == (0, "")

@@ -1,0 +1,125 @@
+"""At 80 columns nothing that matters is cut off: names, states and dollars are whole, and what is left out is named."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import struct
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from told_home import JOBS, LONG, write_home
+
+from dtrain_dagster.cli.fleet_screen import headline, print_fleet
+from dtrain_dagster.cli.prices import _print_table
+from dtrain_dagster.cli.tables import Column, fitted_table, print_fitted
+from dtrain_dagster.costs.prices import price_table
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.view import FleetWatch
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+COLUMNS = (Column("NAME"), Column("NODES", right=True, rank=2), Column("STEP", right=True, rank=1), Column("COST"))
+ROWS = [["a-name", "3", "100", "$0.1"], ["another", "12", "7", "$12.3"]]
+
+
+def shown(width: int, columns: tuple[Column, ...] = COLUMNS, rows: list[list[str | Text]] | None = None) -> str:
+    console = Console(width=width, file=io.StringIO())
+    print_fitted(console, columns, ROWS if rows is None else rows)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_least_important_column_goes_first_and_is_named():
+    assert "leave out" not in shown(27)
+    assert fitted_table(COLUMNS, ROWS, 25)[1] == ["NODES"]
+    assert fitted_table(COLUMNS, ROWS, 16)[1] == ["NODES", "STEP"]
+    assert "16 columns leave out NODES, STEP" in " ".join(shown(16).split())
+    for width in range(8, 40):
+        lines = shown(width).split("leave out")[0]
+        assert "…" not in lines
+        for name in ("a-name", "another"):
+            assert name in lines.replace("\n", "").replace(" ", "") or width < 14
+
+
+def test_a_column_that_always_stays_goes_over_several_lines():
+    said = shown(20, (Column("JOB"), Column("COST")), [["x" * 50, "$1.00"]])
+    assert said.count("x") == 50
+    assert "$1.00" in said
+    assert max(map(len, said.splitlines())) <= 20
+
+
+def test_a_title_of_two_lines_is_named_in_one():
+    assert fitted_table((Column("A"), Column("LOW\nPRIORITY", rank=1)), [["x" * 9, "1"]], 10)[1] == ["LOW PRIORITY"]
+
+
+def test_control_characters_take_the_room_in_which_they_are_shown():
+    said = shown(60, (Column("JOB"), Column("COST")), [["a\x1b[2Jb", "$1.00"]])
+    assert "a\\x1b[2Jb" in said
+
+
+def in_terminal(folder: Path, *words: str, columns: int = 80) -> str:
+    """Return what a command writes to a pseudo-terminal, without escape sequences."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env = {**inherited, "DTRAIN_HOME": str(folder), "TERM": "xterm-256color"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(DTRAIN, [DTRAIN, *words], env)
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    written = b""
+    while select.select([terminal], [], [], 60)[0]:
+        try:
+            written += os.read(terminal, 1 << 16)
+        except OSError:  # the command has ended
+            break
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.slow
+def test_a_terminal_of_80_columns_shows_whole_names_states_and_dollars(tmp_path: Path):
+    write_home(tmp_path / "home")
+    said = in_terminal(tmp_path / "home", "jobs")
+    assert "…" not in said
+    assert max(len(line) for line in said.splitlines()) <= 80
+    for name, state in JOBS.items():
+        assert re.search(rf"^{re.escape(name)} +{state} .*\$9\.\d\d", said, re.MULTILINE), said
+    assert "80 columns leave out " in said
+    wide = in_terminal(tmp_path / "home", "jobs", columns=120)
+    assert "leave out" not in wide
+    assert "STEP" in wide
+    status = in_terminal(tmp_path / "home", "status", LONG)
+    assert re.search(r"^failed · step 20/10000 · epoch 1 · loss 2\.\d{4}$", status, re.MULTILINE), status
+
+
+def test_prices_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    console = Console(width=80)
+    monkeypatch.setattr("dtrain_dagster.cli.prices.console", lambda: console)
+    rows = list(price_table("eastus").values())
+    _print_table(rows)
+    said = capsys.readouterr().out
+    assert "…" not in said
+    for row in rows:
+        [line] = [line for line in said.splitlines() if line.startswith(f"{row.sku} ")]
+        for figure in row.figures.values():
+            assert f"{figure.usd_per_hour:.4g} [" in line
+
+
+def test_a_fleet_is_whole_at_80_columns(tmp_path: Path):
+    write_home(tmp_path / "home")
+    view = FleetWatch(FleetRecords(tmp_path / "home", "weekend")).view()
+    console = Console(width=80, file=io.StringIO())
+    print_fleet(console, view)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    for job in view.jobs:
+        assert re.search(rf"^{job.job_id} +waiting", said, re.MULTILINE), said
+    assert headline(view).startswith("fleet weekend: 0 of 2 jobs over")
