@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
 )
-@click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
+@click.option("--job", "job_id", metavar="JOB", help="Print the address of this job.  [default: that of all jobs]")
 @refuses
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
     """Show all jobs live in a browser.
@@ -50,7 +50,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
         _training(settings, job_id)
     app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), FleetBoard(settings.home))
     with listening(host, port) as bound:
-        click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
+        click.echo(f"{address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])
