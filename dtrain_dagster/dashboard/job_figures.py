@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +26,18 @@ from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagno
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.planning.projection import ProgressRate
 from dtrain_dagster.support.secrets import redact
-from trainer.documents.reader import read_document
+from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document
 from trainer.printable import visible
-from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 MOST_FILES = 40
 """The most files of events, the newest first, that a row is read from."""
+ENDED_WINDOWS = 20
+"""The timings that the diagnosis of an ended job without a report needs; a running one has those of its page."""
+MOST_RANKS = 8
+"""The most ranks besides 0 whose newest file is read."""
+_OF_RANK = re.compile(r"g\d+-r(\d+)-\d+\.jsonl")
 MOST_WORDS = 300
 """The most characters of a verdict."""
 
@@ -104,8 +110,12 @@ def _read(
     status, launch = rundir.read_json(STATUS) or {}, rundir.read_json(LAUNCH) or {}
     result, plan = rundir.read_json(RESULT) or {}, rundir.read_json(PLAN)
     report = None if row.running else rundir.read_json(PERFORMANCE_REPORT)
-    events = _newest(rundir, windows=0 if report else KEPT_WINDOWS)
-    progress, pace = advance(JobProgress(), events), ProgressRate().after(events)
+    events = _newest(rundir, windows=0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS)
+    if row.running:
+        events = sorted([*events, *_hangs_of_others(rundir)], key=lambda event: event["time"])
+    progress, pace = advance(JobProgress(), events), ProgressRate()
+    if row.running:  # nothing is left to be projected of another
+        pace = pace.after(events)
     live = (shown or _settled(before.live if before else None, progress)) if row.running else None
     found = live.shown if live else _diagnosis_of(report) or diagnose(progress.recent)
     cost = cost_so_far(rundir, rundir.nodes(), row.running, tier, now, pace)
@@ -133,7 +143,20 @@ def _newest(rundir: RunDir, windows: int) -> list[dict[str, Any]]:
         timings = sum(event["kind"] == "timing" for event in found)
         if timings >= windows and any(event["kind"] == "step" for event in found):
             break
-    return sorted(found, key=lambda event: event["time"])
+    return sorted((event for event in found if event["kind"] != "node"), key=lambda event: event["time"])
+
+
+def _hangs_of_others(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return what ranks other than 0 have reported last of a hang: rank 0 may be the one that they wait for."""
+    newest: dict[str, str] = {}
+    for name in sorted(rundir.storage.list(EVENTS)):
+        if (match := _OF_RANK.fullmatch(name)) and int(match[1]):
+            newest[match[1]] = name
+    found: list[dict[str, Any]] = []
+    for name in list(newest.values())[:MOST_RANKS]:
+        with suppress(*CANNOT_READ):
+            found += parse_events(rundir.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))[0]
+    return [event for event in found if event["kind"] == "hang"]
 
 
 def _settled(before: LiveVerdict | None, progress: JobProgress) -> LiveVerdict:

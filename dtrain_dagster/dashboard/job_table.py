@@ -96,9 +96,10 @@ class JobTable:
             self._update(listing)
             forgotten = len(self._gone) == MOST_GONE and self._gone[0][0] > since
             since = since if token == self._token and since <= self._version and not forgotten else 0
-            asked = (self._version, since, listing.unread)
+            unread = listing.unread if listing.version else max(1, listing.unread)  # else none was looked for yet
+            asked = (self._version, since, unread)
             if asked not in self._answers:
-                self._answers[asked] = self._encoded(since, listing.unread)
+                self._answers[asked] = self._encoded(since, unread)
             self._answers.move_to_end(asked)
             while len(self._answers) > MOST_ANSWERS:
                 self._answers.popitem(last=False)

@@ -29,9 +29,11 @@ from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, t
 from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
 from dtrain_dagster.dashboard.job_index import Listing, page_of
-from dtrain_dagster.dashboard.table_routes import LIST_WAIT_SECONDS, table_routes
+from dtrain_dagster.dashboard.table_routes import table_routes
 from dtrain_dagster.web.guard import Guard, rules_for
 
+LIST_WAIT_SECONDS = 2.0
+"""The longest wait of a page for the list to be read; then it shows what was read until then."""
 PAGE_SIZE = 50
 MOST_TEXT = 200
 MOST_LISTS = 64

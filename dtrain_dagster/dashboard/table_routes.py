@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from string import Template
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -14,10 +18,12 @@ from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, t
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
 from dtrain_dagster.dashboard.job_table import JobTable
 from dtrain_dagster.dashboard.overlay import LEAST_RUNS, MOST_RUNS, overlay
-from dtrain_dagster.dashboard.page import static
+from dtrain_dagster.dashboard.page import data_block, static
 
-LIST_WAIT_SECONDS = 2.0
-"""The longest wait of a page for the list to be read; then it shows what was read until then."""
+TABLE_WAIT_SECONDS = 0.4
+"""The longest wait of the table's page, which shows what was read until then and soon asks for the rest."""
+MOST_WITHIN_BYTES = 2**20
+"""The largest table that is sent within its page; a larger one is asked for by the page, which shows itself first."""
 MOST_TOKEN = 64
 FILES = {
     "theme.js": "text/javascript",
@@ -35,7 +41,11 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
     table = JobTable(board, home)
 
     def page(request: Request) -> Response:
-        return HTMLResponse(static("jobs.html"))
+        with suppress(OSError):  # the page asks again, and tells of it
+            known = table.answer("", 0, wait_seconds=0.0)
+            if len(known) <= MOST_WITHIN_BYTES:
+                return _html(request, data_block("table-data", json.loads(known)))
+        return _html(request, "")
 
     def overlay_page(request: Request) -> Response:
         return HTMLResponse(static("overlay.html"))
@@ -44,7 +54,7 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
         asked = request.query_params
         try:
             token, since = asked.get("token", "")[:MOST_TOKEN], read_number(asked.get("since", ""))
-            body = table.answer(token, since, LIST_WAIT_SECONDS)
+            body = table.answer(token, since, TABLE_WAIT_SECONDS)
         except OSError as error:
             return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
         return answer_json(request, body, None)
@@ -76,6 +86,14 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
         Route("/overlay.json", runs),
         *(Route(f"/{name}", _file(name)) for name in FILES),
     ]
+
+
+def _html(request: Request, data: str) -> Response:
+    """Return the page of the table with what is known of it already: its rows are drawn without another question."""
+    body = Template(static("jobs.html")).substitute(data=data).encode()
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return HTMLResponse(body)
+    return HTMLResponse(gzip.compress(body, 1), headers={"content-encoding": "gzip", "vary": "accept-encoding"})
 
 
 def _file(name: str) -> Callable[[Request], Response]:

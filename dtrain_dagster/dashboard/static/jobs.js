@@ -187,7 +187,7 @@ function drawSelection() {
 }
 
 function draw() {
-  if (!known.read) return;
+  if (!known.read) return; // not a word of "no jobs" before the server has said so
   const { lines, states, found, total } = arrange([...known.rows.values()], state, Date.now() / 1000);
   const shown = lines.slice(0, state.most), rest = lines.length - shown.length, all = known.rows.size;
   drawRows(shown);
@@ -218,12 +218,18 @@ function take(answer) {
   Object.assign(known, { token: answer.token, version: answer.version, unread: answer.unread, read: true });
 }
 
+// Draw, and mark in the browser's own record when there were rows for the first time.
+function drawFirst() {
+  draw();
+  if (known.marked || !known.rows.size) return;
+  known.marked = true;
+  requestAnimationFrame(() => performance.mark("rows"));
+}
+
 async function poll() {
   try {
     take(await ask(`table.json?token=${known.token}&since=${known.version}`));
-    draw();
-    if (!known.marked && known.rows.size) requestAnimationFrame(() => performance.mark("rows"));
-    known.marked = known.rows.size > 0;
+    drawFirst();
     tellAge(null);
   } catch (error) {
     tellAge(error);
@@ -300,4 +306,9 @@ document.querySelector("[data-skip]").addEventListener("click", event => {
 window.addEventListener("popstate", followAddress);
 document.addEventListener("visibilitychange", () => document.hidden || poll());
 followAddress();
+const within = element("table-data"); // what the server knew when it sent the page
+if (within) {
+  take(JSON.parse(within.textContent));
+  if (known.rows.size) drawFirst();
+}
 keepUp();

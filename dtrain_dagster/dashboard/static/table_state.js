@@ -2,7 +2,7 @@
 
 const numberOf = (text, otherwise) => /^\d{1,6}$/.test(text || "") ? Number(text) : otherwise;
 
-export const ROWS_AT_ONCE = 200;
+export const ROWS_AT_ONCE = 100;
 export const MOST_RUNS = 8; // of an overlay
 
 // A column: what it is called, what it is sorted by, and whether the first click sorts it from high to low.
@@ -11,10 +11,10 @@ export const COLUMNS = [
   { key: "state", title: "state", value: row => row.state },
   { key: "verdict", title: "verdict", value: row => row.verdict },
   { key: "step", title: "step", value: row => row.step, down: true, number: true },
-  { key: "loss", title: "training loss", short: "train", value: row => row.loss, number: true },
-  { key: "valid", title: "validation loss", short: "valid", value: row => row.valid, number: true },
+  { key: "loss", title: "training loss", value: row => row.loss, number: true },
+  { key: "valid", title: "validation loss", value: row => row.valid, number: true },
   { key: "usd", title: "$ so far", value: row => row.usd, down: true, number: true },
-  { key: "end", title: "$ at the end", short: "$ at end", value: row => row.end, down: true, number: true },
+  { key: "end", title: "$ at the end", value: row => row.end, down: true, number: true },
   { key: "started", title: "started", value: row => row.started, down: true, number: true },
   { key: "took", title: "took", value: (row, now) => tookSeconds(row, now), down: true, number: true },
   { key: "model", title: "model", value: row => row.model },
