@@ -20,6 +20,7 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.support.formatting import format_duration
@@ -28,8 +29,6 @@ from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
-
-PERFORMANCE_REPORT = "reports/performance_report.json"
 
 
 def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:

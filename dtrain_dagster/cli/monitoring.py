@@ -38,7 +38,7 @@ from dtrain_dagster.cli.job_names import complete_jobs, find_training, job_argum
 )
 @click.option(
     "--job", "job_id", metavar="JOB", shell_complete=complete_jobs,
-    help="The job to show first.  [default: the newest]",
+    help="Print the address of this job.  [default: that of all jobs]",
 )  # fmt: skip
 @refuses
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
@@ -64,7 +64,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
         job_id = find_training(settings, job_id)
     app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), FleetBoard(settings.home))
     with listening(host, port) as bound:
-        click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
+        click.echo(f"{address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])

@@ -15,6 +15,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, Tier, price_words
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
@@ -49,6 +50,8 @@ class Cost:
     """The basis of the dollars."""
     at_end: str = ""
     """The projected cost at the end, against the estimate; "" where the job has none."""
+    usd_at_end: float | None = None
+    """The dollars of that projection: like ``usd``, with those of probes."""
 
 
 class OpenJob:
@@ -146,10 +149,10 @@ class JobBoard:
 
     def __init__(self, jobs_uri: str, tier: Tier) -> None:
         self.jobs_uri, self.tier = jobs_uri, tier
-        self._storage = open_storage(jobs_uri)
+        self.storage = open_storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
         self._lock = threading.Lock()
-        self._index = JobIndex(self._storage, self._seen, 2 * refresh_seconds(self._storage))
+        self._index = JobIndex(self.storage, self._seen, 2 * refresh_seconds(self.storage))
         self._token = uuid.uuid4().hex[:8]
 
     def jobs(self) -> Sequence[JobRow]:
@@ -189,6 +192,10 @@ class JobBoard:
                 if self._open.get(job_id) is job:
                     del self._open[job_id]
             return None
+
+    def opened(self, job_id: str) -> OpenJob | None:
+        """Return a job that a page has opened, as it was read last; None where no page has."""
+        return self._open.get(job_id)
 
     def recent(self, now: float) -> list[OpenJob]:
         """Return the jobs that run or ended within the last hour, at most the newest `RECENT_JOBS`."""
@@ -275,11 +282,7 @@ def cost_so_far(
     counts with the nodes that it was given. A silent node has cost until it was last heard of: there may be no process
     left to record its end."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
-    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
-    usage, seen = [], presences.usage(nodes, "", running, now, stale_seconds(rundir.storage))
-    for presence, item in zip(nodes, seen, strict=True):
-        kind = given.get(presence.launch, launch)
-        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
+    usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
     try:
         tier = plan.get("tier", default_tier)
         tracker = CostTracker("", usage, tier)
@@ -287,17 +290,36 @@ def cost_so_far(
     except (PriceError, ValueError):
         return None
     words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
-    return Cost(usd=whole.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
+    at_end, usd_at_end = _at_end(tracker, whole, plan, pace) if running and plan else ("", None)
+    return Cost(usd=whole.total_usd, words=words, at_end=at_end, usd_at_end=usd_at_end)
 
 
-def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: ProgressRate) -> str:
+def launched_usage(
+    nodes: Sequence[NodePresence], launch: Mapping[str, Any], running: bool, now: float, stale: float
+) -> list[NodeUsage]:
+    """Return the paid time of a job's nodes, each with the size and tier that its launch was given. ``launch``: the
+    content of ``launch.json``. Pure."""
+    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
+    usage, seen = [], presences.usage(nodes, "", running, now, stale)
+    for presence, item in zip(nodes, seen, strict=True):
+        kind = given.get(presence.launch, launch)
+        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
+    return usage
+
+
+def _at_end(
+    tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], pace: ProgressRate
+) -> tuple[str, float | None]:
+    """Return the projection in words and in dollars. ``whole``: the cost so far with that of probes, which are paid
+    already and come on top of what is projected."""
     try:
         projection = project(tracker, plan, pace)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
-        return ""
+        return "", None
     if projection.at_end is None or projection.over_at_end is None:
-        return ""
-    return f"{dollars(projection.at_end.expected)} at the end, {projection.over_at_end:+.0%} to the estimate; "
+        return "", None
+    usd = projection.at_end.expected + whole.total_usd - tracker.total_usd
+    return f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; ", usd
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ READERS = 16
 """The number of run directories on remote storage that are read in parallel."""
 MOST_STALE_SECONDS = 15.0
 """The greatest age of a list that a reader gets; for a newer one the reader waits."""
-PUBLISH_SECONDS = 1.0
+PUBLISH_SECONDS = 0.25
 """The interval at which a long round publishes what it has read so far."""
 SETTLED_SECONDS = 300.0
 """The time between two looks at an ended job on remote storage: it may have been started again."""

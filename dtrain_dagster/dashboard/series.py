@@ -226,6 +226,12 @@ class PerformanceDashboard:
             "advice": advice,
         }
 
+    @property
+    def live_verdict(self) -> LiveVerdict | None:
+        """The verdict that was shown last, with the change that it waits to see again; None where none was asked
+        for."""
+        return self._verdict
+
     def shares(self, segment: str) -> dict[int, float]:
         """Return each node's share of the step that its ranks spent in a segment, over the newest windows."""
         ranks = self.ranks()

@@ -33,6 +33,8 @@ BUDGET = "max_node_seconds"
 """Key in ``training`` that a person may raise to continue a job. It decides when the job stops, not its result."""
 CLAIM = "claim.json"
 """File of a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+PERFORMANCE_REPORT = "reports/performance_report.json"
+"""File of a run directory: how fast its nodes were, and the diagnosis of all its steps, from the asset of that name."""
 STAGES = {
     "test split": "evaluating the test split",
     "baselines": "fitting the baselines",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain_dagster.search.costing import TrialSeconds
+from dtrain_dagster.search.places import FOLDER
 from dtrain_dagster.search.pruning import REDUCTION, Pruner
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.study import FOLDER
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 RESULT = "result.json"

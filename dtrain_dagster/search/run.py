@@ -27,12 +27,13 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.search.costing import TrialSeconds
 from dtrain_dagster.search.jobs import TrialJobs
+from dtrain_dagster.search.places import FOLDER
 from dtrain_dagster.search.plan import RESULT, past_searches, plan_search
 from dtrain_dagster.search.results import importances, result_document, settings_document
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import FOLDER, StudyRecord
+from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import Trial
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig

@@ -17,7 +17,7 @@ from dtrain_dagster.search.trials import Trial, TrialState
 if TYPE_CHECKING:
     import optuna
 
-FOLDER, STUDY = "searches", "study.db"
+STUDY = "study.db"
 VALUES, KNOWN, ENDED_AFTER, REASON, MARKS, USD, SECONDS, TIMES, STEPS = (
     "values", "known", "ended_after", "reason", "marks", "usd", "node_seconds", "times", "steps"
 )  # fmt: skip

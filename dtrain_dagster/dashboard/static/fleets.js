@@ -50,7 +50,7 @@ function table(fleet) {
   element("rows").replaceChildren(...fleet.jobs.map(job => {
     const row = make("tr"), loss = job.valid_loss === null ? job.loss : job.valid_loss;
     const name = make("td"), link = make("a", job.job_id);
-    link.href = `./#${job.job_id}`;
+    link.href = `jobs/${encodeURIComponent(job.job_id)}`;
     name.append(link);
     const step = job.step === null ? "" : job.total_steps ? `${job.step}/${job.total_steps}` : `${job.step}`;
     row.append(name, make("td", job.state, job.state), ...[
@@ -136,6 +136,8 @@ async function look() {
       table(fleet);
       nodesChart(fleet);
       dollarsChart(fleet);
+      element("nodes").setAttribute("aria-label", `nodes over time: ${fleet.busy_nodes} of ${fleet.nodes} are in use now`);
+      element("dollars").setAttribute("aria-label", `dollars over time: ${money(fleet.used_usd)} of ${money(fleet.budget_usd)} are paid`);
     }
     element("note").textContent = "";
   } catch (error) {
@@ -143,17 +145,8 @@ async function look() {
   }
 }
 
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  element("theme").textContent = name === "dark" ? "light" : "dark";
-}
-
-element("theme").addEventListener("click", () => {
-  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  look();
-});
+document.addEventListener("themechange", look);
 element("names").addEventListener("change", () => { location.hash = element("names").value; });
 window.addEventListener("hashchange", look);
-setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 look();
 setInterval(look, EVERY_MS);

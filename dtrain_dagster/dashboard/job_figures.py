@@ -1,0 +1,241 @@
+"""The figures of a job's row that cost more to read than its state: verdict, losses, dollars.
+
+`read_figures` reads a run directory's newest events only, however long the job is. The verdict is decided by
+`verdict_of`, which is pure; it is that of the job's report where there is one, so that no two pages contradict each
+other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.costs.prices import Tier
+from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
+from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
+from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.series import is_number
+from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT, JobProgress, advance
+from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
+from dtrain_dagster.planning.projection import ProgressRate
+from dtrain_dagster.support.secrets import redact
+from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document
+from trainer.printable import visible
+from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.storage.open import open_storage
+
+MOST_FILES = 40
+"""The most files of events, the newest first, that a row is read from."""
+ENDED_WINDOWS = 20
+"""The timings that the diagnosis of an ended job without a report needs; a running one has those of its page."""
+MOST_RANKS = 8
+"""The most ranks besides 0 whose newest file is read."""
+_OF_RANK = re.compile(r"g\d+-r(\d+)-\d+\.jsonl")
+MOST_WORDS = 300
+"""The most characters of a verdict."""
+
+Tone = Literal["", "good", "wait", "bad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What holds a job up, or why it ended, in words."""
+
+    words: str = ""
+    tone: Tone = ""
+    """How it is meant: fine, worth a look, or broken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFigures:
+    """What the table of all jobs shows of a job, beside `JobRow`. Figures are None where they are not known."""
+
+    verdict: Verdict = Verdict()
+    loss: float | None = None
+    """The last training loss."""
+    valid_loss: float | None = None
+    """The best validation loss; of a job that runs, the latest."""
+    test_loss: float | None = None
+    usd: float | None = None
+    """The dollars so far."""
+    usd_at_end: float | None = None
+    """The dollars at the end: projected, or those that were paid."""
+    price_words: str = ""
+    """The basis of the dollars."""
+    total_steps: int | None = None
+    nodes: int | None = None
+    walk_forward: JobGroup | None = None
+    """The walk forward that it is a year of."""
+    live: LiveVerdict | None = None
+    """What the next look at a running job settles its verdict with."""
+
+
+def read_figures(
+    rundir: RunDir,
+    row: JobRow,
+    tier: Tier,
+    now: float,
+    before: JobFigures | None = None,
+    shown: LiveVerdict | None = None,
+) -> JobFigures:
+    """Return a job's figures. It does not raise: a damaged job has none.
+
+    ``before``: those of the look before, None at the first. ``shown``: the verdict on a running job that another page
+    shows now; it is shown here, too.
+    """
+    if row.state == DAMAGED:
+        return JobFigures(verdict=Verdict(words=row.reason[:MOST_WORDS], tone="bad"))
+    try:
+        return _read(rundir, row, tier, now, shown, before)
+    except CANNOT_READ as error:
+        words = f"its figures cannot be read: {visible(str(error))}"[:MOST_WORDS]
+        return JobFigures(verdict=Verdict(words=words, tone="bad"))
+
+
+def _read(
+    rundir: RunDir,
+    row: JobRow,
+    tier: Tier,
+    now: float,
+    shown: LiveVerdict | None,
+    before: JobFigures | None,
+) -> JobFigures:
+    status, launch = rundir.read_json(STATUS) or {}, rundir.read_json(LAUNCH) or {}
+    result, plan = rundir.read_json(RESULT) or {}, rundir.read_json(PLAN)
+    report = None if row.running else rundir.read_json(PERFORMANCE_REPORT)
+    events = _newest(rundir, windows=0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS)
+    if row.running:
+        events = sorted([*events, *_hangs_of_others(rundir)], key=lambda event: event["time"])
+    progress, pace = advance(JobProgress(), events), ProgressRate()
+    if row.running:  # nothing is left to be projected of another
+        pace = pace.after(events)
+    live = (shown or _settled(before.live if before else None, progress)) if row.running else None
+    found = live.shown if live else _diagnosis_of(report) or diagnose(progress.recent)
+    cost = cost_so_far(rundir, rundir.nodes(), row.running, tier, now, pace)
+    planned = ((plan or {}).get("work") or {}).get("steps")
+    return JobFigures(
+        verdict=verdict_of(row, status, result, launch, found),
+        loss=progress.loss,
+        valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss),
+        test_loss=_number((result.get("test") or {}).get("loss")),
+        usd=cost.usd if cost else None,
+        usd_at_end=(cost.usd_at_end if row.running else cost.usd) if cost else None,
+        price_words=cost.words if cost else "",
+        total_steps=planned if isinstance(planned, int) else pace.total_steps,
+        nodes=launch.get("node_count"),
+        walk_forward=_walk_forward(rundir, plan),
+        live=live,
+    )
+
+
+def _newest(rundir: RunDir, windows: int) -> list[dict[str, Any]]:
+    """Return the newest events in order of time: back to so many timings and to a step's loss, as far as there are."""
+    found: list[dict[str, Any]] = []
+    for events in rundir.newest_events(MOST_FILES):
+        found += events
+        timings = sum(event["kind"] == "timing" for event in found)
+        if timings >= windows and any(event["kind"] == "step" for event in found):
+            break
+    return sorted((event for event in found if event["kind"] != "node"), key=lambda event: event["time"])
+
+
+def _hangs_of_others(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return what ranks other than 0 have reported last of a hang: rank 0 may be the one that they wait for."""
+    newest: dict[str, str] = {}
+    for name in sorted(rundir.storage.list(EVENTS)):
+        if (match := _OF_RANK.fullmatch(name)) and int(match[1]):
+            newest[match[1]] = name
+    found: list[dict[str, Any]] = []
+    for name in list(newest.values())[:MOST_RANKS]:
+        with suppress(*CANNOT_READ):
+            found += parse_events(rundir.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))[0]
+    return [event for event in found if event["kind"] == "hang"]
+
+
+def _settled(before: LiveVerdict | None, progress: JobProgress) -> LiveVerdict:
+    return settle_verdict(before, diagnose([*progress.recent, *progress.hang]))
+
+
+def _diagnosis_of(report: Any) -> Diagnosis | None:
+    """Return the diagnosis in a performance report; None where it is not one of this version."""
+    with suppress(KeyError, TypeError, ValueError):
+        told = report["diagnosis"]
+        return Diagnosis(
+            cause=SlowdownCause(told["cause"]), share=float(told["share"]), evidence=str(told["evidence"]),
+            rank=told["rank"], node_id=told["node_id"],
+        )  # fmt: skip
+    return None
+
+
+def _walk_forward(rundir: RunDir, plan: Mapping[str, Any] | None) -> JobGroup | None:
+    if not is_of_walk_forward(plan):
+        return None
+    job, year = rundir.read_json(JOB) or {}, ""
+    uri, home = str((job.get("dataset") or {}).get("uri", "")), rundir.uri.rsplit("/", 2)[0]
+    with suppress(*CANNOT_READ):
+        # Nodes write the address: of another server than their own storage, nothing is asked.
+        manifest = read_document(open_storage(uri), "manifest.json") if uri.startswith(f"{home}/") else None
+        year = test_year_of(manifest)
+    return walk_forward_group(plan or {}, job, year)
+
+
+def verdict_of(
+    row: JobRow,
+    status: Mapping[str, Any],
+    result: Mapping[str, Any],
+    launch: Mapping[str, Any],
+    found: Diagnosis,
+) -> Verdict:
+    """Return what a job's row says of it: why it failed, or what holds its steps up. Pure.
+
+    ``status``, ``result``, ``launch``: the content of these files of the run directory.
+    """
+    if row.state == JobState.FAILED:
+        return Verdict(words=failure_words(status, result, launch), tone="bad")
+    if row.state == JobState.CANCELLED:
+        return Verdict(words=_first_line(status.get("message")) or "somebody cancelled it", tone="wait")
+    if row.state == JobState.QUEUED:
+        return Verdict(words=_first_line(status.get("message")) or "waits for nodes", tone="wait")
+    if row.running and row.step is None:
+        return Verdict(words="waits for its first step")
+    if found.cause is SlowdownCause.UNKNOWN:
+        return Verdict(words="too few steps were timed to say" if row.running else "")
+    if found.cause is SlowdownCause.HEALTHY:
+        return Verdict(words=f"nothing {'holds' if row.running else 'held'} the steps up", tone="good")
+    share = f", {found.share:.0%} of the time" if found.share >= 0.005 else ""
+    words = f"{found.where}{share}: {found.evidence}"[:MOST_WORDS]
+    if not row.running:  # nothing can be done about it any more
+        return Verdict(words=words)
+    return Verdict(words=words, tone="bad" if found.cause is SlowdownCause.HANG else "wait")
+
+
+def failure_words(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any]) -> str:
+    """Return why a job failed, in one line: by the trainer's own record of this launch, the cluster's, or the exit
+    codes of its nodes. Pure."""
+    mine = result.get("launch") in (None, launch.get("launch"))
+    error = _first_line(result.get("error")) if mine else ""
+    if result.get("status") == "budget" and mine:
+        return f"stopped by its budget: {error}" if error else "stopped by its budget"
+    reason = error or _first_line(status.get("message"))
+    codes = {node: code for node, code in (status.get("exit_codes") or {}).items() if code not in (0, None)}
+    ended = ", ".join(f"node {node}: exit code {code}" for node, code in list(codes.items())[:3])
+    if reason:
+        return f"{reason} ({ended})" if ended and not error else reason
+    return ended or "it ended without a word: its log may say why"
+
+
+def _first_line(text: Any) -> str:
+    lines = str(text or "").strip().splitlines()
+    return visible(redact(lines[0]))[:MOST_WORDS] if lines else ""
+
+
+def _number(*values: Any) -> float | None:
+    """Return the first of these that is a number."""
+    return next((float(value) for value in values if is_number(value)), None)

@@ -1,0 +1,157 @@
+"""The table of all jobs: what each row says, and what of it is new to a reader.
+
+A page has the whole table and sorts, filters and folds it by itself; it asks for the rows that have changed since it
+asked last. Answers are encoded once for all pages that ask for the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.dashboard.answers import encode
+from dtrain_dagster.dashboard.figures_index import FiguresIndex, KnownFigures
+from dtrain_dagster.dashboard.job_board import JobBoard, refresh_seconds
+from dtrain_dagster.dashboard.job_figures import JobFigures, read_figures
+from dtrain_dagster.dashboard.job_groups import FleetGroups, JobGroup, group_of
+from dtrain_dagster.dashboard.job_index import Listing
+from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from trainer.rundir import RunDir
+
+MOST_ANSWERS = 32
+"""The most encoded answers that are kept."""
+MOST_GONE = 2000
+"""The most deleted jobs that are remembered; a page that has missed one more gets the whole table again."""
+EVERY_SECONDS = 1.0
+"""The least time between two looks at what has changed."""
+
+
+def table_row(row: JobRow, figures: JobFigures | None, fleets: Mapping[str, JobGroup]) -> dict[str, Any]:
+    """Return what a row of the table says, without what is not known. Pure.
+
+    Times are Unix seconds; ``seconds`` is how long an ended job took over all launches. Without ``figures`` they are
+    not read yet, and ``unread`` says so. ``fleets``: the groups of the jobs of fleets and searches.
+    """
+    ended = row.ended_at is not None and row.started_at is not None
+    took = row.seconds if row.seconds is not None else row.ended_at - row.started_at if ended else None  # type: ignore[operator]
+    found = figures or JobFigures()
+    group = group_of(row.job_id, fleets) or found.walk_forward
+    says = {
+        "id": row.job_id,
+        "state": row.state,
+        "live": row.running or None,
+        "verdict": found.verdict.words or (row.reason if row.state == DAMAGED else ""),
+        "tone": found.verdict.tone,
+        "step": row.step,
+        "of": found.total_steps,
+        "loss": _rounded(found.loss),
+        "valid": _rounded(found.valid_loss),
+        "test": _rounded(found.test_loss),
+        "usd": _rounded(found.usd),
+        "end": _rounded(found.usd_at_end),
+        "price": found.price_words,
+        "started": _rounded(row.started_at, 3),
+        "seconds": None if took is None else round(max(0.0, took), 1),
+        "nodes": found.nodes,
+        "model": row.model,
+        "group": group and [group.key, group.kind, group.name, group.label],
+        "unread": True if figures is None and row.state != DAMAGED else None,
+    }
+    return {name: value for name, value in says.items() if value not in (None, "")}
+
+
+def _rounded(value: float | None, digits: int = 6) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, digits)
+
+
+class JobTable:
+    """The table of a board's jobs, for any number of pages and threads. ``home``: where fleets are; None: there are
+    none."""
+
+    def __init__(self, board: JobBoard, home: Path | None) -> None:
+        self._board, self._fleets = board, FleetGroups(home)
+        every = 2 * refresh_seconds(board.storage)
+        self._figures = FiguresIndex(self._read, every, board.storage.is_local)
+        self._token = uuid.uuid4().hex[:8]
+        self._version = 0
+        self._rows: dict[str, tuple[dict[str, Any], int]] = {}
+        """What each row says, and the version in which it came to say so."""
+        self._gone: deque[tuple[int, str]] = deque(maxlen=MOST_GONE)
+        self._seen: tuple[Listing | None, int] = (None, -1)
+        self._looked_at = -1e9
+        self._answers: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def answer(self, token: str, since: int, wait_seconds: float | None) -> bytes:
+        """Return the rows that are new to a page that has those of version ``since`` under this token, as JSON; all
+        rows where it has none. Raise OSError where storage cannot be listed."""
+        listing = self._board.listing(wait_seconds)
+        with self._lock:
+            self._update(listing)
+            forgotten = len(self._gone) == MOST_GONE and self._gone[0][0] > since
+            since = since if token == self._token and since <= self._version and not forgotten else 0
+            unread = listing.unread if listing.version else max(1, listing.unread)  # else none was looked for yet
+            asked = (self._version, since, unread)
+            if asked not in self._answers:
+                self._answers[asked] = self._encoded(since, unread)
+            self._answers.move_to_end(asked)
+            while len(self._answers) > MOST_ANSWERS:
+                self._answers.popitem(last=False)
+            return self._answers[asked]
+
+    def wait(self) -> None:
+        """Wait until the figures that are being read were read."""
+        self._figures.wait()
+        self._looked_at = -1e9
+
+    def _update(self, listing: Listing) -> None:
+        """Note which rows say something else than before."""
+        now = time.monotonic()
+        if listing is self._seen[0] and now - self._looked_at < EVERY_SECONDS:
+            return
+        known, version = self._figures.look(listing.rows), self._figures.version
+        self._looked_at = now
+        if (listing, version) == self._seen:
+            return
+        self._seen = (listing, version)
+        self._take(listing, known)
+
+    def _take(self, listing: Listing, known: Mapping[str, KnownFigures]) -> None:
+        number, changed, fleets = self._version + 1, False, self._fleets.read()
+        there = set()
+        for row in listing.rows:
+            there.add(row.job_id)
+            figures = known.get(row.job_id)
+            says = table_row(row, figures.figures if figures else None, fleets)
+            before = self._rows.get(row.job_id)
+            if before is None or before[0] != says:
+                self._rows[row.job_id], changed = (says, number), True
+        for job_id in self._rows.keys() - there:
+            del self._rows[job_id]
+            self._gone.append((number, job_id))
+            changed = True
+        if changed or not self._version:
+            self._version = number
+
+    def _encoded(self, since: int, unread: int) -> bytes:
+        answer: dict[str, Any] = {
+            "token": self._token,
+            "version": self._version,
+            "whole": since == 0,
+            "rows": [says for says, version in self._rows.values() if version > since],
+            "gone": [job_id for version, job_id in self._gone if version > since] if since else [],
+            "unread": unread,
+        }
+        return encode(answer)
+
+    def _read(self, row: JobRow, before: JobFigures | None) -> JobFigures:
+        rundir = RunDir(f"{self._board.jobs_uri}/{row.job_id}")
+        opened = self._board.opened(row.job_id)
+        shown = opened.dashboard.live_verdict if opened else None
+        return read_figures(rundir, row, self._board.tier, time.time(), before, shown)

@@ -1,0 +1,276 @@
+"""The table of all jobs: what a row says, which jobs belong together, and what a page is told anew."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from told_events import HOSTILE, START, event, hang, told, write_run
+
+from benchmarks.abuse.websites import served
+from dtrain_dagster.dashboard import job_table
+from dtrain_dagster.dashboard.figures_index import KnownFigures, is_due
+from dtrain_dagster.dashboard.fleets import FleetBoard
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_figures import JobFigures, Verdict, failure_words, read_figures, verdict_of
+from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of, walk_forward_group
+from dtrain_dagster.dashboard.job_row import JobRow
+from dtrain_dagster.dashboard.job_table import JobTable, table_row
+from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause
+from trainer.rundir import RunDir
+
+SLOW = Diagnosis(cause=SlowdownCause.SLOW_INPUT, share=0.24, evidence="It reads slowly.", rank=1, node_id=1)
+HEALTHY = Diagnosis(cause=SlowdownCause.HEALTHY, share=0.0, evidence="")
+UNKNOWN = Diagnosis(cause=SlowdownCause.UNKNOWN, share=0.0, evidence="")
+STUCK = Diagnosis(cause=SlowdownCause.HANG, share=1.0, evidence="It does not come.", rank=2, node_id=2)
+
+
+def row(state: str = "succeeded", **more: Any) -> JobRow:
+    known: dict[str, Any] = {"started_at": 1e9, "ended_at": None if state == "running" else 1e9 + 60, "step": 50}
+    return JobRow(**{"job_id": "mine", "state": state, "model": "tcn", **known, **more})
+
+
+@pytest.mark.parametrize(
+    ("state", "found", "words", "tone"),
+    [
+        ("running", SLOW, "slow input on rank 1 (node 1), 24% of the time: It reads slowly.", "wait"),
+        ("succeeded", SLOW, "slow input on rank 1 (node 1), 24% of the time: It reads slowly.", ""),
+        ("running", STUCK, "hang of rank 2 (node 2), 100% of the time: It does not come.", "bad"),
+        ("running", HEALTHY, "nothing holds the steps up", "good"),
+        ("running", UNKNOWN, "too few steps were timed to say", ""),
+        ("succeeded", UNKNOWN, "", ""),
+        ("queued", UNKNOWN, "waits for nodes", "wait"),
+        ("cancelled", SLOW, "somebody cancelled it", "wait"),
+        ("failed", SLOW, "it ended without a word: its log may say why", "bad"),
+    ],
+)
+def test_a_verdict_says_what_holds_a_job_up_or_why_it_ended(state, found, words, tone):
+    assert verdict_of(row(state), {}, {}, {}, found) == Verdict(words=words, tone=tone)
+
+
+def test_a_job_without_a_step_waits_for_it():
+    assert verdict_of(row("running", step=None), {}, {}, {}, UNKNOWN).words == "waits for its first step"
+
+
+@pytest.mark.parametrize(
+    ("status", "result", "words"),
+    [
+        ({"message": "rank 1 failed first\nTraceback…"}, {}, "rank 1 failed first"),
+        ({"message": "lost", "exit_codes": {"0": 0, "1": 137}}, {}, "lost (node 1: exit code 137)"),
+        ({"exit_codes": {"0": 1, "1": 137}}, {}, "node 0: exit code 1, node 1: exit code 137"),
+        ({"message": "lost"}, {"error": "loss is nan", "launch": 2}, "loss is nan"),
+        ({"message": "lost"}, {"error": "of before", "launch": 1}, "lost"),
+        ({}, {"status": "budget", "error": "1 node-hour was paid"}, "stopped by its budget: 1 node-hour was paid"),
+        ({"message": "\x1b[2Jgone"}, {}, "\\x1b[2Jgone"),
+    ],
+)
+def test_a_failure_is_one_line(status, result, words):
+    assert failure_words(status, result, {"launch": 2}) == words
+
+
+def test_a_row_leaves_out_what_is_not_known():
+    unread = table_row(row(started_at=None, ended_at=None, step=None), None, {})
+    assert unread == {"id": "mine", "state": "succeeded", "model": "tcn", "unread": True}
+    figures = JobFigures(verdict=Verdict(words="fine", tone="good"), loss=float("nan"), valid_loss=-2.0, usd=0.0)
+    says = table_row(row("running"), figures, {})
+    assert says == {
+        "id": "mine", "state": "running", "live": True, "verdict": "fine", "tone": "good", "step": 50, "valid": -2.0,
+        "usd": 0.0, "started": 1e9, "model": "tcn",
+    }  # fmt: skip
+    assert table_row(row(seconds=90.0), None, {})["seconds"] == 90.0
+    damaged = table_row(row("damaged", reason="job.json is no object"), None, {})
+    assert (damaged["verdict"], "unread" in damaged) == ("job.json is no object", False)
+
+
+def test_figures_are_read_again_only_where_they_can_have_changed():
+    ended, live = row(), row("running")
+    known, of_live = KnownFigures(ended, JobFigures(), 0.0, 0.01), KnownFigures(live, JobFigures(), 0.0, 0.01)
+    assert is_due(ended, None, 0.0, 1e6, 2.0)
+    assert not is_due(ended, known, 1e6, 1e6, 2.0)
+    assert is_due(row(ended_at=1e9 + 70), known, 0.0, 1e6, 2.0), "it was started again, and has ended again"
+    assert not is_due(ended, known, 10.0, 60.0, 2.0)
+    assert is_due(ended, known, 40.0, 60.0, 2.0), "its report may have come since"
+    assert (is_due(live, of_live, 1.0, 0.0, 2.0), is_due(live, of_live, 3.0, 0.0, 2.0)) == (False, True)
+    slow = KnownFigures(live, JobFigures(), 0.0, 1.0)
+    assert not is_due(live, slow, 3.0, 0.0, 2.0), "what takes a second is not read every two"
+
+
+def test_jobs_of_searches_fleets_and_studies_belong_together(tmp_path: Path):
+    for fleet, names in (("sweep", ("sweep-0000", "sweep-0012")), ("nightly", ("nightly-small",))):
+        (tmp_path / f"fleets/{fleet}/jobs").mkdir(parents=True)
+        for name in names:
+            (tmp_path / f"fleets/{fleet}/jobs/{name}.json").write_text("{}")
+    (tmp_path / "searches/sweep").mkdir(parents=True)
+    groups = FleetGroups(tmp_path)
+
+    def told_of(job_id: str) -> tuple[str, str] | None:
+        found = group_of(job_id, groups.read())
+        return (found.key, found.label) if found else None
+
+    assert told_of("sweep-0012") == ("search/sweep", "trial 12")
+    assert told_of("nightly-small") == ("fleet/nightly", "small")
+    assert told_of("probe-ed6c1e7a-3n") == ("probes/ed6c1e7a", "3 nodes")
+    assert told_of("scaling-ab12-weak-2of3-40") == ("scaling-study/ab12", "weak-2of3")
+    assert told_of("train-6f66ac60-b41d1ccc") is told_of("sweep-0001") is None
+    (tmp_path / "fleets/sweep/jobs/sweep-0001.json").write_text("{}")
+    assert told_of("sweep-0001") == ("search/sweep", "trial 1"), "a job that was added later"
+    assert FleetGroups(None).read() == FleetGroups(tmp_path / "none").read() == {}
+
+
+def test_years_of_one_walk_forward_have_the_same_settings():
+    def year(asset: str = "walk_forward/trained_checkpoint", seed: int = 0, **own: Any) -> str:
+        job = {"model": {"factory": "tcn"}, "loss": {}, "training": {"seed": seed, **own}}
+        return walk_forward_group({"asset": asset}, job, "2008").key
+
+    assert year() == year(start_from="checkpoints/of-2007", max_node_seconds=60.0)
+    assert len({year(), year(seed=1), year(asset="tokens_walk_forward/trained_checkpoint")}) == 3
+    assert walk_forward_group({"asset": "walk_forward/trained_checkpoint"}, {}, "").label == "test year unknown"
+
+
+def test_the_test_year_is_that_of_the_dataset_beside_the_jobs(tmp_path: Path):
+    """And of no other place, whatever a job says."""
+    for name in ("home", "elsewhere"):
+        (tmp_path / name / "datasets/y2008").mkdir(parents=True)
+        manifest = {"splits": {"test": {"first": "2008-01-02"}}}
+        (tmp_path / name / "datasets/y2008/manifest.json").write_text(json.dumps(manifest))
+    labels = []
+    for name in ("home", "elsewhere"):
+        rundir = write_run(tmp_path / "home/jobs", name, told(2), state="succeeded")
+        rundir.write_json("plan.json", {"tier": "dedicated", "asset": "walk_forward/trained_checkpoint"})
+        job = rundir.read_json("job.json")
+        job["dataset"]["uri"] = str(tmp_path / name / "datasets/y2008")
+        rundir.write_json("job.json", job)
+        figures = read_figures(rundir, row(job_id=name), "dedicated", time.time())
+        assert figures.walk_forward is not None
+        labels.append(figures.walk_forward.label)
+    assert labels == ["test year 2008", "test year unknown"]
+
+
+def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path: Path):
+    rundir = write_run(tmp_path, "mine", told(30), state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "node_count": 3, "submitted_at": START})
+    rundir.write_json(
+        "result.json", {"status": "succeeded", "steps": 150, "best_valid_loss": -2.5, "test": {"loss": -2}}
+    )
+    ended = JobBoard(str(tmp_path), "dedicated").jobs()[0]
+    figures = read_figures(rundir, ended, "dedicated", time.time())
+    assert figures.verdict.words.startswith("slow input on rank 1 (node 1), 24% of the time")
+    assert (figures.valid_loss, figures.test_loss, figures.nodes) == (-2.5, -2.0, 3)
+    assert figures.loss == pytest.approx(2.2346, abs=1e-4)
+    assert figures.usd == figures.usd_at_end == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
+    diagnosis = {"cause": "checkpoint", "share": 0.4, "evidence": "Saves are slow.", "rank": None, "node_id": None}
+    rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis})
+    told_of = read_figures(rundir, ended, "dedicated", time.time()).verdict.words
+    assert told_of == "checkpoint, 40% of the time: Saves are slow.", "the report knows all steps, the row the newest"
+    rundir.storage.write("nodes/l0001-n000-s001.json", b"{")
+    assert "cannot be read" in read_figures(rundir, ended, "dedicated", time.time()).verdict.words
+
+
+def test_a_running_job_has_the_verdict_of_its_own_page(tmp_path: Path):
+    """It is the page's that changes slowly, so that no two pages contradict each other."""
+    rundir = write_run(tmp_path, "live", told(10, slow=1))
+    board = JobBoard(str(tmp_path), "dedicated")
+    table = JobTable(board, None)
+    opened = board.open("live", time.time())
+    assert opened is not None
+    assert opened.dashboard.verdict({})["title"].startswith("slow input on rank 1")  # type: ignore[index]
+    rundir.append_events(1, 0, 2, told(60, slow=2, first=10))
+    assert "rank 1" in rows_of(table)["live"]["verdict"]
+
+
+def test_a_hang_is_told_though_rank_0_is_silent(tmp_path: Path):
+    rundir = write_run(tmp_path, "stuck", told(8))
+    table = JobTable(JobBoard(str(tmp_path), "dedicated"), None)
+    rundir.append_events(1, 1, 1, [hang(START + 60)])
+    stuck = rows_of(table)["stuck"]
+    assert (stuck["verdict"].partition(",")[0], stuck["tone"]) == ("hang", "bad")
+
+
+def rows_of(table: JobTable) -> dict[str, dict[str, Any]]:
+    """The whole table, with all figures."""
+    table.answer("", 0, None)
+    table.wait()
+    return {each["id"]: each for each in json.loads(table.answer("", 0, None))["rows"]}
+
+
+def test_a_page_is_told_what_has_changed_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read = list[str]()
+
+    def noted(rundir: RunDir, *more: Any) -> JobFigures:
+        read.append(rundir.uri.rsplit("/", 1)[-1])
+        return read_figures(rundir, *more)
+
+    monkeypatch.setattr(job_table, "read_figures", noted)
+    for name in ("a", "b", "c"):
+        write_run(tmp_path, name, told(2), state="succeeded")
+    board = JobBoard(str(tmp_path), "dedicated")
+    table = JobTable(board, None)
+    assert set(rows_of(table)) == {"a", "b", "c"}
+    assert sorted(read) == ["a", "b", "c"]
+
+    def ask(known: dict[str, Any]) -> dict[str, Any]:
+        board._index._done_at = -1e9  # time goes by
+        board.listing()
+        table.wait()
+        table.answer("", 0, None)
+        table.wait()
+        return json.loads(table.answer(known["token"], known["version"], None))
+
+    first = json.loads(table.answer("", 0, None))
+    second = ask(first)
+    assert (second["whole"], second["rows"], second["gone"], second["version"]) == (False, [], [], first["version"])
+    RunDir(f"{tmp_path}/b").write_json("status.json", {"state": "failed", "started_at": 1.0, "ended_at": 2.0})
+    read.clear()
+    third = ask(second)
+    assert [(each["id"], each["state"]) for each in third["rows"]] == [("b", "failed")]
+    assert set(read) == {"b"}
+    board.storage.delete("a")
+    fourth = ask(third)
+    assert (fourth["rows"], fourth["gone"]) == ([], ["a"])
+    assert ask(first)["gone"] == ["a"]
+    another = json.loads(table.answer("another server", fourth["version"], None))
+    assert (another["whole"], {each["id"] for each in another["rows"]}) == (True, {"b", "c"})
+
+
+def test_a_page_that_has_missed_too_much_gets_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job_table, "MOST_GONE", 2)
+    for name in ("a", "b", "c", "d"):
+        write_run(tmp_path, name, told(1), state="succeeded")
+    board = JobBoard(str(tmp_path), "dedicated")
+    table = JobTable(board, None)
+    rows_of(table)
+    first = json.loads(table.answer("", 0, None))
+    for name in ("a", "b", "c"):
+        board.storage.delete(name)
+        board._index._done_at = -1e9
+        rows_of(table)
+    late = json.loads(table.answer(first["token"], first["version"], None))
+    assert (late["whole"], [each["id"] for each in late["rows"]]) == (True, ["d"])
+
+
+def test_pages_are_served_and_old_addresses_lead_on(tmp_path: Path):
+    jobs = tmp_path / "storage/jobs"
+    jobs.mkdir(parents=True)
+    with served(build_app(JobBoard(str(jobs), "dedicated"), fleets=FleetBoard(tmp_path))) as port:
+        url = f"http://127.0.0.1:{port}"
+        empty = requests.get(f"{url}/table.json", timeout=30).json()
+        assert (empty["rows"], empty["whole"]) == ([], True)
+        write_run(jobs, "hostile", [event("phase", START, name="startup", seconds=1.0)], state="failed")
+        status = {"state": "failed", "started_at": 1.0, "ended_at": 2.0, "message": HOSTILE, "launch": 1}
+        RunDir(f"{jobs}/hostile").write_json("status.json", status)
+        while HOSTILE not in str(requests.get(f"{url}/table.json", timeout=30).json()):
+            time.sleep(0.2)
+        page = requests.get(url, timeout=30)
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert HOSTILE not in page.text
+        assert "\\u003c/script>\\u003cscript>alert(1)" in page.text
+        for name in ("theme.js", "common.js", "table_state.js", "jobs.js", "overlay.js", "jobs.css", "overlay"):
+            assert requests.get(f"{url}/{name}", timeout=30).status_code == 200, name
+        assert requests.get(f"{url}/jobs/hostile", timeout=30).status_code == 200
+        for query in ("since=-1", "since=9e9", "token=%00&since=99", "token=" + "x" * 10_000):
+            assert requests.get(f"{url}/table.json?{query}", timeout=30).json()["whole"], query
