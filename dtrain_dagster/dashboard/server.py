@@ -1,4 +1,5 @@
-"""The live dashboard's server: one page, its figures as JSON, and ``/metrics``. It reads, and changes nothing.
+"""The live dashboard's server: its pages, their figures as JSON, and ``/metrics``. It reads, and changes nothing but by
+the orders that a job's page gives (`dashboard.orders`).
 
 It is meant for this machine: it listens on loopback, answers only to the names it knows (a foreign site that resolves
 its own name to 127.0.0.1 gets nothing), and lets no other site read its answers. Many pages may ask every two seconds:
@@ -8,9 +9,7 @@ a shared answer is made once, and a browser that has it already gets "not modifi
 from __future__ import annotations
 
 import gzip
-import json
 import threading
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
@@ -20,14 +19,16 @@ from functools import cache
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page, prometheus
+from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, tell_error
 from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
-from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import Listing, page_of
+from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
 from dtrain_dagster.web.guard import Guard, rules_for
 
 LIST_WAIT_SECONDS = 2.0
@@ -36,8 +37,6 @@ PAGE_SIZE = 50
 MOST_TEXT = 200
 MOST_LISTS = 64
 """The most pages of the list that are kept in their encoded form."""
-COMPRESSED_BYTES = 16 * 2**10
-"""The least size of an answer that is compressed."""
 CHUNK_BYTES = 64 * 2**10
 HEADERS = {
     "content-security-policy": page.LIVE_POLICY,
@@ -48,19 +47,24 @@ HEADERS = {
 }
 
 
-def build_app(board: JobBoard, hosts: Sequence[str] = (), fleets: FleetBoard | None = None) -> Starlette:
+def build_app(
+    board: JobBoard,
+    hosts: Sequence[str] = (),
+    fleets: FleetBoard | None = None,
+    services: JobServices = JobServices(),  # noqa: B008 - it is frozen
+) -> Starlette:
     """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``fleets``:
-    those that have a page; None: there is no such page."""
+    those that have a page; None: there is no such page. ``services``: what a job's page offers."""
     lists = Lists()
 
     def index(request: Request) -> Response:
-        return HTMLResponse(page.live_page())
+        return HTMLResponse(page.static("dashboard.html"))
 
     def script(request: Request) -> Response:
-        return Response(page.static("dashboard.js"), media_type="text/javascript")
+        return Response(page.static(request.url.path[1:]), media_type="text/javascript")
 
     def style(request: Request) -> Response:
-        return Response(page.static("dashboard.css"), media_type="text/css")
+        return Response(page.static(request.url.path[1:]), media_type="text/css")
 
     def plotly(request: Request) -> Response:
         takes = "gzip" in request.headers.get("accept-encoding", "")
@@ -73,42 +77,32 @@ def build_app(board: JobBoard, hosts: Sequence[str] = (), fleets: FleetBoard | N
         try:
             listing = board.listing(LIST_WAIT_SECONDS)
         except OSError as error:
-            return _told(f"the jobs cannot be listed: {type(error).__name__}: {error}")
+            return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
         asked = request.query_params
         state, text = asked.get("state", "")[:MOST_TEXT], asked.get("text", "")[:MOST_TEXT]
-        body, tag = lists.get(listing, state, text, _number(asked.get("page", "")))
-        return _json(request, body, tag)
-
-    def job(request: Request) -> Response:
-        now, job_id = time.time(), request.path_params["job_id"]
-        tag = board.tag(job_id)  # asked first: what is read afterwards is no older
-        if tag is not None and request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers={"etag": tag})
-        try:
-            found = board.open(job_id, now)
-            if found is None:
-                return PlainTextResponse("there is no job of that name", 404)
-            version = _number(request.query_params.get("since", ""))
-            body = _encoded(found.snapshot(version, request.query_params.get("token", ""), now))
-        except CANNOT_READ as error:
-            return _told(f"its run directory cannot be read: {type(error).__name__}: {error}")
-        return _json(request, body, tag if found.settled else None)
+        body, tag = lists.get(listing, state, text, read_number(asked.get("page", "")))
+        return answer_json(request, body, tag)
 
     def metrics(request: Request) -> Response:
         return Response(prometheus.exposition(board), media_type=prometheus.CONTENT_TYPE)
 
+    scripts = ("dashboard.js", *page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT)
+    rules = rules_for("127.0.0.1", hosts, json_only=True)
     return Starlette(
         routes=[
             Route("/", index),
-            Route("/dashboard.js", script),
-            Route("/dashboard.css", style),
+            *(Route(f"/{name}", script) for name in scripts),
+            *(Route(f"/{name}", style) for name in page.STYLES),
             Route("/plotly.js", plotly),
             Route("/jobs.json", jobs),
-            Route("/jobs/{job_id}.json", job),
+            *job_routes(board, services),
             Route("/metrics", metrics),
             *(fleet_routes(fleets) if fleets else []),
         ],
-        middleware=[Middleware(SecurityHeaders), Middleware(Guard, rules=rules_for("127.0.0.1", hosts))],
+        middleware=[
+            Middleware(SecurityHeaders),
+            Middleware(Guard, rules=rules),
+        ],
     )
 
 
@@ -126,7 +120,7 @@ class Lists:
         with self._lock:
             made = self._made.get(asked)
             if made is None or made[0] is not listing:
-                made = self._made[asked] = (listing, _encoded(_list(listing, state, text, number)))
+                made = self._made[asked] = (listing, encode(_list(listing, state, text, number)))
             self._made.move_to_end(asked)
             while len(self._made) > self._kept:
                 self._made.popitem(last=False)
@@ -144,28 +138,6 @@ def _list(listing: Listing, state: str, text: str, number: int) -> dict[str, obj
         "states": found.states,
         "unread": listing.unread,
     }
-
-
-def _json(request: Request, body: bytes, tag: str | None) -> Response:
-    """Return an answer with this tag, or "not modified" for a browser that has it already."""
-    headers = {"etag": tag} if tag else {}
-    if tag and request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    if len(body) >= COMPRESSED_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"
-    return Response(body, media_type="application/json", headers=headers)
-
-
-def _told(words: str) -> Response:
-    return PlainTextResponse(words.encode(errors="replace"), 500)
-
-
-def _encoded(value: object) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()  # ASCII: a lone surrogate has no UTF-8
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 @cache
