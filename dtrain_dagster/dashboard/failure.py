@@ -33,15 +33,15 @@ class Failure:
 
     title: str
     """The state and the exit code."""
-    cause: str
+    cause: str = ""
     """The error itself, in one line; "" where none was written."""
-    reason: str
+    reason: str = ""
     """What the cluster says of it."""
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     """The last lines of the log of the process that failed first; none where they cannot be read."""
-    lines_of: str
+    lines_of: str = ""
     """Whose lines they are."""
-    nodes: str
+    nodes: str = ""
     """How the processes of each node ended."""
     advice: str
     """How to go on."""
@@ -57,7 +57,9 @@ def describe_failure(
 ) -> Failure | None:
     """Return the failure of a job; None for a job in another state. ``status``, ``result``: the contents of the files
     of the last launch, empty without one; ``tail``: the end of the log of each node, as far as it can be read."""
-    if state not in ("failed", "cancelled"):
+    if state == "cancelled":  # somebody wanted it: there is nothing to explain
+        return Failure(title=state, advice=_safe(advice))
+    if state != "failed":
         return None
     first, _, rest = str(status.get("message") or "").partition("\n")
     reason, lines = _BEFORE_LOG.sub("", first), rest.splitlines()
@@ -67,12 +69,14 @@ def describe_failure(
     node = int(named[1]) if named else next((each for each in bad if tail.get(each)), None)
     if not lines and node is not None:
         lines = tail.get(node, "").splitlines()
-    if state == "failed" and not reason:
+    if not reason:
         reason = "No process was left to record how it ended" if not result.get("error") else ""
     lines = [line for line in lines if line.strip()][-LAST_LINES:]
+    if len(lines) > 1 and lines[-1].strip() in lines[-2]:  # the trainer prints its error below the traceback
+        lines.pop()
     return Failure(
-        title=_title(state, status, result),
-        cause=_cause(state, result, lines),
+        title=_title(status, result),
+        cause=_cause(result, lines),
         reason=_safe(reason),
         lines=tuple(map(_safe, lines)),
         lines_of=f"node {node}" if node is not None and lines else "",
@@ -85,28 +89,23 @@ def read_failure(rundir: RunDir, state: str, status: Mapping[str, Any], result: 
     Failure | None
 ):  # fmt: skip
     """Return the failure of the job in this run directory; None for a job in another state."""
-    if state not in ("failed", "cancelled"):
-        return None
     nodes, tail = rundir.nodes(skip_damaged=True), {}
-    if rundir.storage.is_local:
+    if state == "failed" and rundir.storage.is_local:
         for node in {node.node_id for node in find_latest_presences(nodes) if any(node.exit_codes)}:
             tail[node] = last_lines(rundir.storage.local_path(f"{LOGS}/node-{node}.log"), LAST_LINES)
     return describe_failure(state, status, result, nodes, tail, advice)
 
 
-def _title(state: str, status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+def _title(status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     if result.get("status") == "budget":
         return "stopped by its budget"
     code = status.get("exit_code")
-    how = describe_exit(code) if isinstance(code, int) and (code or state == "failed") else ""
-    return f"{state}: {how}" if how else state
+    return f"failed: {describe_exit(code)}" if isinstance(code, int) else "failed"
 
 
-def _cause(state: str, result: Mapping[str, Any], lines: Sequence[str]) -> str:
-    if state == "cancelled":
-        return ""
-    if error := str(result.get("error") or ""):
-        return _safe(error.strip().splitlines()[0])
+def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
+    if error := str(result.get("error") or "").strip():
+        return _safe(error.splitlines()[0])
     found = [match[0] for line in lines if (match := _ERROR.match(line.strip()))]
     return _safe(found[-1]) if found else ""
 

@@ -41,9 +41,11 @@ def settings_of(job: Mapping[str, Any], launch: Mapping[str, Any] | None) -> lis
 
 
 def _nodes(launch: Mapping[str, Any]) -> Iterator[JobSetting]:
+    is_here = launch.get("engine") == "local"
     for field, words in _NODES.items():
-        if launch.get(field) not in (None, ""):
-            yield JobSetting(name=words, value=_shown(launch[field]), is_given=True)
+        if launch.get(field) not in (None, "") and not (is_here and field == "cluster_name"):
+            name = "size whose price stands in" if is_here and field == "sku" else words
+            yield JobSetting(name=name, value=_shown(launch[field]), is_given=True)
 
 
 def _parts(job: Mapping[str, Any]) -> Iterator[JobSetting]:

@@ -90,7 +90,7 @@ def _words(state: LearningState, best: Evaluation, later: Sequence[Evaluation]) 
     at = f"The validation loss is lowest at {where}: {best.loss:.4f}."
     if state in (LearningState.UNKNOWN, LearningState.IMPROVING):
         return at if state is LearningState.UNKNOWN else f"{at} It still falls."
-    looks = "the evaluation" if len(later) == 1 else f"all {len(later)} evaluations"
+    looks = "the evaluation" if len(later) == 1 else f"the {len(later)} evaluations"
     rise = f"{later[-1].loss - best.loss:.4f}"
     if state is LearningState.STALLED:
         return f"{at} In {looks} since it was not lower; the latest is {rise} above it."

@@ -79,7 +79,7 @@ function drawHeadline() {
     figure.dataset.label = label;
     const text = make("span", "note", note);
     text.title = note;
-    figure.append(make("span", "label", label), make("span", "value", value), text);
+    figure.append(make("span", "label", label), make("span", value.length > 14 ? "value long" : "value", value), text);
     return figure;
   }));
   drawVerdict(job.look.verdict, job.look.is_whole);
@@ -157,9 +157,9 @@ async function poll() {
     take(answer.body);
     job.tag = answer.tag;
   }
-  await pollFacts();
-  await pollOrders();
-  await Promise.all([pollLogs(), pollTraces()]);
+  const done = await Promise.allSettled([pollFacts(), pollOrders(), pollLogs(), pollTraces()]); // one in trouble stops no other
+  const failed = done.find(item => item.status === "rejected");
+  if (failed) throw failed.reason;
 }
 
 let polling = false;
@@ -173,8 +173,8 @@ async function refresh() {
     do {
       again = false;
       await poll();
+      element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
     } while (again);
-    element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
   } catch (error) {
     console.error(error);
     const why = error instanceof Refused ? error.message : "the dashboard's server does not answer";
@@ -204,7 +204,7 @@ if (PAGE.live) {
     element("log-text").focus();
   });
   readPlace();
-  setInterval(() => document.hidden || refresh(), POLL_MILLISECONDS);
+  setInterval(() => document.hidden || polling || refresh(), POLL_MILLISECONDS);
 } else {
   const snapshot = embedded("snapshot-data");
   job.id = snapshot.job.job_id;

@@ -107,7 +107,7 @@ function flameTrace({ frames }) {
     tiling: { orientation: "v", pad: 1 }, pathbar: { visible: true, thickness: 22 }, maxdepth: 14,
     marker: { colors: frames.map(frame => frame.id === 0 ? css("--border") : colourOf(frame.name)), line: { width: 0 } },
     customdata: frames.map(frame => [milliseconds(frame.milliseconds), `${(100 * frame.milliseconds / whole).toFixed(1)} %`, frame.calls ? `, ${frame.calls.toLocaleString("en")} calls` : ""]),
-    hovertemplate: "%{label}<br>%{customdata[0]}, %{customdata[1]} of all%{customdata[2]}<extra></extra>", textinfo: "label",
+    hovertemplate: "%{label}<br>%{customdata[0]}, %{customdata[1]} of all%{customdata[2]}<extra></extra>", textinfo: "label", leaf: { opacity: 1 },
   }];
 }
 
@@ -140,8 +140,11 @@ function drawTrace() {
     layout.xaxis = { ...axis, title: { text: "ms" } };
     layout.yaxis = { ...axis, ...ticks, autorange: "reversed", showgrid: false };
     layout.dragmode = "zoom";
-  } else drawn = flameTrace(picture);
-  Plotly.react(chart, drawn, layout, { displayModeBar: false, responsive: true, scrollZoom: traces.view === "time" });
+  } else {
+    drawn = flameTrace(picture);
+    layout.uniformtext = { minsize: 11, mode: "hide" };
+  }
+  Plotly.react(chart, drawn, layout, { displayModeBar: false, responsive: true });
   chart.setAttribute("role", "img");
   const first = picture.top[0];
   chart.setAttribute("aria-label", `${VIEWS[traces.view]} of the trace; most time of its own: ${first.name}, ${milliseconds(first.milliseconds)}. The table below has the heaviest operations.`);
