@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.search.places import FOLDER
 from dtrain_dagster.search.plan import RESULT
 from dtrain_dagster.search.run import SEARCH, kept_search, search_folder
 from dtrain_dagster.search.space import SpaceError
-from dtrain_dagster.search.study import FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,8 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
         if name.startswith(PREFIX) and name not in names and name not in referred:
             ends = sorted(each.removeprefix(PREFIX) for each in names)
             close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.75)
-            meant = f"; did you mean {PREFIX}{close[0]}?" if close else "; the settings are listed in docs/reference/settings.md"
+            listed = "the settings are listed in docs/reference/settings.md"
+            meant = f"; did you mean {PREFIX}{close[0]}?" if close else f"; {listed}"
             said.append(f"the variable {name} is set, and nothing reads it{meant}")
     return said
 

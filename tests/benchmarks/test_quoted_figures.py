@@ -92,7 +92,9 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
             proven="which is more than 1" if r["min_vs_any_peer_where"]["low"] > 1 else "not proven to be more than 1",
         )
     )),
-    ("docs/proofs.md", "throughput", lambda r: f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"),
+    ("docs/proofs.md", "throughput", lambda r: (
+        f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"
+    )),
     ("docs/performance.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times ({1:.2f} to {2:.2f})")
     )),

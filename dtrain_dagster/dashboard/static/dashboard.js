@@ -1,316 +1,16 @@
-// Draws the panels (dtrain_dagster/dashboard/panels.py) from a job's tracks. Live, it asks for what is new every two
-// seconds; in a saved report, everything is in the page. Text from events only ever becomes textContent or escaped labels.
+// The list of all jobs: a page of it, the newest first, searched and filtered by the server.
 "use strict";
 
 const POLL_MILLISECONDS = 2000;
-const MANY = 12; // lines of a chart: more have no legend, and tell their name where one points at them
-const COLOURS = {
-  light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a"],
-  dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#8b949e"],
-};
-const SEGMENTS = {
-  input: "#d4a72c", forward: "#6cb6ff", backward: "#316dca", communication: "#986ee2", waiting: "#e5534b",
-  optimizer: "#46a758", checkpoint: "#2f9aa0", other: "#8b949e",
-};
-const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
-
 const element = id => document.getElementById(id);
-const embedded = id => element(id) && JSON.parse(element(id).textContent);
-const PANELS = embedded("panels-data");
-const saved = embedded("snapshot-data");
-const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "", gone: null };
-const list = { state: "", text: "", page: 0, tag: "", answer: null };
-
-function make(tag, className, text) {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-// ---- what the charts are made of
-
-const escaped = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
-const local = seconds => (seconds - new Date(seconds * 1000).getTimezoneOffset() * 60) * 1000;
 const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 const moment = seconds => new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "medium", hour12: false });
-const theme = () => document.documentElement.dataset.theme;
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const nodeColour = node => COLOURS[theme()][node % COLOURS[theme()].length];
-const rowsOf = name => job.tracks[name] || [];
+const list = { state: "", text: "", page: 0, tag: "", answer: null };
 
-function matching(track) {
-  if (!track.endsWith("*")) return [track];
-  const prefix = track.slice(0, -1);
-  return Object.keys(job.tracks).filter(name => name.startsWith(prefix))
-    .sort((a, b) => Number(a.slice(prefix.length)) - Number(b.slice(prefix.length)));
-}
-
-const nodeOf = name => Number((/^node (\d+)/.exec(name) || [0, 0])[1]);
-
-function lineTraces(panel) {
-  const traces = [];
-  let number = 0;
-  for (const line of panel.lines) {
-    for (const name of matching(line.track)) {
-      const rows = rowsOf(name).filter(row => row[line.column] !== undefined);
-      const isNode = line.track.endsWith("*");
-      const colour = isNode ? nodeColour(nodeOf(name)) : panel.x === "time" ? css("--ink") : COLOURS[theme()][number++];
-      if (!rows.length) continue;
-      traces.push({
-        type: "scatter", name: line.label || name, legendgroup: name, showlegend: line.dash === "solid",
-        x: rows.map(row => panel.x === "time" ? local(row.time) : row.step), y: rows.map(row => row[line.column]),
-        customdata: rows.map(row => clock(row.time)), yaxis: line.right ? "y2" : "y",
-        mode: line.marker || rows.length === 1 ? "lines+markers" : "lines", line: { color: colour, width: 1.6, dash: line.dash },
-        hovertemplate: `${escaped(line.label || name)}: %{y:.4~g} (%{customdata})<extra></extra>`,
-      });
-    }
-  }
-  return traces;
-}
-
-function stackTraces(panel) {
-  const rows = rowsOf("timing");
-  if (!rows.length) return [];
-  return panel.lines.filter(line => rows.some(row => row[line.column] !== undefined)).map(line => ({
-    type: "scatter", mode: "lines", stackgroup: "step", name: line.label,
-    x: rows.map(row => row.step), y: rows.map(row => row[line.column] || 0), customdata: rows.map(row => clock(row.time)),
-    line: { width: 0, color: SEGMENTS[line.column] }, fillcolor: SEGMENTS[line.column],
-    hovertemplate: "%{y:.1f} ms",
-  }));
-}
-
-function rankTraces() {
-  const ranks = job.look.ranks;
-  if (!ranks) return [];
-  return Object.entries(ranks.milliseconds).map(([name, values]) => ({
-    type: "bar", name, x: ranks.labels, y: values, marker: { color: SEGMENTS[name] }, hovertemplate: "%{y:.1f} ms",
-  }));
-}
-
-function heat(x, y, z, hovertemplate, customdata) {
-  const colorscale = [[0, css("--card")], [0.5, theme() === "dark" ? "#a4480f" : "#f5a864"], [1, theme() === "dark" ? "#ffb77c" : "#a02c0c"]];
-  return [{
-    type: "heatmap", x, y, z, colorscale, zmin: 0, hovertemplate, customdata, xgap: 0, ygap: 1,
-    colorbar: { thickness: 10, outlinewidth: 0, ticksuffix: " ms", tickfont: { size: 11 } },
-  }];
-}
-
-function lateTraces() {
-  const rows = rowsOf("late");
-  if (!rows.length) return [];
-  const known = new Set(rows.flatMap(row => Object.keys(row)));
-  const labels = [...known].filter(name => name.startsWith("node")).sort((a, b) => parseFloat(b.slice(5)) - parseFloat(a.slice(5)));
-  const times = rows.map(row => clock(row.time));
-  return heat(rows.map(row => row.step), labels, labels.map(name => rows.map(row => row[name] ?? null)),
-    "%{y}, step %{x} (%{customdata}): %{z:.1f} ms late<extra></extra>", labels.map(() => times));
-}
-
-function linkTraces() {
-  const link = job.look.link;
-  if (!link) return [];
-  const count = 1 + Math.max(...link.milliseconds.flatMap(entry => entry.slice(0, 2)));
-  const z = Array.from({ length: count }, () => Array(count).fill(null));
-  for (const [from, to, milliseconds] of link.milliseconds) z[from][to] = milliseconds;
-  const names = z.map((_, rank) => `rank ${rank}`);
-  return heat(names, names, z, "%{y} to %{x}: %{z:.2f} ms<extra></extra>");
-}
-
-function collectiveTraces() {
-  const all = job.look.collectives;
-  if (!all.length) return [];
-  const size = bytes => bytes ? `${(bytes / 2 ** 20).toPrecision(3)} MiB` : "";
-  const rate = bytes => bytes ? `${(bytes / 1e6).toPrecision(3)} MB/s` : "";
-  return [["network", "communication"], ["waiting", "waiting"], ["overlapped", "forward"]].map(([name, colour]) => ({
-    type: "bar", name, x: all.map(one => escaped(one.name)), y: all.map(one => one[`${name}_milliseconds`]),
-    customdata: all.map(one => [size(one.bytes), rate(one.bandwidth_bytes_per_second)].filter(Boolean).join(", ")),
-    marker: { color: SEGMENTS[colour] }, hovertemplate: "%{y:.2f} ms (%{customdata})",
-  }));
-}
-
-function timelineTraces() {
-  const { presences, marks, now } = job.look;
-  const running = job.look.job.ended_at === null && ["running", "queued"].includes(job.look.job.state);
-  const until = node => node.ended_at ?? (running ? now : node.last_seen_at ?? node.started_at);
-  const bars = presences.length ? [{
-    type: "bar", orientation: "h", y: presences.map(node => `node ${node.node_id}`), base: presences.map(node => local(node.started_at)),
-    x: presences.map(node => 1000 * Math.max(1, until(node) - node.started_at)),
-    marker: { color: presences.map(node => nodeColour(node.node_id)) }, width: 0.6, showlegend: false,
-    text: presences.map(node => (node.incarnation > 1 ? `incarnation ${node.incarnation}` : "")), textposition: "inside", insidetextanchor: "start",
-    customdata: presences.map(node => `${clock(node.started_at)} to ${clock(until(node))}` +
-      (node.exit_codes.length ? `, exit codes ${node.exit_codes.join(", ")}` : "")),
-    hovertemplate: "%{y}: %{customdata}<extra></extra>",
-  }] : [];
-  if (marks.length) {
-    bars.push({
-      type: "scatter", mode: "markers", showlegend: false, x: marks.map(mark => local(mark.time)), y: marks.map(() => "events"),
-      text: marks.map(mark => escaped(mark.text)), hovertemplate: "%{text}<extra></extra>",
-      marker: {
-        symbol: marks.map(mark => MARKS[mark.kind]), size: marks.map(mark => mark.kind === "checkpoint" ? 6 : 11),
-        color: marks.map(mark => css(mark.kind === "hang" ? "--bad" : mark.kind === "membership" ? "--wait" : "--muted")),
-      },
-    });
-  }
-  return bars;
-}
-
-const TRACES = {
-  lines: lineTraces, stack: stackTraces, ranks: rankTraces, heatmap: lateTraces, links: linkTraces,
-  collectives: collectiveTraces, timeline: timelineTraces,
-};
-
-// ---- how they are drawn
-
-function layoutOf(panel, traces) {
-  const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--border"), automargin: true, tickfont: { size: 11 } };
-  const title = (text, trace) => ({ text, font: { size: 11, ...(trace ? { color: trace.line.color } : {}) }, standoff: 6 });
-  const xaxis = { ...axis, showgrid: false };
-  const yaxis = { ...axis, title: title(panel.unit, panel.right_unit && traces[0]) };
-  if (panel.x === "time") xaxis.type = "date";
-  else if (["lines", "stack", "heatmap"].includes(panel.kind)) xaxis.title = title("step");
-  if (panel.key !== "loss" && panel.kind === "lines") yaxis.rangemode = "tozero";
-  if (["heatmap", "links"].includes(panel.kind)) yaxis.title = undefined;
-  if (panel.kind === "timeline") {
-    const nodes = [...new Set(job.look.presences.map(node => node.node_id))].sort((a, b) => b - a).map(node => `node ${node}`);
-    Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: [...nodes, "events"] });
-  }
-  if (["ranks", "collectives"].includes(panel.kind)) xaxis.type = "category";
-  if (!traces.length) {
-    xaxis.visible = yaxis.visible = false;
-  }
-  const waiting = job.look.job.step === null ? "waiting for the first step" : "not recorded";
-  return {
-    autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },
-    hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) || traces.length > MANY ? "closest" : "x unified",
-    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
-    showlegend: traces.length > 1 && traces.length <= MANY && panel.kind !== "timeline" && !panel.right_unit,
-    legend: ["stack", "ranks"].includes(panel.kind)
-      ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
-      : { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
-    barmode: panel.kind === "ranks" ? "stack" : panel.kind === "timeline" ? "overlay" : "group", bargap: 0.35, xaxis, yaxis,
-    ...(panel.right_unit && traces.length ? {
-      yaxis2: { ...axis, title: title(panel.right_unit, traces[1]), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
-    } : {}),
-    annotations: traces.length ? [] : [
-      { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
-    ],
-  };
-}
-
-function uses(panel, changed) {
-  return panel.lines.length === 0 || panel.lines.some(line =>
-    changed.some(name => line.track.endsWith("*") ? name.startsWith(line.track.slice(0, -1)) : name === line.track));
-}
-
-function draw(changed) {
-  const alone = !job.look.link; // the panel of links is there only after a probe; it takes half of this one's place
-  if (element("panel-late").classList.contains("wide") !== alone) {
-    element("panel-late").classList.toggle("wide", alone);
-    changed = null;
-  }
-  for (const panel of PANELS) {
-    const traces = TRACES[panel.kind](panel);
-    const box = element(`panel-${panel.key}`);
-    box.hidden = panel.optional && !traces.length;
-    if (box.hidden || (changed && !uses(panel, changed))) continue;
-    if (panel.key === "busy" || panel.key === "memory") {
-      box.querySelector("h3").textContent = `${panel.title} of ${job.look.has_gpus ? "the GPUs" : "the processors (no GPU here)"}`;
-      if (panel.key === "memory" && !job.look.has_gpus) box.querySelector("h3").textContent = "Memory of the ranks (no GPU here)";
-    }
-    Plotly.react(box.querySelector(".chart"), traces, layoutOf(panel, traces), { displayModeBar: false, responsive: true });
-  }
-}
-
-function drawHeadline() {
-  const { headline, job: row, news } = job.look;
-  document.title = `${row.job_id} · dtrain`;
-  document.documentElement.dataset.state = row.state;
-  element("headline").replaceChildren(...headline.map(({ label, value, note }) => {
-    const figure = make("div", "figure");
-    figure.dataset.label = label;
-    const text = make("span", "note", note);
-    text.title = note;
-    figure.append(make("span", "label", label), make("span", "value", value), text);
-    return figure;
-  }));
-  drawVerdict(job.look.verdict);
-  element("news-section").hidden = !news.length;
-  element("news").replaceChildren(...news.map(({ time, kind, text }) => {
-    const item = make("li", kind);
-    item.append(make("time", "", clock(time)), make("span", "", text));
-    return item;
-  }));
-}
-
-function drawVerdict(verdict) {
-  const box = element("verdict");
-  box.hidden = !verdict;
-  if (!verdict) return;
-  const lines = [...verdict.also.map(text => `also: ${text}`), ...verdict.advice];
-  box.dataset.cause = verdict.cause;
-  box.querySelector("strong").textContent = `${verdict.title}:`;
-  box.querySelector("span").textContent = verdict.evidence;
-  box.querySelector("details").hidden = !lines.length;
-  box.querySelector("summary").textContent = verdict.advice.length ? "what would help" : "also found";
-  box.querySelector("ul").replaceChildren(...lines.map(text => make("li", "", text)));
-}
-
-function build() {
-  const sections = new Map();
-  for (const panel of PANELS) {
-    if (!sections.has(panel.section)) {
-      const grid = make("div", "grid");
-      sections.set(panel.section, grid);
-      element("panels").append(make("h2", "", panel.section), grid);
-    }
-    const box = make("section", panel.wide ? "panel wide" : "panel");
-    box.id = `panel-${panel.key}`;
-    const about = make("p", "", panel.about);
-    about.title = panel.about;
-    box.append(make("h3", "", panel.title), about, make("div", "chart"));
-    sections.get(panel.section).append(box);
-  }
-}
-
-// ---- where the figures come from
-
-function take(answer) {
-  if (answer.token !== job.token) job.tracks = {};
-  for (const [name, { from, rows }] of Object.entries(answer.tracks)) {
-    const known = job.tracks[name] || [];
-    job.tracks[name] = [...known.slice(0, from), ...rows];
-  }
-  const first = answer.token !== job.token;
-  const nothingNew = !first && answer.version === job.version && answer.job.state === job.look.job.state;
-  job.token = answer.token;
-  job.version = answer.version;
-  job.look = answer;
-  drawHeadline();
-  if (!nothingNew) draw(first ? null : Object.keys(answer.tracks));
-}
-
-class Refused extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
-
-// What the server answers, and its tag; null where it is what had the tag that is given.
-async function ask(path, tag) {
-  const response = await fetch(path, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
-  if (response.status === 304) return null;
-  if (!response.ok) throw new Refused(await response.text(), response.status);
-  return { tag: response.headers.get("ETag") || "", body: await response.json() };
-}
-
-function optionOf(row) {
-  const started = row.started_at ? moment(row.started_at) : "not started";
-  const text = [row.job_id, row.state, started, row.model, row.step === null ? "" : `step ${row.step}`];
-  const option = make("option", "", text.filter(Boolean).join(" · "));
-  option.value = row.job_id;
-  return option;
+function make(tag, text) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  return made;
 }
 
 function took(row) {
@@ -321,29 +21,25 @@ function took(row) {
 }
 
 function rowOf(row) {
-  const made = make("tr", "");
-  const link = make("a", "", row.job_id);
-  link.href = `#${encodeURIComponent(row.job_id)}`;
-  const state = make("td", "", row.state);
+  const made = make("tr");
+  const link = make("a", row.job_id);
+  link.href = `jobs/${encodeURIComponent(row.job_id)}`;
+  const state = make("td", row.state);
   state.dataset.state = row.state;
-  const name = make("td", "");
+  const name = make("td");
   name.append(link);
   const started = row.started_at ? moment(row.started_at) : "";
-  made.append(name, state, ...[started, took(row), row.model, row.step ?? ""].map(text => make("td", "", text)));
-  if (row.job_id === job.id) made.setAttribute("aria-current", "true");
+  made.append(name, state, ...[started, took(row), row.model, row.step ?? ""].map(text => make("td", text)));
   return made;
 }
 
 function drawList() {
   const { jobs, page, pages, first, total, states, unread } = list.answer;
-  const options = jobs.map(optionOf);
-  if (job.id !== null && !jobs.some(row => row.job_id === job.id)) {
-    const option = make("option", "", job.id);
-    option.value = job.id;
-    options.unshift(option);
-  }
-  if (document.activeElement !== element("jobs")) element("jobs").replaceChildren(...options);
-  element("jobs").value = job.id;
+  const none = !Object.keys(states).length;
+  element("list").hidden = none;
+  element("empty").hidden = !none;
+  element("empty").textContent = unread ? "Jobs are being read…"
+    : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
   const many = number => number.toLocaleString("en");
   const shown = total ? `${many(first + 1)}–${many(first + jobs.length)} of ${many(total)}` : "no such job";
   element("count").textContent = unread ? `${shown}; ${many(unread)} not read yet` : shown;
@@ -354,122 +50,41 @@ function drawList() {
   const known = { ...(list.state ? { [list.state]: 0 } : {}), ...states };
   const all = Object.values(states).reduce((sum, count) => sum + count, 0);
   element("state").replaceChildren(...[["", all], ...Object.entries(known)].map(([name, count]) => {
-    const option = make("option", "", `${name || "any state"} (${many(count)})`);
+    const option = make("option", `${name || "any state"} (${many(count)})`);
     option.value = name;
     return option;
   }));
   element("state").value = list.state;
 }
 
-// Another part of the list.
+const wanted = () => new URLSearchParams({ state: list.state, text: list.text, page: list.page }).toString();
+
+async function update() {
+  const asked = wanted();
+  try {
+    const response = await fetch(`jobs.json?${asked}`, { cache: "no-store", headers: list.tag ? { "If-None-Match": list.tag } : {} });
+    if (response.status !== 304) {
+      if (!response.ok) throw new Error(await response.text());
+      const answer = await response.json();
+      if (asked !== wanted()) return;
+      Object.assign(list, { answer, page: answer.page, tag: response.headers.get("ETag") || "" });
+      drawList();
+    }
+    element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
+  } catch (error) {
+    console.error(error);
+    element("note").textContent = "the jobs cannot be read; the list is old";
+  }
+}
+
 function look(change) {
   Object.assign(list, { page: 0, ...change, tag: "" });
   update();
 }
 
-function choose(id) {
-  Object.assign(job, { id, token: "", version: 0, tracks: {}, look: null, tag: "" });
-  if (decodeURIComponent(location.hash.slice(1)) !== id) location.hash = encodeURIComponent(id);
-  drawList();
-}
-
-async function pollList() {
-  const wanted = () => new URLSearchParams({ state: list.state, text: list.text, page: list.page }).toString();
-  const asked = wanted();
-  const answer = await ask(`jobs.json?${asked}`, list.tag);
-  if (answer === null || asked !== wanted()) return;
-  list.answer = answer.body;
-  list.page = answer.body.page;
-  list.tag = answer.tag;
-  drawList();
-}
-
-async function pollJob() {
-  const id = job.id;
-  const answer = await ask(`jobs/${encodeURIComponent(id)}.json?since=${job.version}&token=${job.token}`, job.tag);
-  if (answer === null || id !== job.id) return;
-  take(answer.body);
-  job.tag = answer.tag;
-}
-
-async function poll() {
-  await pollList();
-  const { jobs, states, unread } = list.answer;
-  const none = !Object.keys(states).length;
-  const wanted = decodeURIComponent(location.hash.slice(1));
-  element("empty").hidden = !none;
-  element("empty").textContent = unread ? "Jobs are being read…"
-    : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
-  element("panels").hidden = none;
-  if (none) return;
-  const newest = jobs.find(row => row.job_id !== job.gone);
-  if (wanted && wanted !== job.gone) {
-    if (wanted !== job.id) choose(wanted);
-  } else if (newest) choose(newest.job_id);
-  if (job.id === null) return;
-  try {
-    await pollJob();
-    job.gone = null;
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    job.gone = job.id; // it was deleted, or never there: the newest is shown instead
-    const other = jobs.find(row => row.job_id !== job.gone);
-    if (other) {
-      choose(other.job_id);
-      await pollJob();
-    } else throw error;
-  }
-}
-
-let polling = false;
-let again = false; // somebody asked for something else meanwhile
-
-async function update() {
-  again = polling;
-  if (polling) return;
-  polling = true;
-  try {
-    do {
-      again = false;
-      await poll();
-    } while (again);
-    element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
-  } catch (error) {
-    console.error(error);
-    const why = error instanceof Refused ? error.message : "the dashboard's server does not answer";
-    element("note").textContent = `${why}; the figures are old`;
-  } finally {
-    polling = false;
-  }
-}
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  element("theme").textContent = name === "dark" ? "light" : "dark";
-  if (job.look) draw(null);
-}
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
-element("theme").addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
-build();
-setTheme(dark.matches ? "dark" : "light");
-if (saved) {
-  document.querySelector("header label").hidden = element("jobs").hidden = element("all").hidden = true;
-  job.id = saved.job.job_id;
-  element("note").textContent = `${job.id}, as it was ${moment(saved.now)}`;
-  take(saved);
-} else {
-  element("jobs").addEventListener("change", event => { choose(event.target.value); update(); });
-  window.addEventListener("hashchange", update);
-  element("all").addEventListener("click", () => {
-    element("list").hidden = !element("list").hidden;
-    element("all").setAttribute("aria-expanded", String(!element("list").hidden));
-  });
-  element("search").addEventListener("input", event => look({ text: event.target.value.trim() }));
-  element("state").addEventListener("change", event => { event.target.blur(); look({ state: event.target.value }); });
-  element("newer").addEventListener("click", () => look({ page: Math.max(0, list.page - 1) }));
-  element("older").addEventListener("click", () => look({ page: list.page + 1 }));
-  setInterval(() => document.hidden || update(), POLL_MILLISECONDS);
-  update();
-}
+element("search").addEventListener("input", event => look({ text: event.target.value.trim() }));
+element("state").addEventListener("change", event => { event.target.blur(); look({ state: event.target.value }); });
+element("newer").addEventListener("click", () => look({ page: Math.max(0, list.page - 1) }));
+element("older").addEventListener("click", () => look({ page: list.page + 1 }));
+setInterval(() => document.hidden || update(), POLL_MILLISECONDS);
+update();
