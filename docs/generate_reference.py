@@ -31,6 +31,7 @@ from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.scaling import ScalingOptions
 from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.assets.walk_forward import YearConfig
+from dtrain_dagster.cli.reference import describe_commands
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
@@ -302,6 +303,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "job.md": job_page,
     "launchpad.md": launchpad_page,
     "run-directory.md": run_directory_page,
+    "commands.md": lambda: f"# Commands\n\n{describe_commands()}",
     "metrics.md": metrics_page,
 }
 """The pages that are made here."""
