@@ -74,7 +74,7 @@ def background(page: Page) -> str:
 def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page, tmp_path: Path):
     asked: set[str] = set()
     page.on("request", lambda request: asked.add(request.url))
-    page.goto(url)
+    page.goto(f"{url}job")
     page.get_by_text("There is no training yet").wait_for()
 
     dataset = write_dataset(tmp_path / "dataset")
@@ -128,7 +128,7 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
 def test_any_of_many_jobs_is_found(project: Project, url: str, page: Page):
     """The list shows a page of them, the newest first; searched and filtered on the server; a row opens its job."""
     write_jobs(project.jobs, 120, time.time())
-    page.goto(url)
+    page.goto(f"{url}job")
     page.locator("#all").click()
     page.get_by_text("1–50 of 120").wait_for()
     assert page.locator("#rows tr").count() == 50

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 import uvicorn
+from axe_playwright_python.sync_playwright import Axe
 
 from dtrain_dagster.dashboard.fleets import FleetBoard
 from dtrain_dagster.dashboard.job_board import JobBoard
@@ -136,6 +137,12 @@ class TestPage:
             assert page.locator("#rows").inner_text().count(HOSTILE) == 1
             assert page.locator("#rows img").count() == 0
             assert "3 of 4" in page.locator("#headline").inner_text()
+            for theme in ("light", "dark"):
+                page.select_option("#theme", theme)
+                found = Axe().run(page).response["violations"]
+                assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], theme
+            page.set_viewport_size({"width": 360, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
             if SHOTS:
                 page.wait_for_timeout(1000)
                 page.screenshot(path=Path(SHOTS) / "fleet.png")
