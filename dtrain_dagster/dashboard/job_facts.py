@@ -43,7 +43,7 @@ def read_facts(
 
     def of_this_launch(name: str) -> Mapping[str, Any]:
         found, launch = document(name), document(LAUNCH)
-        return found if found.get("launch") in (None, launch.get("launch")) else {}
+        return found if not launch or found.get("launch") in (None, launch.get("launch")) else {}
 
     job_id = rundir.uri.rstrip("/").rpartition("/")[2]
     failure = read(

@@ -28,6 +28,7 @@ function showTab(name, more = {}) {
     element(`tab-${tab}`).setAttribute("aria-selected", String(tab === name));
     element(`tab-${tab}`).tabIndex = tab === name ? 0 : -1;
   }
+  element(`tab-${name}`).scrollIntoView({ block: "nearest", inline: "nearest" });
   setPlace({ tab: name, ...more });
   if (name === "charts" && job.look) for (const chart of document.querySelectorAll("#panels .js-plotly-plot")) Plotly.Plots.resize(chart);
   if (!PAGE.live) return;

@@ -176,7 +176,8 @@ function layoutOf(panel, traces) {
   if (!traces.length) {
     xaxis.visible = yaxis.visible = false;
   }
-  const waiting = job.look.job.step === null ? "waiting for the first step" : "not recorded";
+  const isWaiting = job.look.job.step === null && ["running", "queued"].includes(job.look.job.state);
+  const waiting = isWaiting ? "waiting for the first step" : "not recorded";
   return {
     autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },

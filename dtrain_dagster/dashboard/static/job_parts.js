@@ -29,6 +29,9 @@ function table(label, heads, rows, foot) {
   }
   if (foot) made.createTFoot().append(line(foot, "td"));
   const box = make("div", "scroll");
+  box.tabIndex = 0; // a keyboard scrolls it, too
+  box.setAttribute("role", "region");
+  box.setAttribute("aria-label", label);
   box.append(made);
   return box;
 }
@@ -58,6 +61,7 @@ function drawFailure(failure, state) {
     log.setAttribute("aria-label", `last lines of ${failure.lines_of || "the log"}`);
     for (const line of failure.lines) log.append(make("span", failure.cause && line.includes(failure.cause) ? "told" : "", line), "\n");
     box.append(log);
+    log.scrollTop = log.scrollHeight;
     if (PAGE.live) {
       const more = make("a", "", "all of its log");
       more.href = "#";
@@ -96,7 +100,7 @@ function drawResult(result) {
   const heads = ["", ...result.columns.map(([text, small]) => ({ text, small, className: "number" })), "the model's gain over it"];
   const rows = result.rows.map(row => ({
     mine: row.is_model,
-    cells: [row.name, ...row.values.map((text, at) => ({ text, className: row.is_best[at] ? "number best" : "number" })), row.gain],
+    cells: [row.name, ...row.values.map((text, at) => ({ text, className: row.is_best[at] ? "number best" : "number" })), { text: row.gain, className: "whole" }],
   }));
   const verdict = make("p", result.is_passed === null ? "" : result.is_passed ? "passed" : "refused", result.verdict);
   const notes = make("ul");
