@@ -1,4 +1,5 @@
-"""Text from elsewhere (nodes, storage, services), made safe for a terminal: no character in it is obeyed."""
+"""Text for people: what comes from elsewhere (nodes, storage, services) made safe for a terminal, so that no character
+in it is obeyed, and durations in words."""
 
 from __future__ import annotations
 
@@ -43,3 +44,13 @@ def _written(code: int) -> str:
 
 _ESCAPES = {code: _written(code) for low, high in _RANGES for code in range(low, high + 1)}
 """The escape of each such character, made once, since a text may be full of them."""
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``42 s``, ``3 min 05 s``, ``2 h 10 min``. Pure."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

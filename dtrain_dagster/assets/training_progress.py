@@ -17,7 +17,6 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, settled, shares, windows
-from dtrain_dagster.planning.progress_words import count_nodes, describe_training
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
@@ -205,6 +204,8 @@ def progress_metadata(
 
 def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
+    from dtrain_dagster.planning.progress_words import count_nodes, describe_training  # not above: while it trains only
+
     parts = describe_training(progress, plan.work.steps, left, with_share=True)
     if shares := progress.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")

@@ -150,6 +150,8 @@ def status(job_id: str | None, as_json: bool) -> None:
     job_id = find_job(settings, job_id)
     rundir = run_dir(settings, job_id)
     facts = read_facts(settings, manager.job_status(job_id))
+    if facts.status.damage and not as_json:
+        raise Refusal(facts.status.damage)
     course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
     if as_json:
         print_json(status_document(facts, rundir, course))

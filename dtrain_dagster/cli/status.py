@@ -53,8 +53,10 @@ class JobCourse:
 
 
 def read_course(status: JobStatus, rundir: RunDir, clock: LeftClock) -> JobCourse:
-    """Return how far a job of this status has come."""
+    """Return how far a job of this status has come. Of one that is damaged nothing is known."""
     progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
+    if status.damage:
+        return JobCourse(progress=progress, total_steps=None, left=None, has_events=False)
     for events in rundir.looks():
         clock.take(events)
         progress, heard = advance(progress, events), heard + len(events)
@@ -105,6 +107,7 @@ def health_document(health: ClusterHealth) -> dict[str, Any]:
 def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:
     """Return how a job stands for JSON, with the fields of `dtrain_dagster.cli.json_fields.STATUS`."""
     progress, left = course.progress, course.left
+    presences = [] if facts.status.damage else rundir.nodes()
     return {
         **facts.document(),
         "phase": describe_training(progress, course.total_steps, None, facts.status.state)[0],
@@ -123,9 +126,9 @@ def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[
                 "ended_at": node.ended_at,
                 "exit_codes": list(node.exit_codes),
             }
-            for node in rundir.nodes()
+            for node in presences
         ],
-        "studio_url": (rundir.read_json(LAUNCH) or {}).get("studio_url"),
+        "studio_url": None if facts.status.damage else (rundir.read_json(LAUNCH) or {}).get("studio_url"),
     }
 
 

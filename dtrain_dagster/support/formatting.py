@@ -2,7 +2,7 @@
 
 import re
 
-from trainer.observability.progress_line import format_duration as format_duration
+from trainer.printable import format_duration as format_duration
 
 _MARKUP = re.compile(r"[\\`*_\[\]<>&|!#~]")
 _MOST = 2000

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.long  # each time: the commands in cli/test_main.py, su
 def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: Shell, tmp_path: Path) -> None:
     write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
     few = ("--dataset", "latest", "--nodes", "2", "--model", "my_model:make", "--set", "training.log_frequency=1")
-    assert shell("jobs") == f"no jobs in {JOBS}\n"
+    assert shell("jobs").startswith(f"no jobs in {JOBS} yet;")
     assert "there is no script 'train.py'" in shell("launch", "train.py", code=2)
-    assert "no job 'first' on cluster 'dtrain'" in shell("cancel", "first", code=2)
+    assert "no job 'first': there are no jobs yet" in shell("cancel", "first", code=2)
 
     first = shell.start("train", *few, "--name", "first", "--set", "training.max_steps=4")
     out, err = first.communicate(timeout=120)
@@ -51,7 +51,8 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     said = shell("status")
     assert "cluster dtrain: healthy" in said
     assert said.count("works on second-l1") == 2
-    assert shell("train", *long, "--detach") == "job second is running already: no other is started\nsecond\n"
+    said = "job second is running already: no other is started\nsecond\nfollow it: dtrain watch second\n"
+    assert shell("train", *long, "--detach") == said
     follower = shell.start("logs", "--follow", "second", "--node", "0")
     assert follower.stdout
     assert follower.stdout.readline() == "[node 0] --- launch 1, second-l1 ---\n"

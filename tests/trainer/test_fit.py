@@ -35,7 +35,8 @@ from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.config import ConfigError
 from trainer.data.batches import BatchError, move_to, take_rows
 from trainer.data.dataset_data import DatasetData, _Order, _Read
-from trainer.observability.progress_line import ProgressLine, format_duration, format_progress_line
+from trainer.observability.progress_line import ProgressLine, format_progress_line
+from trainer.printable import format_duration
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., FitResult]

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from trainer.printable import format_duration
+
 
 class ProgressLine:
     """A line of a terminal that is written anew with each report, by one process."""
@@ -61,13 +63,3 @@ def format_progress_line(step: Mapping[str, Any], valid: float | None) -> str:
         f"{step['samples_per_second']:,.0f} samples/s",
     ]
     return " · ".join(parts)
-
-
-def format_duration(seconds: float) -> str:
-    """Return ``42 s``, ``3 min 05 s``, ``2 h 10 min``. Pure."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -92,6 +92,19 @@ def test_what_is_not_known_is_null_and_never_a_word_that_json_does_not_have(caps
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.0], "c": {"d": None}, "e": [1, 2]}
 
 
+def test_a_damaged_job_is_said_to_be_damaged_and_hides_no_other(home: Path):
+    (home / "home" / "storage" / "jobs" / "night" / "launch.json").write_text("{")
+    states = {row["job"]: row["state"] for row in printed("dtrain jobs")}
+    assert states == {**JOBS, "night": "damaged"}
+    one = printed("dtrain status", "night")
+    assert (one["state"], one["presences"]) == ("damaged", [])
+    assert "launch.json" in one["message"]
+    shown = CliRunner().invoke(main, ["jobs"]).output
+    assert "! night is damaged: " in shown
+    refused = CliRunner().invoke(main, ["status", "night"])
+    assert (refused.exit_code, "launch.json" in refused.output) == (2, True), refused.output
+
+
 def test_jobs_say_the_same_in_the_list_and_by_themselves(home: Path):
     listed = {row["job"]: row for row in printed("dtrain jobs")}
     assert {name: row["state"] for name, row in listed.items()} == JOBS

@@ -346,8 +346,9 @@ def test_the_commands(home, listed):
 
     said = run("list")
     row = next(line for line in said.splitlines() if "Standard_NC6s_v3" in line)
-    assert row.split() == ["eastus", "Standard_NC6s_v3", "1", "×", "V100", "PCIe", "16", "3.06", "[1]", "0.61", "[1]",
+    assert row.split() == ["Standard_NC6s_v3", "1", "×", "V100", "PCIe", "16", "3.06", "[1]", "0.61", "[1]",
                            "0.3978", "[2]", "1", "2025-09-30"]  # fmt: skip
+    assert said.startswith("US dollars per node and hour in eastus;")
     assert "[1] 2025-11-04, recorded: Azure ML's vmSizes answer" in said
     listed.items = [meter(usd=0.54)]
     said = run("refresh", "--sku", T4.lower(), "--url", listed.url)

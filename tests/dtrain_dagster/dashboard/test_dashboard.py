@@ -459,10 +459,12 @@ def test_report_saves_a_file_and_refuses_what_is_not_there(tmp_path: Path, monke
     done = CliRunner().invoke(main, ["report", "mine"])
     assert (done.exit_code, done.output) == (0, "mine.html\n")
     assert (tmp_path / "mine.html").stat().st_size > 4e6
-    for arguments in (["report", "other"], ["watch", "other"], ["profile", "other"], ["dashboard", "--job", "../mine"]):
+    for arguments in (["report", "other"], ["watch", "other"], ["profile", "other"], ["dashboard", "--job", "other"]):
         refused = CliRunner().invoke(main, arguments)
         assert refused.exit_code == 2, refused.output
-        assert "no training" in refused.output
+        assert "no job 'other'; there are mine" in refused.output
+    outside = CliRunner().invoke(main, ["dashboard", "--job", "../mine"])
+    assert (outside.exit_code, "the name of the job is '../mine'" in outside.output) == (2, True), outside.output
     too_late = CliRunner().invoke(main, ["profile", "mine"])
     assert (too_late.exit_code, "only a job that runs can be traced" in too_late.output) == (2, True), too_late.output
     refused = CliRunner().invoke(main, ["report", "mine", "-o", "missing/mine.html"])
