@@ -12,6 +12,7 @@ from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings
@@ -21,6 +22,7 @@ TABLES: dict[str, type[BaseSettings]] = {
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
     "docs/large-data.md": DataEngineSettings,
+    "docs/monitoring.md": NoticeSettings,
     "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,
     "docs/walk-forward.md": WalkForwardSettings,
