@@ -322,7 +322,6 @@ def build_walk_forward(pipeline: Pipeline, settings: Settings) -> dg.Definitions
     job = dg.define_asset_job(
         names.pipeline,
         selection=dg.AssetSelection.assets(*(item.key for item in assets)),
-        partitions_def=years,
         description="One test year: its data, plan, training, bill and figures, and the report of all years that are "
         "there. `dagster job backfill` makes many.",
         executor_def=dg.in_process_executor,

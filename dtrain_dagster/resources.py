@@ -13,6 +13,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of, tier_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
@@ -49,6 +50,9 @@ class ProjectResource(dg.ConfigurableResource):
     experiment: str
     model_name: str
     dagster_url: str
+    dashboard_url: str
+    mlflow_url: str
+    """MLflow's UI; empty where that is the workspace's own."""
     notify: str
     queue_deadline_hours: float
     endpoint: str
@@ -84,6 +88,10 @@ class ProjectResource(dg.ConfigurableResource):
     def run_url(self, run_id: str) -> str:
         """Return the address of a Dagster run in the UI."""
         return f"{self.dagster_url}/runs/{run_id}"
+
+    def job_url(self, job_id: str) -> str:
+        """Return the address of a job on the dashboard."""
+        return job_page(self.dashboard_url, job_id)
 
     def trainer_env(self) -> dict[str, str]:
         """Return the environment of the trainer's processes: the shard cache, and the folder that holds a user's own
@@ -342,14 +350,17 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
             cluster.azure_options()
         except (ClusterError, PriceError) as error:
             raise SettingsError(str(error)) from None
+    pages, in_workspace = read_notice_settings(), on_azure and settings.mlflow_tracking_uri is None
     project = ProjectResource(
         home=str(settings.home),
         shared_uri=settings.shared_uri,
         tracking_uri=settings.tracking_uri,
-        tracks_in_workspace=on_azure and settings.mlflow_tracking_uri is None,
+        tracks_in_workspace=in_workspace,
         experiment=settings.experiment,
         model_name=settings.model_name,
         dagster_url=settings.dagster_url.rstrip("/"),
+        dashboard_url=pages.dashboard_url,
+        mlflow_url="" if in_workspace else pages.mlflow_page(settings.tracking_uri),
         notify=settings.notify,
         queue_deadline_hours=settings.queue_deadline_hours,
         endpoint=settings.endpoint or "",

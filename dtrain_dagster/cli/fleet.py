@@ -91,6 +91,7 @@ def run(file: str, check: bool) -> None:
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
     from dtrain_dagster.cli.fleet_screen import FleetScreen, headline, print_fleet
+    from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
     from dtrain_dagster.costs.prices import tier_of
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
@@ -99,9 +100,8 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     manager = cluster.manager(tends=True)
     if not records.is_cancelled():
         manager.provision_cluster(records.limits().nodes, cluster.sku)
-    terms = LaunchTerms(
-        processes_per_node=ranks_of(settings), env=cluster.node_env(project), tier=tier_of(cluster.first_tier)
-    )
+    env = cluster.node_env(project) | {PART_OF: FLEET}
+    terms = LaunchTerms(processes_per_node=ranks_of(settings), env=env, tier=tier_of(cluster.first_tier))
     watch = FleetWatch(records)
     with FleetScreen(console(), watch) as screen, ended_by_signals(lambda: _say_that_jobs_go_on(records.name)):
         FleetRunner(manager, records, source, terms, screen.tell).run(screen.update)

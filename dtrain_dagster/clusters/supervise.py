@@ -16,7 +16,15 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.job_notices import RETRIES, has_end_to_tell, notice_addresses, tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.job_notices import (
+    RETRIES,
+    has_end_to_tell,
+    tell_of_end,
+    tell_of_launch,
+    tell_of_wait,
+    wait_patience_seconds,
+)
+from dtrain_dagster.clusters.notice_claims import notice_addresses
 from dtrain_dagster.clusters.supervision.placer import Placer
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
@@ -63,7 +71,7 @@ def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: b
     except ClusterError as error:
         _say(str(error))
         return UNUSABLE
-    supervisor = Supervisor(rundir, placer, clock, reaper)
+    supervisor = Supervisor(rundir, placer, clock, reaper, wait_patience_seconds())
     try:
         state = supervisor.run(resumes)
     except Exception as error:
@@ -103,7 +111,8 @@ def main(arguments: Sequence[str]) -> int:
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    code = supervised(work, supervisor_mark(launch), afterwards, partial(tell_of_launch, rundir, retries=RETRIES))
+    on_launch, on_wait = (partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait))
+    code = supervised(work, supervisor_mark(launch), afterwards, on_launch, on_wait)
     if has_end_to_tell(rundir):
         os.close(lock)  # the job may be started again meanwhile
         tell_of_end(rundir, RETRIES)

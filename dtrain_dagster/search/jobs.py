@@ -14,7 +14,10 @@ from dtrain_dagster.search.source import TrialJob
 from dtrain_dagster.search.space import Space
 from trainer.config import JobConfig
 
-NUMBER = "{:04d}"
+
+def trial_id(search: str, number: int) -> str:
+    """Return the id of the job of a trial."""
+    return f"{search}-{number:04d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,7 @@ class TrialJobs:
 
     def __call__(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> TrialJob:
         """Return the job of a trial. Raise `ConfigError` for values that do not go together."""
-        job_id = f"{self.name}-{NUMBER.format(number)}"
+        job_id = trial_id(self.name, number)
         job = job_of_trial(self.base, self.space, values, f"trial {number}")
         job = replace(job, job_id=job_id, run_dir=f"{self.jobs_uri}/{job_id}")
         of = self.evaluations_of(job)

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.clusters.notice_text import PART_OF
+from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.search.costing import TrialSeconds
-from dtrain_dagster.search.jobs import TrialJobs
+from dtrain_dagster.search.jobs import TrialJobs, trial_id
+from dtrain_dagster.search.notices import tell_of_search
 from dtrain_dagster.search.places import FOLDER
 from dtrain_dagster.search.plan import RESULT, past_searches, plan_search
 from dtrain_dagster.search.results import importances, result_document, settings_document
@@ -38,6 +41,7 @@ from dtrain_dagster.search.trials import Trial
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id
+from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 SEARCH, BEST = "search.json", "best.json"
@@ -163,13 +167,15 @@ class Search:
             (request.least_nodes + request.most_nodes) / 2,
         )  # fmt: skip
         fleet = FleetRecords(self._home, request.name)
-        terms = LaunchTerms(processes_per_node=request.processes_per_node, env=self._env, tier=request.tier)
+        env = {**self._env, PART_OF: SEARCH_PART}
+        terms = LaunchTerms(processes_per_node=request.processes_per_node, env=env, tier=request.tier)
         with fleet.sole_orchestrator():
             fleet.forget_cancellation()
             fleet.write_limits(self.limits(), time.time())
             runner = FleetRunner(self._manager, fleet, source, terms, self._told)
             runner.run(lambda: watch(self._view(source)))
         self._keep(source)
+        tell_of_search(RunDir(str(self.folder)), self.result(source), make_job.jobs_uri)
         return source
 
     @property
@@ -231,7 +237,7 @@ class Search:
         )
 
     def _running_usd(self, trial: Trial) -> float:
-        job_id = f"{self.request.name}-{trial.number:04d}"
+        job_id = trial_id(self.request.name, trial.number)
         with suppress(ClusterError, OSError):  # it has no nodes yet, or cannot be asked now
             self._bills[job_id] = CostTracker("", self._manager.node_usage(job_id), self.request.tier).total_usd
         return self._bills.get(job_id, 0.0)

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings
@@ -19,6 +20,7 @@ TABLES: dict[str, type[BaseSettings]] = {
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
     "docs/large-data.md": DataEngineSettings,
+    "docs/monitoring.md": NoticeSettings,
     "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,
     "docs/walk-forward.md": WalkForwardSettings,

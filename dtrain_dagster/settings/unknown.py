@@ -25,7 +25,7 @@ OF_PROCESSES = (
         "LAUNCH_SECRET_URI",
     ),
     *("PEER_GRACE_SECONDS", "PRESENCE", "RELEASES_NODES", "STOP_GRACE_SECONDS"),
-    *("DESCRIBE_JOB", "RUN_DIR", "SCRIPT_FOLDER", "SET"),
+    *("DESCRIBE_JOB", "PART_OF", "RUN_DIR", "SCRIPT_FOLDER", "SET"),
 )
 """Names after the prefix that processes of jobs read, and no settings have."""
 _log = logging.getLogger(__name__)
@@ -36,13 +36,17 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
     from dtrain_dagster.settings.data_engine import DataEngineSettings
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
+    from dtrain_dagster.settings.notices import NoticeSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
     from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
     names = {f"{PREFIX}{name}" for name in OF_PROCESSES}
-    kinds = (AzureSettings, DataEngineSettings, KubernetesSettings, RaySettings, SlurmSettings, WalkForwardSettings)
-    for kind in (Settings, *kinds):
+    kinds = (
+        *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings),
+        *(SlurmSettings, WalkForwardSettings),
+    )
+    for kind in kinds:
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

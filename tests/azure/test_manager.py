@@ -131,6 +131,24 @@ def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: 
     assert "list price, not the bill" in heard[-1]["message"]
 
 
+def test_people_are_told_once_that_a_launch_waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_NOTIFY_WAIT_MINUTES", "0")
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        manager = stage.manager()
+        manager.provision_cluster(2, V100)
+        spec = stage.spec(manager)
+        stage.control("fault", fault="queue", job=f"{spec.job_id}-l1")
+        manager.submit_job(spec)
+        for looking in (manager, stage.manager(run=None, tends=False), stage.manager(run="run-2")):
+            for _ in range(2):
+                looking.job_status(spec.job_id)
+        manager.cancel_job(spec.job_id)
+    [notice] = heard
+    assert notice["title"] == f"dtrain: {spec.job_id} waits for nodes"
+    assert f"dtrain cancel {spec.job_id}" in notice["message"]
+
+
 def test_whoever_dies_while_submitting_leaves_a_job_that_the_next_one_submits(stage: Stage) -> None:
     stage.control("fault", fault="error", operation="job.put", count=None)
     manager = stage.manager(patience_seconds=0.5)

@@ -2,7 +2,7 @@
 
 It stands for engines whose nodes outlive their supervisor where the subject is our part and not the engine: its state
 is in a folder, so another process can go on with it. ``python -m tests.engines.process_engine RUN_DIR FOLDER`` is a
-supervisor with it.
+supervisor with it, with ``--reaper`` under one that tells people.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from dtrain_dagster.clusters.job_notices import RETRIES, tell_of_launch, tell_of_wait, wait_patience_seconds
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import (
     EngineJob,
@@ -29,10 +31,11 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
+from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
 from trainer.node.environment import LaunchError
-from trainer.rundir import RunDir
+from trainer.rundir import LAUNCH, RunDir
 
 
 class ProcessEngine:
@@ -146,8 +149,17 @@ def main(arguments: Sequence[str]) -> int:
     rundir, folder = RunDir(arguments[0]), Path(arguments[1])
     secret, clock = SecretFile(folder / "secret"), begin_clock(rundir)
     engine = ProcessEngine(folder / "engine", rundir.uri, str(secret.path))
-    print(Supervisor(rundir, AgentPlacer(rundir, engine, secret, clock), clock).run("--resume" in arguments))
-    return 0
+
+    def work(reaper: Reaper | None) -> int:
+        placer = AgentPlacer(rundir, engine, secret, clock)
+        print(Supervisor(rundir, placer, clock, reaper, wait_patience_seconds()).run("--resume" in arguments))
+        return 0
+
+    if "--reaper" not in arguments:
+        return work(None)
+    token = (rundir.read_json(LAUNCH) or {})["token"]
+    tells = [partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait)]
+    return supervised(work, f"supervisor-{token}", lambda: None, *tells)
 
 
 if __name__ == "__main__":

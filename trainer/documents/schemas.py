@@ -271,6 +271,7 @@ DOCUMENTS: Mapping[str, Check] = {
         retry_at=optional(moment),
         waiting_since=optional(moment),
         history=many(_past),
+        before=record(engine=text, cluster_name=text, sku=text, tier=optional(text), node_count=count),
         dagster_run_id=optional(text),
     ),
     "status.json": record(

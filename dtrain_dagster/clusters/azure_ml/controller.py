@@ -25,7 +25,7 @@ from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch
+from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch, tell_of_wait, wait_patience_seconds
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
@@ -57,6 +57,8 @@ class JobController:
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
+        self._told_of_wait: set[int] = set()
+        """Launches of which people were told that they wait, as far as this controller knows."""
 
     def submit(self, spec: JobSpec, got: Provisioned) -> None:
         """Start the job on the provisioned nodes, unless it runs or has succeeded."""
@@ -191,7 +193,16 @@ class JobController:
             larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
             message = "; ".join(filter(None, (decision.message, larger)))
             return self._settle(record, facts, replace(decision, message=message))
-        return self.status.report(record, facts, decision)
+        status = self.status.report(record, facts, decision)
+        if phase_of(facts.look) == "waiting" and decision.action == "report":
+            self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
+        return status
+
+    def _tell_of_wait(self, record: Record, since: float) -> None:
+        """Tell people that this launch waits for nodes, where it does so for long."""
+        if record["launch"] not in self._told_of_wait and time.time() - since >= wait_patience_seconds():
+            self._told_of_wait.add(record["launch"])
+            tell_of_wait(self.rundir, record["launch"])
 
     def _make_sure(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Cancel a job that seems to be gone, and decide again."""
@@ -212,7 +223,9 @@ class JobController:
         waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
-            return self.status.report(record, facts, replace(decision, message=message))
+            status = self.status.report(record, facts, replace(decision, message=message))
+            self._tell_of_wait(record, waiting_since)
+            return status
         if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
             kinds = _with(record["excluded"], {"sku": record["sku"], "tier": record["tier"]})
             record = self.launches.change(record["token"], excluded=kinds) or record
@@ -224,7 +237,9 @@ class JobController:
                 starved = Starved(since=waiting_since, retry_at=error.retry_at)
                 return self._settle_starved(record, facts, f"{decision.message}; and there is {error}", starved)
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
-            return self.status.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+            status = self.status.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+            self._tell_of_wait(record, waiting_since)
+            return status
         except ServiceError:
             raise
         except ClusterError as error:  # what no other size changes

@@ -20,6 +20,7 @@ from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, Orphan
 from dtrain_dagster.clusters.job_code import stage_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
+from dtrain_dagster.clusters.launch_place import BEFORE, place_of
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     Revive,
@@ -111,7 +112,10 @@ class SupervisedJobs:
         self.active.enter(spec.job_id)
         self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
+        before = rundir.read_json(LAUNCH)
         launch = describe_launch(spec, folder, rundir) | asdict(self.settings)
+        if before is not None:
+            launch[BEFORE] = place_of(before)
         code = KINDS[self.settings.engine].code
         if code == "staged":
             launch["env"] |= {"PYTHONPATH": stage_code(self.home / "code", rundir)}

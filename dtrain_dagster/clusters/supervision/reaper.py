@@ -45,6 +45,10 @@ class Reaper:
         """Have people told that the job goes on in this launch; the supervisor has no time for that."""
         self._tell(b"!%d\n" % launch)
 
+    def announce_wait(self, launch: int) -> None:
+        """Have people told that this launch waits for nodes."""
+        self._tell(b"?%d\n" % launch)
+
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
             os.write(self._pipe, line)
@@ -55,10 +59,11 @@ def supervised(
     token: str,
     afterwards: Callable[[], None],
     on_launch: Callable[[int], None] = lambda launch: None,
+    on_wait: Callable[[int], None] = lambda launch: None,
 ) -> int:
     """Do the work in a child; after its end, end all processes that it left and call ``afterwards``. Return the child's
-    exit code, negative for a signal. ``on_launch`` is called on a thread of its own with what the child has announced
-    (`Reaper.announce_launch`).
+    exit code, negative for a signal. ``on_launch`` and ``on_wait`` are called on threads of their own with what the
+    child has announced (`Reaper.announce_launch`, `Reaper.announce_wait`).
 
     ``token``: the mark of the processes of this job, see `trainer.node.processes.MARK`.
     """
@@ -85,8 +90,8 @@ def supervised(
     with os.fdopen(read, "rb") as lines:
         for line in lines:
             sign, told = line[:1], int(line[1:])
-            if sign == b"!":
-                threads.append(threading.Thread(target=on_launch, args=(told,)))
+            if announced := {b"!": on_launch, b"?": on_wait}.get(sign):
+                threads.append(threading.Thread(target=announced, args=(told,)))
                 threads[-1].start()
             else:
                 (groups.add if sign == b"+" else groups.discard)(told)

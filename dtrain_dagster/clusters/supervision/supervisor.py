@@ -6,6 +6,7 @@ thread and imports nothing heavy, so it starts in a moment at no cost. Its entry
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
+from dtrain_dagster.clusters.launch_place import BEFORE, place_of
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.supervision.failure_message import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
@@ -44,7 +46,15 @@ KILL_SECONDS = 5.0
 class Supervisor:
     """The supervisor of one job: it decides when its nodes are started, replaced and ended."""
 
-    def __init__(self, rundir: RunDir, placer: Placer, clock: SteadyClock, reaper: Reaper | None = None) -> None:
+    def __init__(
+        self,
+        rundir: RunDir,
+        placer: Placer,
+        clock: SteadyClock,
+        reaper: Reaper | None = None,
+        wait_seconds: float = math.inf,
+    ) -> None:
+        """``wait_seconds``: how long nodes wait for their places before people are told."""
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,6 +69,8 @@ class Supervisor:
         self.replacements = self.relaunches = 0
         self.failure: Failure | None = None
         self._said = ""
+        self.wait_seconds, self._told_of_wait = wait_seconds, 0
+        """…and the last launch of which they were told."""
 
     def run(self, resumes: bool = False) -> JobState:
         """Run the job from start to end, or from where an earlier supervisor left it (``resumes``), and return its
@@ -182,7 +194,8 @@ class Supervisor:
     def _relaunch(self, node_count: int) -> None:
         """Start again with this many nodes; the trainer goes on from the latest checkpoint."""
         self.relaunches += 1
-        self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count}
+        before = place_of(self.launch)
+        self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count, BEFORE: before}
         _say(f"the nodes could not regroup: launch {self.launch['launch']} with {node_count} of them")
         self.rundir.write_json(LAUNCH, self.launch)
         self._start_nodes()
@@ -197,6 +210,15 @@ class Supervisor:
             _say(waiting or "all nodes have their places")
             self._said = waiting
             self._write_status(self._state(), waiting)
+        launch = self.launch["launch"]
+        if waiting and self.reaper and launch != self._told_of_wait and self._waits_long():
+            self._told_of_wait = launch
+            self._write_status(self._state(), waiting)  # with how long it has been: the notice repeats it
+            self.reaper.announce_wait(launch)
+
+    def _waits_long(self) -> bool:
+        since = [node.queued_at for node in self.nodes.values() if node.state == "pending" and node.queued_at]
+        return bool(since) and self.clock.now() - min(since) >= self.wait_seconds
 
     def _state(self) -> JobState:
         """Return the state of a job that goes on: queued as long as no node has had its place."""

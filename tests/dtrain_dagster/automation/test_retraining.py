@@ -33,7 +33,8 @@ from dtrain_dagster.automation.retraining import (
     trains,
 )
 from dtrain_dagster.clusters.base import OWNER, JobSpec
-from dtrain_dagster.clusters.job_notices import NOTICES, tell_of_end
+from dtrain_dagster.clusters.job_notices import tell_of_end
+from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG

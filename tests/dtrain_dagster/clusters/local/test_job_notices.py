@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,17 +17,20 @@ from typing import Any
 import pytest
 from werkzeug import Request, Response
 
-from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.job_notices import (
-    NOTICES,
+from dtrain_dagster.clusters.base import OWNER, JobState
+from dtrain_dagster.clusters.job_notices import tell_of_end, was_told_of_end
+from dtrain_dagster.clusters.launch_place import BEFORE, describe_move
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.notice_claims import NOTICES, claim_notice
+from dtrain_dagster.clusters.notice_text import (
+    PART_OF,
     JobFigures,
-    claim_notice,
+    NoticeKind,
+    is_told,
     kind_of_end,
-    tell_of_end,
-    was_told_of_end,
     write_notice,
 )
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from tests.dtrain_dagster.told_events import told
 from tests.loopback import LoopbackServer
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
@@ -147,11 +152,13 @@ def test_a_budget_and_another_launch_are_told(cluster, hook: Hook) -> None:
     ]
     [stopped] = [item["message"] for item in hook.heard if "budget" in item["title"]]
     assert stopped.splitlines()[0] == "the budget is spent"
-    cluster.submit("job", script, nodes=1, elastic=True)
+    cluster.submit("job", script, nodes=2, elastic=True)
     assert sorted(settled(cluster, "job", hook, 4)[2:]) == [
-        "dtrain: job goes on: launch 3",
+        "dtrain: job goes on elsewhere: launch 3",
         "dtrain: job has finished",
     ]
+    [moved] = [item["message"] for item in hook.heard if "elsewhere" in item["title"]]
+    assert moved.startswith("on 2 x Standard_NC6s_v3, before on 1 x Standard_NC6s_v3, from the latest checkpoint\n")
     [finished] = [item["message"] for item in hook.heard if "finished" in item["title"]]
     assert "12 steps; " in finished
     assert "in 3 launches" in finished
@@ -178,8 +185,8 @@ def test_a_dead_supervisor_is_told_by_its_reaper_and_by_who_finds_both_dead(clus
 
 def test_several_processes_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
-    program = "import sys; from dtrain_dagster.clusters.job_notices import *; from trainer.rundir import RunDir\n"
-    program += "sys.stdin.read(1); tell_of_end(RunDir(sys.argv[1]))"
+    program = "import sys; from dtrain_dagster.clusters.job_notices import tell_of_end\n"
+    program += "from trainer.rundir import RunDir; sys.stdin.read(1); tell_of_end(RunDir(sys.argv[1]))"
     command = [sys.executable, "-c", program, rundir.uri]
     several = [subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(os.environ)) for _ in range(4)]
     time.sleep(1.0)  # they wait for a letter each
@@ -219,6 +226,63 @@ def test_a_claim_without_an_outcome_or_that_is_damaged_is_never_repeated(tmp_pat
     rundir.storage.write(f"{NOTICES}/l1-end.1.json", b"{")
     tell_of_end(rundir)
     assert hook.heard == []
+
+
+def test_the_notice_has_links_and_a_picture_of_the_loss(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = ended_job(tmp_path, "succeeded")
+    monkeypatch.setenv("DTRAIN_DASHBOARD_URL", "https://runs.example/dtrain/")
+    monkeypatch.setenv("DTRAIN_DAGSTER_URL", "https://dagster.example")
+    run_id = "b41d1ccc-7629-4b3c-86dc-27b31d506b42"
+    rundir.write_json(OWNER, {"dagster_run_id": run_id})
+    lines = "".join(json.dumps(item) + "\n" for item in told(4))
+    rundir.storage.write("events/g0001-r00000-000000.jsonl", lines.encode())
+    tell_of_end(rundir)
+    [notice] = hook.heard
+    assert notice["message"].splitlines()[-2:] == [
+        "https://runs.example/dtrain/#job",
+        f"https://dagster.example/runs/{run_id}",
+    ]
+    [picture] = notice["attachments"]
+    assert (picture["filename"], picture["mimetype"]) == ("training.png", "image/png")
+    data = base64.b64decode(picture["base64"])
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (825, 374), "without a bill: no node was there"
+
+
+def test_a_link_that_a_node_has_written_is_not_sent(tmp_path: Path, hook: Hook) -> None:
+    rundir = ended_job(tmp_path, "succeeded")
+    launch = rundir.read_json(LAUNCH) or {}
+    rundir.write_json(LAUNCH, launch | {"studio_url": "javascript:alert(1)"})
+    rundir.write_json(OWNER, {"dagster_run_id": "../../elsewhere"})
+    tell_of_end(rundir)
+    [notice] = hook.heard
+    assert notice["message"].splitlines()[-1] == "http://127.0.0.1:8060/#job"
+    assert "elsewhere" not in notice["message"]
+    assert "javascript" not in notice["message"]
+
+
+def test_what_is_told_of_the_jobs_of_fleets_and_searches() -> None:
+    kinds: tuple[NoticeKind, ...] = ("finished", "failed", "budget", "goes_on", "waits")
+    for part, expected in (("", kinds), ("fleet", ("finished", "failed", "waits")), ("search", ())):
+        env = {PART_OF: part} if part else {}
+        assert tuple(kind for kind in kinds if is_told(kind, "a", env)) == expected
+    assert not is_told("failed", "probe-1", {})
+
+
+def test_the_words_of_a_move() -> None:
+    before = {"engine": "slurm", "cluster_name": "a", "sku": "V100", "node_count": 3, "tier": "low_priority"}
+    assert describe_move({"node_count": 3}) == ""
+    assert describe_move({**before, BEFORE: before}) == ""
+    moved = {**before, "sku": "A100", "node_count": 1, "tier": "dedicated", BEFORE: before}
+    assert describe_move(moved) == "on 1 x A100 (dedicated), before on 3 x V100 (low priority)"
+    assert describe_move({**before, "history": [{**before, "node_count": 2}]}).endswith(
+        "before on 2 x V100 (low priority)"
+    )
+    assert describe_move({**before, "engine": "kubernetes", "cluster_name": "b", BEFORE: before}) == (
+        "on 3 x V100 (low priority) of kubernetes b, before on 3 x V100 (low priority) of slurm a"
+    )
 
 
 def test_nothing_is_claimed_where_nobody_is_to_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
 from tests.dtrain_dagster.clusters.supervision.waiting import wait_for
 from tests.engines.process_engine import ProcessEngine
+from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
@@ -272,6 +274,32 @@ def test_what_waits_in_the_queue_is_told_and_cancelled_with_the_job(make_job: Ca
     (job.folder / "engine" / "full").unlink()
     assert [one.state for one in job.engine.list_jobs(job.launch)] == ["ended", "ended"]
     assert job.presences() == []
+
+
+def test_people_are_told_once_that_nodes_wait_also_when_another_supervisor_goes_on(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(SUCCEEDS)
+    (job.folder / "engine" / "full").touch()
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        monkeypatch.setenv("DTRAIN_NOTIFY_WAIT_MINUTES", "0.02")
+        reaper = job.start("--reaper")
+        job.wait(lambda: heard, "the notice")
+        [supervisor] = psutil.Process(reaper.pid).children()
+        supervisor.kill()
+        reaper.wait(60)
+        job.start("--reaper", "--resume")
+        job.wait(lambda: job.status().get("pid") not in (None, supervisor.pid), "another supervisor")
+        time.sleep(2.0)  # it has waited longer than the patience, too
+        (job.folder / "engine" / "full").unlink()
+        (job.folder / "go").touch()
+        assert job.ends()["state"] == "succeeded", job.said()
+    [notice] = heard
+    assert notice["title"] == "dtrain: one waits for nodes"
+    lines = notice["message"].splitlines()
+    assert re.fullmatch(r"waiting for node 0, 1 \(\(Resources\)\); for [1-9]\d* s so far", lines[0])
+    assert lines[1:] == ["dtrain watch one", "dtrain cancel one", "http://127.0.0.1:8060/#one"]
 
 
 def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:

@@ -1,0 +1,173 @@
+"""A notice is sent once, whoever sends it: each attempt is claimed first by a file that can be created only once.
+
+A claim without an outcome is never repeated, since its message may have arrived; only a refusal that certainly reached
+nobody is tried again, for the addresses that missed it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtrain_dagster.support.secrets import redact
+from trainer.documents.reader import MARK_BYTES, parse_document
+from trainer.documents.schemas import count, many, record, text
+from trainer.errors import DamagedError
+from trainer.printable import visible
+from trainer.rundir import RunDir
+from trainer.runtime.retry import RetryPolicy
+
+NOTIFY = "DTRAIN_NOTIFY"
+NOTICES = "notices"
+"""The folder of a run directory, or of a search, with a file for each attempt to send a notice."""
+MOST_ATTEMPTS = 8
+REFUSED_WITHIN_SECONDS = 3.0
+"""A failure within this time is a refusal, and nobody was told. A later one may be an answer that did not come in time:
+Apprise waits four seconds for it."""
+DRAWING = "dtrain_dagster.reports.notice_picture"
+"""The module whose process draws a notice's picture: what draws is heavy, and must not take a supervisor with it."""
+DRAWING_SECONDS = 60.0
+_CLAIM = record(state=text, by=text, at=count, missed=many(text))
+_log = logging.getLogger(__name__)
+
+
+class NotToldError(RuntimeError):
+    """Some addresses have refused a notice; sending it to them again may help."""
+
+
+def notice_addresses() -> tuple[str, ...]:
+    """Return the addresses that `NOTIFY` names in the environment, or references to them."""
+    return tuple(os.environ.get(NOTIFY, "").split())
+
+
+def send_safely(folder: RunDir, send: Callable[[Sequence[str]], None], retries: RetryPolicy | None = None) -> None:
+    """Call ``send`` with the addresses, if there are any, and again where `NotToldError` says that it may help.
+    ``retries``: None for one attempt. It never raises: what is wrong is logged."""
+    urls = notice_addresses()
+    if not urls:
+        return
+    try:
+        if retries is None:
+            send(urls)
+        else:
+            retries.call("a notice", lambda: send(urls), lambda error: isinstance(error, NotToldError))
+    except NotToldError as error:
+        _log.warning("%s; see DTRAIN_NOTIFY", error)
+    except Exception as error:  # of any kind: a notice must not stop the work that it tells of
+        _log.warning("nobody could be told of %s: %s: %s", folder.uri, type(error).__name__, redact(str(error)))
+
+
+def send_once(
+    folder: RunDir, key: str, urls: Sequence[str], write: Callable[[], tuple[str, str]], pictured: RunDir | None
+) -> None:
+    """Send the notice of this key to the addresses that have not had it. ``write`` gives its title and text;
+    ``pictured``: the run directory whose training its picture shows. Raise `NotToldError` where some have refused
+    it."""
+    if _is_settled(folder, key, urls):
+        return
+    title, body = write()
+    picture = draw_picture(pictured) if pictured is not None else None  # before the claim: it takes a while
+    claimed = claim_notice(folder, key, urls)
+    if claimed is None:
+        return
+    name, addresses = claimed
+    from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
+
+    refused: list[str] = []
+    lost: list[str] = []
+    for url in addresses:
+        began = time.monotonic()
+        if notify([url], title, visible(body, keep_lines=True), picture):
+            (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
+    _write(folder, name, "refused" if refused else "unknown" if lost else "sent", [_digest(url) for url in refused])
+    if lost:
+        _log.warning("no answer came in time by %s to «%s»: it is not sent again", _kinds(lost), title)
+    if refused:
+        raise NotToldError(f"nobody could be told by {_kinds(refused)}: {title}")
+
+
+def is_claimed(folder: RunDir, key: str) -> bool:
+    """Return whether the notice of this key was sent, or is being sent."""
+    return any(name.startswith(f"{key}.") for name in folder.storage.list(NOTICES))
+
+
+def draw_picture(rundir: RunDir) -> bytes | None:
+    """Return a PNG of the training so far, drawn by a process of its own; None where there is nothing to draw, or it
+    cannot be drawn: a notice goes without."""
+    if rundir.first_event_at() is None:
+        return None
+    command = [sys.executable, "-P", "-m", DRAWING, rundir.uri]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=DRAWING_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("a notice has no picture: %s", type(error).__name__)
+        return None
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        _log.warning("a notice has no picture: %s", visible(redact(last)))
+        return None
+    return done.stdout or None
+
+
+def _is_settled(folder: RunDir, key: str, urls: Sequence[str]) -> bool:
+    """Return whether nothing is left to send of a notice; a look that claims nothing."""
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        name = f"{NOTICES}/{key}.{attempt}.json"
+        if not folder.storage.exists(name):
+            return False
+        found = _read(folder, name)
+        if found.get("state") != "refused" or not {_digest(url) for url in urls} & set(found.get("missed", ())):
+            return True
+    return True
+
+
+def claim_notice(folder: RunDir, key: str, urls: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the file of an attempt that is this process's alone, and the addresses that it has to reach; None where
+    another process has sent the notice, or may have."""
+    left = tuple(urls)
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        name = f"{NOTICES}/{key}.{attempt}.json"
+        claim = {"state": "claimed", "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time())}
+        try:
+            folder.storage.create(name, json.dumps(claim).encode())
+        except FileExistsError:
+            found = _read(folder, name)
+            if found.get("state") != "refused":
+                return None
+            left = tuple(url for url in urls if _digest(url) in found.get("missed", ()))
+            if not left:
+                return None
+            continue
+        return name, left
+    return None
+
+
+def _read(folder: RunDir, name: str) -> dict[str, Any]:
+    """Return the record of an attempt; an empty one where it is damaged, so that nothing is sent twice."""
+    try:
+        found: dict[str, Any] = parse_document(folder.storage.read_bounded(name, MARK_BYTES), name, _CLAIM)
+    except (DamagedError, FileNotFoundError):
+        return {}
+    return found
+
+
+def _write(folder: RunDir, name: str, state: str, missed: Sequence[str]) -> None:
+    outcome = {"state": state, "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time())}
+    folder.storage.write(name, json.dumps({**outcome, "missed": list(missed)}).encode())
+
+
+def _kinds(urls: Sequence[str]) -> str:
+    return ", ".join(url.partition(":")[0] for url in urls)
+
+
+def _digest(url: str) -> str:
+    """Return a name for an address that does not tell it."""
+    return hashlib.sha256(url.encode()).hexdigest()[:12]

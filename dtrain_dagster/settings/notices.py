@@ -1,0 +1,61 @@
+"""The settings of links and notices: which pages people are sent to, and when they are told that a job waits. None of
+them is a secret."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dtrain_dagster.settings.environment import PREFIX, SettingsError, read_environment
+
+MLFLOW_HERE = "http://127.0.0.1:5000"
+"""Where `dtrain mlflow` serves MLflow's UI."""
+_ADDRESS = r"^https?://[^\s@?#]+$"
+
+
+class NoticeSettings(BaseSettings):
+    """Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+
+    dashboard_url: str = Field(
+        default="http://127.0.0.1:8060",
+        pattern=_ADDRESS,
+        description="The dashboard as people open it in a browser, for links in Dagster and in notices",
+    )
+    mlflow_url: str | None = Field(
+        default=None,
+        pattern=_ADDRESS,
+        description="MLflow's UI as people open it, for links in Dagster; unset: the tracking server where it is one, "
+        f"else `{MLFLOW_HERE}`, where `dtrain mlflow` serves it",
+    )
+    notify_wait_minutes: float = Field(
+        default=5, ge=0, lt=float("inf"), description="Minutes that a job waits for nodes before people are told"
+    )
+
+    def mlflow_page(self, tracking_uri: str) -> str:
+        """Return the address of MLflow's UI. ``tracking_uri``: where figures are written; a reference to a secret is
+        not resolved for a link."""
+        is_server = re.match(_ADDRESS, tracking_uri) is not None
+        return (self.mlflow_url or (tracking_uri if is_server else MLFLOW_HERE)).rstrip("/")
+
+
+def job_page(dashboard_url: str, job_id: str) -> str:
+    """Return the address of a job's page on the dashboard."""
+    return f"{dashboard_url.rstrip('/')}/#{quote(job_id)}"
+
+
+def read_notice_settings() -> NoticeSettings:
+    """Return the settings. Raise `dtrain_dagster.settings.environment.SettingsError` for values that cannot be used."""
+    return read_environment(NoticeSettings)
+
+
+def notice_settings_or_defaults() -> NoticeSettings:
+    """Return the settings, or the defaults where one cannot be used: a notice is sent nevertheless."""
+    try:
+        return read_notice_settings()
+    except SettingsError:
+        return NoticeSettings.model_construct()

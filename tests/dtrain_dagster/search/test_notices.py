@@ -1,0 +1,36 @@
+"""People are told once that a search has ended, by a real web hook on loopback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.search.notices import tell_of_search, write_notice
+from tests.webhook import web_hook
+from trainer.rundir import RunDir
+
+RESULT: dict[str, Any] = {
+    "name": "rates", "trials": [{}, {}, {}], "counts": {"complete": 1, "pruned": 2}, "usd": 0.5, "metric": "valid_loss",
+    "best": {"trial": 2, "score": -2.08, "values": {"learning_rate": 0.01}}, "settings_file": "/s/best.json",
+}  # fmt: skip
+
+
+def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        for _ in range(2):  # a search that has ended is begun again: it goes on, and ends at once
+            tell_of_search(RunDir(str(tmp_path / "search")), RESULT, str(tmp_path / "jobs"))
+    assert [item["title"] for item in heard] == ["dtrain: search rates has ended"]
+    assert heard[0]["message"].splitlines() == [
+        "3 trials (1 complete, 2 pruned), $0.5000",
+        "best: trial 2, valid_loss -2.08 with learning_rate = 0.01",
+        "dtrain train … --settings /s/best.json",
+    ]
+
+
+def test_a_search_without_a_score_says_where_to_look() -> None:
+    title, text = write_notice({**RESULT, "best": None, "counts": {"failed": 3}})
+    assert title == "dtrain: search rates has ended"
+    assert "see `dtrain logs` of one" in text
