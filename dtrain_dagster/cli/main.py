@@ -26,6 +26,7 @@ from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.fleet import fleet
 from dtrain_dagster.cli.home import clean, setup, work
+from dtrain_dagster.cli.init import init
 from dtrain_dagster.cli.kubernetes import kubernetes
 from dtrain_dagster.cli.launch import launch
 from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
@@ -55,6 +56,7 @@ def main() -> None:
 
 COMMANDS = (
     *(
+        init,
         launch,
         train,
         tune,

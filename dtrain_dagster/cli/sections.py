@@ -6,7 +6,7 @@ from __future__ import annotations
 import click
 
 SECTIONS = {
-    "Train": ("data", "train", "tune", "search", "launch", "fleet", "cancel"),
+    "Train": ("init", "data", "train", "tune", "search", "launch", "fleet", "cancel"),
     "See what runs": ("jobs", "status", "watch", "logs", "dashboard"),
     "Understand what it did and cost": ("summary", "cost", "profile", "report"),
     "Pages and endpoints": ("ui", "mlflow", "tensorboard", "endpoint"),
