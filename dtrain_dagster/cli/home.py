@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
 
 ROOT = Path(__file__).parents[2]
+DAGSTER_SETTINGS = Path(__file__).parents[1] / "settings" / "dagster.yaml"
 SHOWN = 12
 
 
@@ -36,19 +37,25 @@ def setup() -> None:
       dtrain setup
       DTRAIN_HOME=/data/dtrain dtrain setup
     """
+    prepare_dagster_home(read_settings())
+
+
+def prepare_dagster_home(settings: Settings) -> Path:
+    """Make and mark the home; write Dagster's settings into DAGSTER_HOME, or into `dagster` in the home where that is
+    unset. Return that folder. Raise `HomeError` where it cannot be written."""
     from dtrain_dagster.settings.home import HomeError, make_home, unwritable
 
-    settings = read_settings()
     home = make_home(settings.home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
-    source, target = ROOT / "dagster.yaml", dagster_home / "dagster.yaml"
+    target = dagster_home / "dagster.yaml"
     try:
         dagster_home.mkdir(parents=True, exist_ok=True)
-        if source.exists() and (not target.exists() or source.stat().st_mtime > target.stat().st_mtime):
-            shutil.copyfile(source, target)
+        if not target.exists() or DAGSTER_SETTINGS.stat().st_mtime > target.stat().st_mtime:
+            shutil.copyfile(DAGSTER_SETTINGS, target)
         _write_compute_logs(target, settings)
     except OSError as error:
         raise HomeError(unwritable(dagster_home, error).replace("DTRAIN_HOME", "DAGSTER_HOME")) from error
+    return dagster_home
 
 
 def _write_compute_logs(target: Path, settings: Settings) -> None:
@@ -124,6 +131,8 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
     also in files that it names by --config: Dagster would store it. After Ctrl-C it says what became of the jobs that
     the command had begun, what they cost, and how to go on.
 
+    Where DAGSTER_HOME is not set, the command gets the folder dagster of the home, in which `dtrain ui` looks, too.
+
     \b
     Examples:
       dtrain work dagster asset materialize -m dtrain_dagster.definitions \\
@@ -133,7 +142,11 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
     refuse_secret_on_command_line(command)
-    home, began_at = make_home(read_settings().home), time.time()
+    settings = read_settings()
+    home = make_home(settings.home)
+    if not os.environ.get("DAGSTER_HOME"):  # without one, Dagster would forget what the command has made
+        os.environ["DAGSTER_HOME"] = str(prepare_dagster_home(settings))
+    began_at = time.time()
     with hold_home(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
         try:
             process = subprocess.Popen(command, pass_fds=[descriptor])

@@ -27,6 +27,7 @@ from dtrain_dagster.cli.data import data
 from dtrain_dagster.cli.endpoint import endpoint
 from dtrain_dagster.cli.fleet import fleet
 from dtrain_dagster.cli.home import clean, setup, work
+from dtrain_dagster.cli.init import init
 from dtrain_dagster.cli.job_names import find_job, job_argument
 from dtrain_dagster.cli.json_fields import also, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
@@ -70,6 +71,7 @@ def main(context: click.Context) -> None:
 
 COMMANDS = (
     *(
+        init,
         launch,
         train,
         tune,

@@ -10,7 +10,7 @@ import click
 from dtrain_dagster.cli.going_on import ARGUMENTS
 
 SECTIONS = {
-    "Train": ("data", "train", "tune", "search", "launch", "fleet", "cancel"),
+    "Train": ("init", "data", "train", "tune", "search", "launch", "fleet", "cancel"),
     "See what runs": ("jobs", "status", "watch", "logs", "dashboard"),
     "Understand what it did and cost": ("summary", "cost", "searches", "profile", "report"),
     "Pages and endpoints": ("ui", "mlflow", "tensorboard", "endpoint"),

@@ -94,7 +94,7 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
     if not os.environ.get("DAGSTER_HOME"):
         home = settings.home / "dagster"
         if not (home / "dagster.yaml").exists():
-            raise Refusal(f"DAGSTER_HOME is not set and {home} has no dagster.yaml: `make setup` makes it")
+            raise Refusal(f"DAGSTER_HOME is not set and {home} has no dagster.yaml: `dtrain setup` makes it")
         os.environ["DAGSTER_HOME"] = str(home)
     allowed = user_ids(users)
     with listening(HOST, port) as bound:

@@ -12,9 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,6 +27,7 @@ from tests.dtrain_dagster.small_job import write_dataset
 
 from .chromium import CHROMIUM, chromium, patient_page, shot
 from .conftest import ROOT, free_port, wait_for
+from .wheel import build_wheel, layered_environment, plain_environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,36 +118,11 @@ class TeamProject:
         return {"-".join(folder.name.split("-")[:2]) for folder in folders if folder.name != "plan"}
 
 
-def build_wheel(folder: Path) -> Path:
-    """The wheel of this project, built from a copy: a build leaves files beside what it builds."""
-    source = folder / "source"
-    for name in ("trainer", "dtrain_dagster"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q"]
-    subprocess.run([*command, "-w", str(folder)], check=True, env=plain_environment())
-    [wheel] = folder.glob("dtrain-*.whl")
-    return wheel
-
-
-def plain_environment() -> dict[str, str]:
-    """This process's environment without what would let a child find this checkout."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_", "PYTHON"))}
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> TeamProject:
     """A scaffolded project in an environment that has the wheel, and sees the packages of this one beside it."""
     root = tmp_path_factory.mktemp("team")
-    venv.create(root / "venv", with_pip=False)
-    python = root / "venv" / "bin" / "python"
-    [site] = (root / "venv" / "lib").glob("python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "packages.pth").write_text("\n".join([*others, str(root / "team-project" / "src")]))  # installed in place
-    wheel = build_wheel(root)
-    command = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
-    subprocess.run(command, check=True, env=plain_environment())
+    python = layered_environment(root / "venv", build_wheel(root), root / "team-project" / "src")  # installed in place
     home = root / "home"
     (home / "dagster").mkdir(parents=True)
     shutil.copy(ROOT / "dagster.yaml", home / "dagster")

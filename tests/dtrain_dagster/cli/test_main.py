@@ -118,6 +118,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         if not isinstance(command, click.Group)
     }
     assert options == {
+        "init": ["--name", "--own-model", "--table", "--target", "folder"],
         "clean": ["--yes"],
         "setup": [],
         "work": ["--go-on-with", "command"],

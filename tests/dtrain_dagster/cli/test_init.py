@@ -1,0 +1,169 @@
+"""`dtrain init`: the files of a new project, and what is refused. That they run: `tests/e2e/test_new_project.py`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from packaging.requirements import Requirement
+
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.new_project import name_of, requirement_of
+
+ROOT = Path(__file__).parents[3]
+STARTS = {
+    "prices": (),
+    "prices-own-model": ("--own-model",),
+    "table": ("--table", "example"),
+    "table-own-model": ("--table", "example", "--own-model"),
+}
+
+
+def init(at: Path, *arguments: str, code: int = 0) -> str:
+    """What the command says, started in this folder."""
+    with contextlib.chdir(at):
+        done: Result = CliRunner().invoke(main, ["init", *arguments])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_files_of_a_project(start: str, tmp_path: Path) -> None:
+    said = init(tmp_path, "My-Project", *STARTS[start])
+    made = tmp_path / "My-Project"
+    assert "dtrain work dagster asset materialize -m my_project.definitions" in said
+    assert f"cd {made}" in said
+    project = tomllib.loads((made / "pyproject.toml").read_text())
+    assert project["tool"]["dagster"]["module_name"] == "my_project.definitions"
+    assert Requirement(project["project"]["dependencies"][0]).name == "dtrain"
+    [location] = yaml.safe_load((made / "workspace.yaml").read_text())["load_from"]
+    assert location["python_module"]["module_name"] == "my_project.definitions"
+    workflow = yaml.safe_load((made / ".github/workflows/train.yml").read_text())
+    commands = [step.get("run", "") for step in workflow["jobs"]["train"]["steps"]]
+    assert any("dagster asset materialize -m my_project.definitions" in command for command in commands)
+    assert workflow["jobs"]["train"]["env"]["DAGSTER_HOME"] == "${{ github.workspace }}/.dtrain/dagster"
+    assert ".dtrain/" in (made / ".gitignore").read_text().splitlines()
+    readme = (made / "README.md").read_text()
+    named = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
+    assert [path for path in named if not (made / path).exists()] == []
+    assert (made / "my_project_model.py").exists() == ("own-model" in start)
+    for module in made.rglob("*.py"):
+        ast.parse(module.read_text())
+    checks = [("check", "--select", "E,F,I,UP,B"), ("format", "--check")]
+    for check in checks:
+        command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length", "120", str(made)]
+        done = subprocess.run(command, cwd=made, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_graphs_of_projects_load(tmp_path: Path) -> None:
+    """In one process, which imports Dagster once."""
+    code = "import importlib, json, os, sys\nkeys = {}\n"
+    for number, (start, options) in enumerate(STARTS.items()):
+        init(tmp_path, f"team{number}", *options)
+        code += (
+            f"sys.path.insert(0, 'team{number}')\nos.environ.pop('DTRAIN_FACTORY_MODULES', None)\n"
+            f"defs = importlib.import_module('team{number}.definitions').defs\n"
+            f"keys[{start!r}] = [key.to_user_string() for key in defs.resolve_all_asset_keys()]\n"
+        )
+    command = [sys.executable, "-c", f"{code}print(json.dumps(keys))"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for number, (start, keys) in enumerate(json.loads(done.stdout.splitlines()[-1]).items()):
+        first = "table" if "table" in start else "stock_prices"
+        parts = (first, "sharded_dataset", "trained_checkpoint", "registered_model")
+        assert {f"team{number}/{part}" for part in parts} <= set(keys)
+
+
+def test_a_table_of_a_user_is_named_as_seen_from_the_project(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"rooms": [1.0, 2.0], 'the "price"': [3.0, 4.0]})
+    (tmp_path / "houses").mkdir()
+    rows.to_parquet(tmp_path / "houses" / "inside.parquet")
+    rows.to_parquet(tmp_path / "outside.parquet")
+    init(tmp_path, "houses", "--table", "houses/inside.parquet", "--target", 'the "price"')
+    text = (tmp_path / "houses/houses/definitions.py").read_text()
+    assert 'Path(__file__).parents[1] / "inside.parquet"' in text
+    assert 'TARGET = "the \\"price\\""' in text
+    ast.parse(text)
+    init(tmp_path, "flats", "--table", "outside.parquet", "--target", "rooms")
+    assert f'TABLE = Path("{tmp_path}/outside.parquet")' in (tmp_path / "flats/flats/definitions.py").read_text()
+    assert "CI needs it at the same path" in (tmp_path / "flats/README.md").read_text()
+    assert not (tmp_path / "flats" / "data").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    said = init(tmp_path, "--name", "team", code=2)
+    assert "has README.md already" in said
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"], "all or nothing"
+    init(tmp_path, "new")
+    assert "already" in init(tmp_path, "new", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--name", "torch"), "Python knows a package of that name"),
+        (("--name", "json"), "Python knows a package of that name"),
+        (("--name", "Team"), "lower-case letters"),
+        (("9",), "--name gives another"),
+        (("x", "--table", "nowhere.parquet"), "needs --target"),
+        (("x", "--target", "y"), "goes with --table"),
+        (("x", "--table", "nowhere.parquet", "--target", "y"), "neither a Parquet file nor a folder"),
+        (("x", "--table", "text.csv", "--target", "y"), "is not in Parquet"),
+        (("x", "--table", "rows.parquet", "--target", "y"), "no such column; it has a, b"),
+    ],
+)
+def test_what_is_refused(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    (tmp_path / "text.csv").write_text("a,b\n1,2\n")
+    pd.DataFrame({"a": [1], "b": [2]}).to_parquet(tmp_path / "rows.parquet")
+    assert says in init(tmp_path, *arguments, code=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.parquet", "text.csv"]
+
+
+def test_a_project_has_a_home_of_its_own_though_a_folder_above_has_one(tmp_path: Path) -> None:
+    init(tmp_path, "team")
+    with contextlib.chdir(tmp_path / "team"):
+        init(tmp_path / "team", "inner")
+    assert (tmp_path / "team" / "inner" / ".dtrain" / ".dtrain-home").is_file()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("My-Project", "my_project"), ("2024 q1!", "2024_q1"), ("houses", "houses"), ("--", "")]
+)
+def test_a_package_is_named_after_the_folder(folder: str, name: str) -> None:
+    assert name_of(folder) == name
+
+
+@pytest.mark.parametrize(
+    ("version", "url", "text", "is_from_file"),
+    [
+        ("0.1.0", None, "dtrain>=0.1.0,<0.2", False),
+        ("1.4.2", None, "dtrain>=1.4.2,<2", False),
+        ("0.1.0", {"url": "file:///w/dtrain-0.1.0-py3-none-any.whl"}, "dtrain>=0.1.0,<0.2", True),
+        ("0.1.0", {"url": "https://x.example/dtrain.whl"}, "dtrain @ https://x.example/dtrain.whl", False),
+        (
+            "0.1.0",
+            {"url": "https://x.example/d", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "dtrain @ git+https://x.example/d@abc",
+            False,
+        ),
+    ],
+)
+def test_the_dependency_is_the_dtrain_that_is_installed(
+    version: str, url: dict[str, object] | None, text: str, is_from_file: bool
+) -> None:
+    found = requirement_of(version, url)
+    assert (found.text, found.is_from_file) == (text, is_from_file)
+    Requirement(found.text)
