@@ -37,6 +37,7 @@ from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings
@@ -54,6 +55,7 @@ SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [On Ray](../ray.md).", RaySettings),
     ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [On Azure ML](../azure.md).", AzureSettings),
     ("Data engine", "See [Data larger than memory](../large-data.md).", DataEngineSettings),
+    ("Links and notices", "See [Watching a training](../monitoring.md#alerts).", NoticeSettings),
     ("Walk forward", "See [Walking forward](../walk-forward.md).", WalkForwardSettings),
 )
 """The sections of the page of environment variables: title, remark, class."""

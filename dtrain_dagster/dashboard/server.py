@@ -84,7 +84,7 @@ def build_app(
     def metrics(request: Request) -> Response:
         return Response(prometheus.exposition(board), media_type=prometheus.CONTENT_TYPE)
 
-    scripts = ("dashboard.js", *page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT)
+    scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT)
     rules = rules_for("127.0.0.1", hosts, json_only=True)
     return Starlette(
         routes=[

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
-from benchmarks.dashboard_load import write_jobs
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
@@ -124,36 +122,6 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     page.get_by_text("waiting for the first step").first.wait_for()
     shutil.rmtree(project.jobs / "coming")
     page.get_by_text("there is no job of that name; the figures are old").wait_for()
-
-
-def test_any_of_many_jobs_is_found(project: Project, url: str, page: Page):
-    """The list shows a page of them, the newest first; searched and filtered on the server; a row opens its job."""
-    write_jobs(project.jobs, 120, time.time())
-    page.goto(url)
-    page.get_by_text("1–50 of 120").wait_for()
-    assert page.locator("#rows tr").count() == 50
-    assert page.locator("#newer").is_disabled()
-    page.locator("#older").click()
-    page.get_by_text("51–100 of 120").wait_for()
-    page.locator("#older").click()
-    page.get_by_text("101–120 of 120").wait_for()
-    assert page.locator("#older").is_disabled()
-    page.select_option("#state", "failed")
-    page.get_by_text("1–6 of 6", exact=True).wait_for()
-    assert set(page.locator("#rows td[data-state]").all_inner_texts()) == {"failed"}
-    page.fill("#search", "no job is called so")
-    page.get_by_text("no such job").wait_for()
-    page.fill("#search", "")
-    page.select_option("#state", "")
-    page.get_by_text("1–50 of 120").wait_for()
-    shot(page, "dashboard-list")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-    page.fill("#search", "-00000064")  # number 100
-    page.get_by_text("1–1 of 1", exact=True).wait_for()
-    page.locator("#rows a").click()
-    wait_for(lambda: figure(page, "state") == "failed", 20, "the job that was chosen")
-    assert page.url.endswith("/jobs/train-00000003-00000064")
-    assert page.complaints == []  # type: ignore[attr-defined]
 
 
 def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):
