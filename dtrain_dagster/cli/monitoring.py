@@ -21,6 +21,8 @@ from dtrain_dagster.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from dtrain_dagster.dashboard.job_links import Places
+    from dtrain_dagster.dashboard.job_routes import JobServices
     from dtrain_dagster.settings.environment import Settings
     from trainer.rundir import RunDir
 
@@ -32,12 +34,19 @@ if TYPE_CHECKING:
     "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
 )
 @click.option("--job", "job_id", metavar="JOB", help="Print the address of this job.  [default: that of all jobs]")
+@click.option(
+    "--token", metavar="env:NAME", help="Take orders (cancel, resume, trace) with this token only; where it is found."
+)
+@click.option("--read-only", is_flag=True, help="Take no orders.")
 @refuses
-def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
+def dashboard(
+    port: int, host: str, names: tuple[str, ...], job_id: str | None, token: str | None, read_only: bool
+) -> None:
     """Show all jobs live in a browser.
 
     Fleets have a page of their own, /fleets, and metrics for Prometheus are under /metrics. Ctrl-C ends it. It reads
-    run directories, of this machine or of DTRAIN_STORAGE, and changes nothing."""
+    run directories, of this machine or of DTRAIN_STORAGE. The page of a job cancels, resumes and traces it, as the
+    commands `dtrain cancel`, `train` and `profile` do: for you on this machine, or for whoever has the --token."""
     from dtrain_dagster.cli.web import listening
     from dtrain_dagster.dashboard.fleets import FleetBoard
     from dtrain_dagster.dashboard.job_board import JobBoard
@@ -48,7 +57,9 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
     settings = read_settings()
     if job_id is not None:
         _training(settings, job_id)
-    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), FleetBoard(settings.home))
+    services = _services(settings, token, read_only)
+    board = JobBoard(settings.jobs_uri, settings.tiers[0])
+    app = build_app(board, (host, *names), FleetBoard(settings.home), services)
     with listening(host, port) as bound:
         click.echo(f"{address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:
@@ -69,7 +80,7 @@ def report(job_id: str, output: str | None) -> None:
 
     settings = read_settings()
     path = Path(output or f"{job_id}.html")
-    html = report_page(_training(settings, job_id), settings.tiers[0])
+    html = report_page(_training(settings, job_id), settings.tiers[0], _places(settings))
     try:
         path.write_text(html)
     except OSError as error:
@@ -141,6 +152,41 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
         time.sleep(manager.poll_seconds)
     if left:
         raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")
+
+
+def _services(settings: Settings, token: str | None, read_only: bool) -> JobServices:
+    """Return what the page of a job offers under these settings. Raise `Refusal` for a token that is no reference."""
+    from dtrain_dagster.dashboard.job_routes import JobServices
+    from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
+    from dtrain_dagster.dashboard.orders import OrderDesk
+    from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
+    from trainer.rundir import LOGS
+
+    if token is not None:
+        try:
+            if not is_reference(token):
+                raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET), not what it is")
+            check_reference(token)
+        except SecretError as error:
+            raise Refusal(f"--token: {error}") from None
+    here = settings.kind.shares_home and "://" not in settings.jobs_uri
+    logs: LogSource = (
+        LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
+        if here
+        else ClusterLogs(lambda job_id: cluster_of(settings)[0].manager().job_logs(job_id))
+    )
+    desk = None if read_only else OrderDesk(settings.home, None if token is None else resolve(token))
+    return JobServices(places=_places(settings), logs=logs, desk=desk)
+
+
+def _places(settings: Settings) -> Places:
+    from dtrain_dagster.dashboard.job_links import Places
+
+    tracking = settings.tracking_uri
+    served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
+    return Places(
+        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri
+    )
 
 
 def _training(settings: Settings, job_id: str) -> RunDir:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -15,10 +15,13 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, Tier, price_words
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.dashboard.job_account import JobAccount, account_of, launched_usage
+from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
+from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
-from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
+from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard
+from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import last_step
 from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, time_left
@@ -73,6 +76,10 @@ class OpenJob:
         """The details of a version of the dashboard, shared by all readers."""
         self._end: dict[str, Any] | None = None
         """The cluster's record of the end, once everything until then has been read."""
+        self._account: tuple[float, JobAccount] | None = None
+        """The newest account, and when it was made."""
+        self._facts: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        """The newest facts, and what they were read for."""
         self.lock = threading.Lock()
         """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
@@ -96,7 +103,9 @@ class OpenJob:
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self._plan = self._plan or self.rundir.read_json(PLAN)
             self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self._pace)
-            self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
+            before, self._end = self._end, status if status.get("state") in ENDED and not self._seen.is_behind else None
+            if self._end != before:
+                self._account = None
             self._read_at = time.monotonic()
             return self
 
@@ -116,6 +125,7 @@ class OpenJob:
             events = self.rundir.follow(self._seen)
             self.dashboard.take(events)
             self._pace = self._pace.after(events)
+            self._read_at = -1e9  # the next look may find that nothing is left
 
     def nodes_alive(self, now: float) -> int:
         """Return the number of nodes that are present, by their own records."""
@@ -130,18 +140,47 @@ class OpenJob:
         return time_left(self._pace, self._plan, now) if self.row.running else None
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
-        """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole."""
+        """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole. The
+        verdict on a job that has ended is that of its report: on the whole, and not on the latest steps."""
+        account = None if self.row.running or self.is_behind else self.account(now)
         with self.lock:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
             return {
                 **self.dashboard.changes(version, token),
                 **self._details[1],
+                **({"verdict": account.verdict} if account else {}),
+                "is_whole": account is not None,
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
                 "now": now,
             }
+
+    def account(self, now: float) -> JobAccount:
+        """Return what the job's dollars bought. All events are read for it: that of a running job is shared for a
+        while."""
+        with self.lock:
+            made = self._account
+            if made is None or not (self.settled or time.monotonic() - made[0] < self._keeps_seconds):
+                found = account_of(self.rundir, self.nodes, self.row.running, self._tier, self._training, now)
+                made = self._account = (time.monotonic(), found)
+            return made[1]
+
+    def facts(self, places: Places) -> dict[str, Any]:
+        """Return what the page says besides curves and costs, see `job_facts.read_facts`; shared for a while."""
+        with self.lock:
+            look = self._read_at if self.settled else time.monotonic() // self._keeps_seconds
+            made_for = (look, self.row.state, self.dashboard.counts["checkpoint"], places)
+            if self._facts[0] != made_for:
+                saved_at = {mark["step"]: mark["time"] for mark in self.dashboard.marks if mark["kind"] == "checkpoint"}
+                usd = self.cost.usd if self.cost else None
+                self._facts = (made_for, read_facts(self.rundir, self.row.state, saved_at, usd, places))
+            return self._facts[1]
+
+    @property
+    def _keeps_seconds(self) -> float:
+        return 10 * refresh_seconds(self.rundir.storage)
 
 
 class JobBoard:
@@ -278,9 +317,7 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
 def cost_so_far(
     rundir: RunDir, nodes: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
 ) -> Cost | None:
-    """Return the nodes' cost so far and its projection; None where their price is not known. On Azure each launch
-    counts with the nodes that it was given. A silent node has cost until it was last heard of: there may be no process
-    left to record its end."""
+    """Return the nodes' cost so far and its projection; None where their price is not known."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
     try:
@@ -292,19 +329,6 @@ def cost_so_far(
     words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
     at_end, usd_at_end = _at_end(tracker, whole, plan, pace) if running and plan else ("", None)
     return Cost(usd=whole.total_usd, words=words, at_end=at_end, usd_at_end=usd_at_end)
-
-
-def launched_usage(
-    nodes: Sequence[NodePresence], launch: Mapping[str, Any], running: bool, now: float, stale: float
-) -> list[NodeUsage]:
-    """Return the paid time of a job's nodes, each with the size and tier that its launch was given. ``launch``: the
-    content of ``launch.json``. Pure."""
-    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
-    usage, seen = [], presences.usage(nodes, "", running, now, stale)
-    for presence, item in zip(nodes, seen, strict=True):
-        kind = given.get(presence.launch, launch)
-        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
-    return usage
 
 
 def _at_end(

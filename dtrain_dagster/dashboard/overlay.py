@@ -13,8 +13,9 @@ from typing import Any
 
 from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
-from dtrain_dagster.dashboard.job_board import OpenJob, launched_usage
-from dtrain_dagster.dashboard.series import Row, is_number
+from dtrain_dagster.dashboard.job_account import launched_usage
+from dtrain_dagster.dashboard.job_board import OpenJob
+from dtrain_dagster.dashboard.tracks import Row, is_number
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
 from trainer.printable import visible

@@ -1,4 +1,4 @@
-"""The dashboard as a page: served live by `dashboard.server`, or saved as a report that needs no network at all."""
+"""A job's page: served live by `dashboard.server`, or saved as a report that needs no network at all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.dashboard.job_board import OpenJob
+from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.panels import PANELS
 from trainer.rundir import RunDir
 
@@ -26,9 +27,18 @@ LIVE_POLICY = (
 )
 
 
+STYLES = ("dashboard.css", "job.css")
+SCRIPTS = ("theme.js", "job_charts.js", "job_parts.js")
+"""The scripts of a job's page, saved or live: the first runs before the page is drawn."""
+LIVE_SCRIPTS = ("job_logs.js", "job_traces.js", "job_orders.js")
+"""Those that ask the server for more, which a saved page has not."""
+LAST_SCRIPT = "job.js"
+"""The one that starts the others."""
+
+
 @cache
 def static(name: str) -> str:
-    """Return a file of the page: ``dashboard.html``, ``dashboard.css`` or ``dashboard.js``."""
+    """Return a file of the pages, such as ``job.html``."""
     return resources.files("dtrain_dagster.dashboard").joinpath("static", name).read_text()
 
 
@@ -38,26 +48,35 @@ def plotly_js() -> str:
     return resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text()
 
 
-def live_page() -> str:
-    """Return the page that asks its server for jobs and figures."""
-    return Template(static("dashboard.html")).substitute(
-        head='<link rel="stylesheet" href="dashboard.css">',
-        nav='<a href="fleets">fleets</a>',
-        data=data_block("panels-data", [asdict(panel) for panel in PANELS]),
-        scripts='<script src="plotly.js"></script>\n<script src="dashboard.js"></script>',
+def live_job_page(gives_orders: bool = False) -> str:
+    """Return the page of one job that asks its server for what it shows. ``gives_orders``: whether it has buttons that
+    cancel, resume and trace the job."""
+    styles = "".join(f'<link rel="stylesheet" href="../{name}">\n' for name in STYLES)
+    scripts = ("plotly.js", *SCRIPTS[1:], *LIVE_SCRIPTS, LAST_SCRIPT)
+    return Template(static("job.html")).substitute(
+        head=f'<script src="../{SCRIPTS[0]}"></script>\n{styles}',
+        nav='<nav aria-label="pages"><a href="../">jobs</a> <a href="../fleets">fleets</a></nav>',
+        data=data_block("panels-data", [asdict(panel) for panel in PANELS])
+        + data_block("page-data", {"live": True, "orders": gives_orders}),
+        scripts="\n".join(f'<script src="../{name}"></script>' for name in scripts),
     )
 
 
-def saved_page(snapshot: dict[str, Any]) -> str:
-    """Return the page with a job's figures, scripts and styles in it. Only its own two scripts may run."""
-    scripts = (plotly_js(), static("dashboard.js"))
-    hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in scripts)
+def saved_page(snapshot: dict[str, Any], facts: dict[str, Any], account: dict[str, Any]) -> str:
+    """Return the page with a job's figures, scripts and styles in it. Only its own scripts may run."""
+    first, *others = (static(SCRIPTS[0]), plotly_js(), *map(static, (*SCRIPTS[1:], LAST_SCRIPT)))
+    hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in (first, *others))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
-    return Template(static("dashboard.html")).substitute(
-        head=f"{policy}\n<style>{static('dashboard.css')}</style>",
+    styles = "\n".join(map(static, STYLES))
+    return Template(static("job.html")).substitute(
+        head=f"{policy}\n<script>{first}</script>\n<style>{styles}</style>",
         nav="",
-        data=data_block("panels-data", [asdict(panel) for panel in PANELS]) + data_block("snapshot-data", snapshot),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        data=data_block("panels-data", [asdict(panel) for panel in PANELS])
+        + data_block("page-data", {"live": False, "orders": False})
+        + data_block("snapshot-data", snapshot)
+        + data_block("facts-data", facts)
+        + data_block("account-data", account),
+        scripts="\n".join(f"<script>{script}</script>" for script in others),
     )
 
 
@@ -74,14 +93,15 @@ def script_hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(unified.encode()).digest()).decode()
 
 
-def report_page(rundir: RunDir, tier: Tier) -> str:
+def report_page(rundir: RunDir, tier: Tier, places: Places = Places()) -> str:  # noqa: B008 - it is frozen
     """Return a job's present state as a page of its own (about 5 MB, most of it plotly.js). ``tier`` sets the price of
-    a job without a plan."""
+    a job without a plan; ``places``: where links lead."""
     now = time.time()
     job = OpenJob(rundir, tier).refresh(now)
     while job.is_behind:
         job.read_more()
-    return saved_page(job.snapshot(0, "", now))
+    job.refresh(now)
+    return saved_page(job.snapshot(0, "", now), job.facts(places), asdict(job.account(now)))
 
 
 def write_report(rundir: RunDir, tier: Tier) -> str:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import statistics
 import uuid
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from dtrain_dagster.dashboard.job_account import describe_diagnosis
+from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
 from dtrain_dagster.monitoring.alerts import best, describe_strategy
-from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
+from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
+from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
@@ -37,8 +39,6 @@ from trainer.documents.events import (
     read_event,
 )
 
-POINTS = 1000
-"""The most rows of a track."""
 VALUES = 60_000
 """The most rows times columns of all tracks of one kind: with many nodes, each has fewer rows."""
 LATEST_WINDOWS = 20
@@ -53,70 +53,6 @@ MOST_NODES = 2048
 """The most nodes that are kept. No training has more; further ones are ignored."""
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """The errors that an event written to another contract raises."""
-
-Row = dict[str, float]
-
-
-@dataclass(slots=True)
-class Track:
-    """The rows of a series over ``x`` (``step`` or ``time``). When there are too many, neighbours are merged into
-    means.
-
-    Each row has the version of the dashboard that changed it last, so that a reader can ask for the new rows.
-    """
-
-    x: str
-    rows: list[Row] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    stride: int = 1
-    """The number of samples in a row."""
-    filled: int = 0
-    """The number of samples in the last row."""
-
-    def add(self, values: Mapping[str, Any], version: int, most: int) -> None:
-        """Add a sample. A repeated step replaces its earlier sample; a value that is not a number is left out."""
-        sample = {name: float(value) for name, value in values.items() if is_number(value)}
-        while self.x == "step" and self.rows and self.rows[-1]["step"] >= sample["step"]:
-            self.rows.pop()
-            self.versions.pop()
-            self.filled = self.stride
-        if self.rows and self.filled < self.stride:
-            self.rows[-1] = merged(self.rows[-1], sample, self.filled, self.x)
-            self.filled += 1
-        else:
-            self.rows.append(sample)
-            self.versions.append(version)
-            self.filled = 1
-        self.versions[-1] = version
-        if len(self.rows) > max(most, 2):
-            self._halve(version)
-
-    def since(self, version: int) -> dict[str, Any] | None:
-        """Return the rows that changed after ``version``, from an index on; they replace all rows from there. None if
-        none did."""
-        first = bisect_right(self.versions, version)
-        return {"from": first, "rows": self.rows[first:]} if first < len(self.rows) else None
-
-    def _halve(self, version: int) -> None:
-        pairs = [self.rows[at : at + 2] for at in range(0, len(self.rows), 2)]
-        self.rows = [merged(pair[0], pair[1], 1, self.x) if len(pair) == 2 else pair[0] for pair in pairs]
-        self.versions = [version] * len(self.rows)
-        self.filled += self.stride if len(pairs[-1]) == 2 else 0
-        self.stride *= 2
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
-    """Return the mean of a row of ``weight`` samples and one more; its position is that of the last."""
-    mean = {name: row[name] + (sample[name] - row[name]) / (weight + 1) for name in row.keys() & sample.keys()}
-    return {**row, **sample, **mean, x: sample[x]}
 
 
 class PerformanceDashboard:
@@ -133,6 +69,10 @@ class PerformanceDashboard:
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
         """The latest ``node`` event of each node."""
+        self.evaluations: list[Evaluation] = []
+        """Those of the validation split, in order of steps: the latest `POINTS`, and the best."""
+        self._loss_sum, self._loss_count = 0.0, 0
+        """Of the training losses since the last of them."""
         self._verdict: LiveVerdict | None = None
         self._looked_at: tuple[int, ...] = ()
         self._samples: dict[int, dict[str, Any]] = {}
@@ -180,6 +120,7 @@ class PerformanceDashboard:
             "collectives": list(self.collectives),
             "link": self.link,
             "verdict": self.verdict(training),
+            "learning": self.learning(),
             "news": list(self.news)[::-1],
             "marks": list(self.marks),
         }
@@ -215,16 +156,13 @@ class PerformanceDashboard:
             advice = [describe_strategy(item) for item in best(strategies(settled(windows(recent)), recent, training))]
         except UNREADABLE:
             return None
-        if found.cause is SlowdownCause.UNKNOWN:
-            return None
-        share = f", {found.share:.0%} of the time" if found.share else ""
-        return {
-            "cause": found.cause,
-            "title": f"{found.where}{share}",
-            "evidence": found.evidence,
-            "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
-            "advice": advice,
-        }
+        return describe_diagnosis(found, advice)
+
+    def learning(self) -> dict[str, Any] | None:
+        """Return where the validation loss was lowest and whether the training overfits since, as
+        `monitoring.learning` decides it; None before the first evaluation."""
+        found = judge_learning(self.evaluations)
+        return None if found is None else asdict(found)
 
     @property
     def live_verdict(self) -> LiveVerdict | None:
@@ -266,11 +204,24 @@ class PerformanceDashboard:
             self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
         self._add("steps", "step", {name: getattr(told, name) for name in names})
+        if is_number(told.loss):
+            self._loss_sum, self._loss_count = self._loss_sum + float(told.loss or 0.0), self._loss_count + 1
 
     def _take_evaluation(self, item: dict[str, Any]) -> None:
         found = read_event(EvaluationEvent, item)
-        if found.split == "valid":
-            self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
+        if found.split != "valid":
+            return
+        self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
+        if found.step is not None and is_number(found.loss):
+            mean = self._loss_sum / self._loss_count if self._loss_count else None
+            self._loss_sum, self._loss_count = 0.0, 0
+            kept = [item for item in self.evaluations if item.step < found.step]  # steps may be done anew
+            made = Evaluation(
+                step=found.step, loss=float(found.loss or 0.0), epoch=self.progress.epoch, training_loss=mean
+            )
+            best = min([*kept, made], key=lambda item: item.loss)
+            latest = [*kept, made][-POINTS:]
+            self.evaluations = latest if best.step >= latest[0].step else [best, *latest]
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])
@@ -332,7 +283,9 @@ class PerformanceDashboard:
             self.done.add(nodes[end.rank])
 
     def _take_checkpoint(self, item: dict[str, Any]) -> None:
-        self._mark(item, f"checkpoint of step {read_event(CheckpointEvent, item).step}")
+        step = read_event(CheckpointEvent, item).step
+        self._mark(item, f"checkpoint of step {step}")
+        self.marks[-1]["step"] = step
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Note the rank that keeps the others waiting, as far as ranks have reported: a later report may change it."""

@@ -1,4 +1,5 @@
-"""The live dashboard's server: its pages, their figures as JSON, and ``/metrics``. It reads, and changes nothing.
+"""The live dashboard's server: its pages, their figures as JSON, and ``/metrics``. It reads, and changes nothing but by
+the orders that a job's page gives (`dashboard.orders`).
 
 It is meant for this machine: it listens on loopback, answers only to the names it knows (a foreign site that resolves
 its own name to 127.0.0.1 gets nothing), and lets no other site read its answers. Many pages may ask every two seconds:
@@ -9,26 +10,25 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from functools import cache
-from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page, prometheus
 from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, tell_error
 from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
-from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import Listing, page_of
+from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
 from dtrain_dagster.dashboard.table_routes import table_routes
 from dtrain_dagster.web.guard import Guard, rules_for
 
@@ -48,22 +48,21 @@ HEADERS = {
 }
 
 
-def build_app(board: JobBoard, hosts: Sequence[str] = (), fleets: FleetBoard | None = None) -> Starlette:
+def build_app(
+    board: JobBoard,
+    hosts: Sequence[str] = (),
+    fleets: FleetBoard | None = None,
+    services: JobServices = JobServices(),  # noqa: B008 - it is frozen
+) -> Starlette:
     """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``fleets``:
-    those that have a page; None: there is no such page."""
+    those that have a page; None: there is no such page. ``services``: what a job's page offers."""
     lists = Lists()
 
-    def job_page(request: Request) -> Response:
-        return HTMLResponse(page.live_page())
-
-    def one_job(request: Request) -> Response:
-        return RedirectResponse(f"../job#{quote(request.path_params['job_id'], safe='')}")
-
     def script(request: Request) -> Response:
-        return Response(page.static("dashboard.js"), media_type="text/javascript")
+        return Response(page.static(request.url.path[1:]), media_type="text/javascript")
 
     def style(request: Request) -> Response:
-        return Response(page.static("dashboard.css"), media_type="text/css")
+        return Response(page.static(request.url.path[1:]), media_type="text/css")
 
     def plotly(request: Request) -> Response:
         takes = "gzip" in request.headers.get("accept-encoding", "")
@@ -82,38 +81,26 @@ def build_app(board: JobBoard, hosts: Sequence[str] = (), fleets: FleetBoard | N
         body, tag = lists.get(listing, state, text, read_number(asked.get("page", "")))
         return answer_json(request, body, tag)
 
-    def job(request: Request) -> Response:
-        now, job_id = time.time(), request.path_params["job_id"]
-        tag = board.tag(job_id)  # asked first: what is read afterwards is no older
-        if tag is not None and request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers={"etag": tag})
-        try:
-            found = board.open(job_id, now)
-            if found is None:
-                return PlainTextResponse("there is no job of that name", 404)
-            version = read_number(request.query_params.get("since", ""))
-            body = encode(found.snapshot(version, request.query_params.get("token", ""), now))
-        except CANNOT_READ as error:
-            return tell_error(f"its run directory cannot be read: {type(error).__name__}: {error}")
-        return answer_json(request, body, tag if found.settled else None)
-
     def metrics(request: Request) -> Response:
         return Response(prometheus.exposition(board), media_type=prometheus.CONTENT_TYPE)
 
+    scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT)
+    rules = rules_for("127.0.0.1", hosts, json_only=True)
     return Starlette(
         routes=[
             *table_routes(board, fleets.home if fleets else None),
-            Route("/job", job_page),
-            Route("/dashboard.js", script),
-            Route("/dashboard.css", style),
+            *(Route(f"/{name}", script) for name in scripts),
+            *(Route(f"/{name}", style) for name in page.STYLES),
             Route("/plotly.js", plotly),
             Route("/jobs.json", jobs),
-            Route("/jobs/{job_id}.json", job),
-            Route("/jobs/{job_id}", one_job),
+            *job_routes(board, services),
             Route("/metrics", metrics),
             *(fleet_routes(fleets) if fleets else []),
         ],
-        middleware=[Middleware(SecurityHeaders), Middleware(Guard, rules=rules_for("127.0.0.1", hosts))],
+        middleware=[
+            Middleware(SecurityHeaders),
+            Middleware(Guard, rules=rules),
+        ],
     )
 
 

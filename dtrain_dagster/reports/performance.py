@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
-from dtrain_dagster.costs.money import SECOND
+from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.costs.verdict import Goodput, judge_job
+from dtrain_dagster.monitoring.diagnosis import Diagnosis
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
@@ -30,8 +30,6 @@ from dtrain_dagster.monitoring.windows import (
 from trainer.documents.events import CollectiveTiming, MembershipEvent, NodeEvent, StepEvent, TimingEvent, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
-LOW_GOODPUT = 0.5
-"""The share of paid node-time below which the verdict mentions it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +83,6 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Goodput:
-    """The share of the paid node-time that trained. Repeated steps count once."""
-
-    share: float
-    trained_node_seconds: float
-    paid_node_seconds: float
-    elsewhere: dict[str, float]
-    """The node-seconds that did not train, by cause."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Performance:
     """The performance of one job."""
 
@@ -141,14 +128,13 @@ def summarise_performance(
     mine = [item for item in usage if not item.is_probe]
     phases["outside the trainer"] = max(0.0, paid_wall_seconds(mine) - sum(phases.values()))
     found = settled(timed)
-    diagnosis = diagnose(events)
-    good = goodput(ledger(bill_usage(usage)[0], events, periods=1))
+    judged = judge_job(events, ledger(bill_usage(usage)[0], events, periods=1))
     rated = [(step.time, step.samples_per_second) for step in steps if step.samples_per_second is not None]
     rates = [rate for _, rate in rated]
     ranks = ranks_at(events, [time for time, _ in rated], world_size)
     return Performance(
-        verdict=summarize_performance(diagnosis, good),
-        diagnosis=diagnosis,
+        verdict=judged.words,
+        diagnosis=judged.diagnosis,
         samples_per_second=statistics.median(rates),
         samples_per_second_per_rank=statistics.median(rate / size for rate, size in zip(rates, ranks, strict=True)),
         step_milliseconds_median=statistics.median(milliseconds),
@@ -156,7 +142,7 @@ def summarise_performance(
         segment_shares=shares(found),
         communication=_communication(found),
         scaling=estimate_scaling(found),
-        goodput=good,
+        goodput=judged.goodput,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         phase_seconds=phases,
         ranks=_ranks(found),
@@ -170,37 +156,6 @@ def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final:
     since = [time for time, _ in changes]
     places = [bisect_right(since, time) for time in times]
     return [max(1, changes[place - 1][1] if place else final) for place in places]
-
-
-def summarize_performance(diagnosis: Diagnosis, good: Goodput) -> str:
-    """Return the bottleneck and its evidence in words, and the largest other use of the paid time, where little of it
-    trained."""
-    if diagnosis.cause is SlowdownCause.UNKNOWN:
-        first = diagnosis.evidence
-    elif diagnosis.cause is SlowdownCause.HEALTHY:
-        first = f"Healthy: nothing holds the steps up. {diagnosis.evidence}"
-    else:
-        cost = f", {diagnosis.share:.0%} of training time" if diagnosis.share >= 0.005 else ""
-        where = diagnosis.where
-        first = f"{where[0].upper()}{where[1:]}{cost}. {diagnosis.evidence}"
-    if good.share >= LOW_GOODPUT or not good.elsewhere:
-        return first
-    name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
-    return (
-        f"{first} Only {good.share:.0%} of the paid node-time trained: «{name}» took "
-        f"{seconds / good.paid_node_seconds:.0%}; a longer training makes that share smaller."
-    )
-
-
-def goodput(found: Ledger) -> Goodput:
-    """Return the goodput of a ledger: the time of steps that counted, and of every other cause."""
-    causes = {cause: row.seconds for cause, row in found.causes().items()}
-    return Goodput(
-        share=found.goodput,
-        trained_node_seconds=sum(causes.get(cause, 0.0) for cause in IN_STEPS),
-        paid_node_seconds=found.microseconds / SECOND,
-        elsewhere={str(cause): seconds for cause, seconds in causes.items() if cause not in IN_STEPS},
-    )
 
 
 def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dtrain_dagster.monitoring.learning import evaluations_of, judge_learning
 from dtrain_dagster.reports.drawing import COLOURS, INK, label, line, new_figure, svg
 
 
@@ -21,13 +22,13 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
     figure = new_figure(9, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
     line(upper, [(row["step"], row["loss"]) for row in steps], "training", COLOURS[0], width=1.1)
-    valid = [(row["step"], row["loss"]) for row in evaluations if row.get("split") == "valid"]
-    if valid:
-        line(upper, valid, "validation", COLOURS[1], marker="o")
-        best = min(valid, key=lambda point: point[1])
+    valid = evaluations_of(evaluations)
+    if found := judge_learning(valid):
+        line(upper, [(item.step, item.loss) for item in valid], "validation", COLOURS[1], marker="o")
+        best = found.best
         upper.annotate(
-            f"best {best[1]:.4f}\nat step {best[0]}",
-            best,
+            f"best {best.loss:.4f}\nat step {best.step}",
+            (best.step, best.loss),
             xytext=(0, 22),
             textcoords="offset points",
             ha="right",

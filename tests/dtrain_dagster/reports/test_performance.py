@@ -12,10 +12,11 @@ import pytest
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.costs.verdict import Goodput, goodput
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
-from dtrain_dagster.reports.performance import Goodput, estimate_scaling, goodput, summarise_performance
+from dtrain_dagster.reports.performance import estimate_scaling, summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from trainer.rundir import event
 

@@ -1,8 +1,7 @@
-// Draws the panels (dtrain_dagster/dashboard/panels.py) from a job's tracks. Live, it asks for what is new every two
-// seconds; in a saved report, everything is in the page. Text from events only ever becomes textContent or escaped labels.
+// Draws the panels (dtrain_dagster/dashboard/panels.py) from a job's tracks. Text from events only ever becomes
+// textContent or escaped labels.
 "use strict";
 
-const POLL_MILLISECONDS = 2000;
 const MANY = 12; // lines of a chart: more have no legend, and tell their name where one points at them
 const COLOURS = {
   light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a"],
@@ -17,13 +16,12 @@ const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 const element = id => document.getElementById(id);
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
 const PANELS = embedded("panels-data");
-const saved = embedded("snapshot-data");
-const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "", gone: null };
-const list = { state: "", text: "", page: 0, tag: "", answer: null };
+const PAGE = embedded("page-data"); // whether a server answers, and whether it takes orders
+const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "" };
 
 function make(tag, className, text) {
   const made = document.createElement(tag);
-  made.className = className;
+  if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
 }
@@ -178,7 +176,8 @@ function layoutOf(panel, traces) {
   if (!traces.length) {
     xaxis.visible = yaxis.visible = false;
   }
-  const waiting = job.look.job.step === null ? "waiting for the first step" : "not recorded";
+  const isWaiting = job.look.job.step === null && ["running", "queued"].includes(job.look.job.state);
+  const waiting = isWaiting ? "waiting for the first step" : "not recorded";
   return {
     autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },
@@ -192,10 +191,39 @@ function layoutOf(panel, traces) {
     ...(panel.right_unit && traces.length ? {
       yaxis2: { ...axis, title: title(panel.right_unit, traces[1]), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
     } : {}),
+    shapes: shapesOf(panel, traces),
     annotations: traces.length ? [] : [
       { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
     ],
   };
+}
+
+// The best evaluation, and the part of the curve in which the training overfits.
+function bestTraces(panel) {
+  const learning = panel.key === "loss" ? job.look.learning : null;
+  if (!learning || learning.state === "unknown") return [];
+  const { step, loss, epoch } = learning.best;
+  const text = epoch ? `best: epoch ${epoch}` : "best";
+  return [{
+    type: "scatter", mode: "markers+text", name: "best", x: [step], y: [loss], showlegend: false, text: [text], textposition: "top center",
+    textfont: { color: css("--ink"), size: 11 }, marker: { symbol: "star", size: 13, color: css("--good"), line: { width: 1, color: css("--card") } },
+    hovertemplate: `${text}, step ${step}: %{y:.4~g}<extra></extra>`, cliponaxis: false,
+  }];
+}
+
+function shapesOf(panel, traces) {
+  const learning = panel.key === "loss" ? job.look.learning : null;
+  if (!learning || learning.state !== "overfitting") return [];
+  const last = Math.max(...traces.flatMap(trace => trace.x.slice(-1)));
+  return [{ type: "rect", xref: "x", yref: "paper", x0: learning.best.step, x1: last, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: css("--wait"), opacity: 0.14 }];
+}
+
+// What a chart shows, for those who do not see it.
+function describe(panel, traces) {
+  const figure = value => typeof value === "number" ? String(Number(value.toPrecision(4))) : value;
+  const latest = ["lines", "stack"].includes(panel.kind) ? traces.slice(0, MANY).map(trace => `${trace.name}: ${figure(trace.y[trace.y.length - 1])}`) : [];
+  const unit = panel.unit ? ` In ${panel.unit}.` : "";
+  return `${panel.title}. ${panel.about}${unit} ${latest.length ? `Latest: ${latest.join("; ")}.` : traces.length ? "" : "Not recorded."}`.trim();
 }
 
 function uses(panel, changed) {
@@ -210,7 +238,7 @@ function draw(changed) {
     changed = null;
   }
   for (const panel of PANELS) {
-    const traces = TRACES[panel.kind](panel);
+    const traces = [...TRACES[panel.kind](panel), ...bestTraces(panel)];
     const box = element(`panel-${panel.key}`);
     box.hidden = panel.optional && !traces.length;
     if (box.hidden || (changed && !uses(panel, changed))) continue;
@@ -218,42 +246,11 @@ function draw(changed) {
       box.querySelector("h3").textContent = `${panel.title} of ${job.look.has_gpus ? "the GPUs" : "the processors (no GPU here)"}`;
       if (panel.key === "memory" && !job.look.has_gpus) box.querySelector("h3").textContent = "Memory of the ranks (no GPU here)";
     }
-    Plotly.react(box.querySelector(".chart"), traces, layoutOf(panel, traces), { displayModeBar: false, responsive: true });
+    const chart = box.querySelector(".chart");
+    chart.setAttribute("role", "img");
+    chart.setAttribute("aria-label", describe(panel, traces));
+    Plotly.react(chart, traces, layoutOf(panel, traces), { displayModeBar: false, responsive: true });
   }
-}
-
-function drawHeadline() {
-  const { headline, job: row, news } = job.look;
-  document.title = `${row.job_id} · dtrain`;
-  document.documentElement.dataset.state = row.state;
-  element("headline").replaceChildren(...headline.map(({ label, value, note }) => {
-    const figure = make("div", "figure");
-    figure.dataset.label = label;
-    const text = make("span", "note", note);
-    text.title = note;
-    figure.append(make("span", "label", label), make("span", "value", value), text);
-    return figure;
-  }));
-  drawVerdict(job.look.verdict);
-  element("news-section").hidden = !news.length;
-  element("news").replaceChildren(...news.map(({ time, kind, text }) => {
-    const item = make("li", kind);
-    item.append(make("time", "", clock(time)), make("span", "", text));
-    return item;
-  }));
-}
-
-function drawVerdict(verdict) {
-  const box = element("verdict");
-  box.hidden = !verdict;
-  if (!verdict) return;
-  const lines = [...verdict.also.map(text => `also: ${text}`), ...verdict.advice];
-  box.dataset.cause = verdict.cause;
-  box.querySelector("strong").textContent = `${verdict.title}:`;
-  box.querySelector("span").textContent = verdict.evidence;
-  box.querySelector("details").hidden = !lines.length;
-  box.querySelector("summary").textContent = verdict.advice.length ? "what would help" : "also found";
-  box.querySelector("ul").replaceChildren(...lines.map(text => make("li", "", text)));
 }
 
 function build() {
@@ -271,205 +268,4 @@ function build() {
     box.append(make("h3", "", panel.title), about, make("div", "chart"));
     sections.get(panel.section).append(box);
   }
-}
-
-// ---- where the figures come from
-
-function take(answer) {
-  if (answer.token !== job.token) job.tracks = {};
-  for (const [name, { from, rows }] of Object.entries(answer.tracks)) {
-    const known = job.tracks[name] || [];
-    job.tracks[name] = [...known.slice(0, from), ...rows];
-  }
-  const first = answer.token !== job.token;
-  const nothingNew = !first && answer.version === job.version && answer.job.state === job.look.job.state;
-  job.token = answer.token;
-  job.version = answer.version;
-  job.look = answer;
-  drawHeadline();
-  if (!nothingNew) draw(first ? null : Object.keys(answer.tracks));
-}
-
-class Refused extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
-
-// What the server answers, and its tag; null where it is what had the tag that is given.
-async function ask(path, tag) {
-  const response = await fetch(path, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
-  if (response.status === 304) return null;
-  if (!response.ok) throw new Refused(await response.text(), response.status);
-  return { tag: response.headers.get("ETag") || "", body: await response.json() };
-}
-
-function optionOf(row) {
-  const started = row.started_at ? moment(row.started_at) : "not started";
-  const text = [row.job_id, row.state, started, row.model, row.step === null ? "" : `step ${row.step}`];
-  const option = make("option", "", text.filter(Boolean).join(" · "));
-  option.value = row.job_id;
-  return option;
-}
-
-function took(row) {
-  if (row.ended_at === null || row.started_at === null) return "";
-  const seconds = Math.max(0, Math.round(row.seconds ?? row.ended_at - row.started_at));
-  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
-  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
-}
-
-function rowOf(row) {
-  const made = make("tr", "");
-  const link = make("a", "", row.job_id);
-  link.href = `#${encodeURIComponent(row.job_id)}`;
-  const state = make("td", "", row.state);
-  state.dataset.state = row.state;
-  const name = make("td", "");
-  name.append(link);
-  const started = row.started_at ? moment(row.started_at) : "";
-  made.append(name, state, ...[started, took(row), row.model, row.step ?? ""].map(text => make("td", "", text)));
-  if (row.job_id === job.id) made.setAttribute("aria-current", "true");
-  return made;
-}
-
-function drawList() {
-  const { jobs, page, pages, first, total, states, unread } = list.answer;
-  const options = jobs.map(optionOf);
-  if (job.id !== null && !jobs.some(row => row.job_id === job.id)) {
-    const option = make("option", "", job.id);
-    option.value = job.id;
-    options.unshift(option);
-  }
-  if (document.activeElement !== element("jobs")) element("jobs").replaceChildren(...options);
-  element("jobs").value = job.id;
-  const many = number => number.toLocaleString("en");
-  const shown = total ? `${many(first + 1)}–${many(first + jobs.length)} of ${many(total)}` : "no such job";
-  element("count").textContent = unread ? `${shown}; ${many(unread)} not read yet` : shown;
-  element("newer").disabled = page === 0;
-  element("older").disabled = page + 1 >= pages;
-  element("rows").replaceChildren(...jobs.map(rowOf));
-  if (document.activeElement === element("state")) return;
-  const known = { ...(list.state ? { [list.state]: 0 } : {}), ...states };
-  const all = Object.values(states).reduce((sum, count) => sum + count, 0);
-  element("state").replaceChildren(...[["", all], ...Object.entries(known)].map(([name, count]) => {
-    const option = make("option", "", `${name || "any state"} (${many(count)})`);
-    option.value = name;
-    return option;
-  }));
-  element("state").value = list.state;
-}
-
-// Another part of the list.
-function look(change) {
-  Object.assign(list, { page: 0, ...change, tag: "" });
-  update();
-}
-
-function choose(id) {
-  Object.assign(job, { id, token: "", version: 0, tracks: {}, look: null, tag: "" });
-  if (decodeURIComponent(location.hash.slice(1)) !== id) location.hash = encodeURIComponent(id);
-  drawList();
-}
-
-async function pollList() {
-  const wanted = () => new URLSearchParams({ state: list.state, text: list.text, page: list.page }).toString();
-  const asked = wanted();
-  const answer = await ask(`jobs.json?${asked}`, list.tag);
-  if (answer === null || asked !== wanted()) return;
-  list.answer = answer.body;
-  list.page = answer.body.page;
-  list.tag = answer.tag;
-  drawList();
-}
-
-async function pollJob() {
-  const id = job.id;
-  const answer = await ask(`jobs/${encodeURIComponent(id)}.json?since=${job.version}&token=${job.token}`, job.tag);
-  if (answer === null || id !== job.id) return;
-  take(answer.body);
-  job.tag = answer.tag;
-}
-
-async function poll() {
-  await pollList();
-  const { jobs, states, unread } = list.answer;
-  const none = !Object.keys(states).length;
-  const wanted = decodeURIComponent(location.hash.slice(1));
-  element("empty").hidden = !none;
-  element("empty").textContent = unread ? "Jobs are being read…"
-    : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
-  element("panels").hidden = none;
-  if (none) return;
-  const newest = jobs.find(row => row.job_id !== job.gone);
-  if (wanted && wanted !== job.gone) {
-    if (wanted !== job.id) choose(wanted);
-  } else if (newest) choose(newest.job_id);
-  if (job.id === null) return;
-  try {
-    await pollJob();
-    job.gone = null;
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    job.gone = job.id; // it was deleted, or never there: the newest is shown instead
-    const other = jobs.find(row => row.job_id !== job.gone);
-    if (other) {
-      choose(other.job_id);
-      await pollJob();
-    } else throw error;
-  }
-}
-
-let polling = false;
-let again = false; // somebody asked for something else meanwhile
-
-async function update() {
-  again = polling;
-  if (polling) return;
-  polling = true;
-  try {
-    do {
-      again = false;
-      await poll();
-    } while (again);
-    element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
-  } catch (error) {
-    console.error(error);
-    const why = error instanceof Refused ? error.message : "the dashboard's server does not answer";
-    element("note").textContent = `${why}; the figures are old`;
-  } finally {
-    polling = false;
-  }
-}
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  element("theme").textContent = name === "dark" ? "light" : "dark";
-  if (job.look) draw(null);
-}
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
-element("theme").addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
-build();
-setTheme(dark.matches ? "dark" : "light");
-if (saved) {
-  document.querySelector("header label").hidden = element("jobs").hidden = element("all").hidden = true;
-  job.id = saved.job.job_id;
-  element("note").textContent = `${job.id}, as it was ${moment(saved.now)}`;
-  take(saved);
-} else {
-  element("jobs").addEventListener("change", event => { choose(event.target.value); update(); });
-  window.addEventListener("hashchange", update);
-  element("all").addEventListener("click", () => {
-    element("list").hidden = !element("list").hidden;
-    element("all").setAttribute("aria-expanded", String(!element("list").hidden));
-  });
-  element("search").addEventListener("input", event => look({ text: event.target.value.trim() }));
-  element("state").addEventListener("change", event => { event.target.blur(); look({ state: event.target.value }); });
-  element("newer").addEventListener("click", () => look({ page: Math.max(0, list.page - 1) }));
-  element("older").addEventListener("click", () => look({ page: list.page + 1 }));
-  setInterval(() => document.hidden || update(), POLL_MILLISECONDS);
-  update();
 }

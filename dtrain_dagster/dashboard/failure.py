@@ -1,0 +1,119 @@
+"""Why a job has failed or was cancelled, as its page says it first: cause, exit code, last lines. Pure but for the log.
+
+The cluster's message about the end (``status.json``) has a first line with the reason, and below it the last lines of
+the log of the process that failed first, where the cluster can read them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.clusters.exit_policy import describe_exit
+from dtrain_dagster.clusters.presence import find_latest_presences
+from trainer.documents.presences import NodePresence
+from trainer.node.line_log import last_lines
+from trainer.printable import visible
+from trainer.rundir import LOGS, RunDir
+from trainer.secrets.redaction import redact
+
+LAST_LINES = 20
+MOST_CHARACTERS = 4000
+"""The most characters of a reason, and of a line."""
+_BEFORE_LOG = re.compile(r";?\s*(?:the end of its log|it said):\s*$")
+_FIRST = re.compile(r"rank \d+ on node (\d+) failed first")
+_ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The end of a job that did not succeed, in words."""
+
+    title: str
+    """The state and the exit code."""
+    cause: str = ""
+    """The error itself, in one line; "" where none was written."""
+    reason: str = ""
+    """What the cluster says of it."""
+    lines: tuple[str, ...] = ()
+    """The last lines of the log of the process that failed first; none where they cannot be read."""
+    lines_of: str = ""
+    """Whose lines they are."""
+    nodes: str = ""
+    """How the processes of each node ended."""
+    advice: str
+    """How to go on."""
+
+
+def describe_failure(
+    state: str,
+    status: Mapping[str, Any],
+    result: Mapping[str, Any],
+    nodes: Sequence[NodePresence],
+    tail: Mapping[int, str],
+    advice: str,
+) -> Failure | None:
+    """Return the failure of a job; None for a job in another state. ``status``, ``result``: the contents of the files
+    of the last launch, empty without one; ``tail``: the end of the log of each node, as far as it can be read."""
+    if state == "cancelled":  # somebody wanted it: there is nothing to explain
+        return Failure(title=state, advice=_safe(advice))
+    if state != "failed":
+        return None
+    first, _, rest = str(status.get("message") or "").partition("\n")
+    reason, lines = _BEFORE_LOG.sub("", first), rest.splitlines()
+    latest = find_latest_presences(nodes)
+    bad = [node.node_id for node in latest if any(node.exit_codes)]
+    named = _FIRST.search(first)
+    node = int(named[1]) if named else next((each for each in bad if tail.get(each)), None)
+    if not lines and node is not None:
+        lines = tail.get(node, "").splitlines()
+    if not reason:
+        reason = "No process was left to record how it ended" if not result.get("error") else ""
+    lines = [line for line in lines if line.strip()][-LAST_LINES:]
+    if len(lines) > 1 and lines[-1].strip() in lines[-2]:  # the trainer prints its error below the traceback
+        lines.pop()
+    return Failure(
+        title=_title(status, result),
+        cause=_cause(result, lines),
+        reason=_safe(reason),
+        lines=tuple(map(_safe, lines)),
+        lines_of=f"node {node}" if node is not None and lines else "",
+        nodes="; ".join(f"node {node.node_id}: {_ends(node)}" for node in latest if node.exit_codes),
+        advice="" if advice.partition(":")[0] in first else _safe(advice),
+    )
+
+
+def read_failure(rundir: RunDir, state: str, status: Mapping[str, Any], result: Mapping[str, Any], advice: str) -> (
+    Failure | None
+):  # fmt: skip
+    """Return the failure of the job in this run directory; None for a job in another state."""
+    nodes, tail = rundir.nodes(skip_damaged=True), {}
+    if state == "failed" and rundir.storage.is_local:
+        for node in {node.node_id for node in find_latest_presences(nodes) if any(node.exit_codes)}:
+            tail[node] = last_lines(rundir.storage.local_path(f"{LOGS}/node-{node}.log"), LAST_LINES)
+    return describe_failure(state, status, result, nodes, tail, advice)
+
+
+def _title(status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    if result.get("status") == "budget":
+        return "stopped by its budget"
+    code = status.get("exit_code")
+    return f"failed: {describe_exit(code)}" if isinstance(code, int) else "failed"
+
+
+def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
+    if error := str(result.get("error") or "").strip():
+        return _safe(error.splitlines()[0])
+    found = [match[0] for line in lines if (match := _ERROR.match(line.strip()))]
+    return _safe(found[-1]) if found else ""
+
+
+def _ends(node: NodePresence) -> str:
+    codes = sorted(set(node.exit_codes), key=abs, reverse=True)
+    return ", ".join(describe_exit(code) if code else "exit code 0" for code in codes)
+
+
+def _safe(text: str) -> str:
+    return visible(redact(text[:MOST_CHARACTERS]))

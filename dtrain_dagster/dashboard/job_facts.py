@@ -1,0 +1,69 @@
+"""What a job's page says besides its curves: failure, settings, result, checkpoints, links. Read now and then, not
+every second; a file that is damaged takes only its own part of the page away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from dtrain_dagster.clusters.base import OWNER
+from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.dashboard.checkpoints import list_checkpoints
+from dtrain_dagster.dashboard.failure import read_failure
+from dtrain_dagster.dashboard.job_links import Places, links_of
+from dtrain_dagster.dashboard.job_settings import settings_of
+from dtrain_dagster.dashboard.judged_result import result_of
+from dtrain_dagster.dashboard.series import UNREADABLE
+from trainer.printable import visible
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.secrets.redaction import redact
+
+TRACKING = "tracking.json"
+T = TypeVar("T")
+
+
+def read_facts(
+    rundir: RunDir, state: str, saved_at: Mapping[int, float], usd: float | None, places: Places
+) -> dict[str, Any]:
+    """Return the facts of a job in ``state``. ``saved_at``: when each step's checkpoint was saved; ``usd``: what it
+    has cost, None where that is not known. ``damaged`` names the parts that cannot be read, and why."""
+    damaged: list[str] = []
+
+    def read(what: str, part: Callable[[], T]) -> T | None:
+        try:
+            return part()
+        except (*UNREADABLE, OSError, RecursionError) as error:
+            damaged.append(visible(redact(f"{what} cannot be read: {error}")))
+            return None
+
+    def document(name: str) -> Mapping[str, Any]:
+        found = rundir.read_json(name)
+        return found if isinstance(found, Mapping) else {}
+
+    def of_this_launch(name: str) -> Mapping[str, Any]:
+        found, launch = document(name), document(LAUNCH)
+        return found if not launch or found.get("launch") in (None, launch.get("launch")) else {}
+
+    job_id = rundir.uri.rstrip("/").rpartition("/")[2]
+    failure = read(
+        "the end",
+        lambda: read_failure(
+            rundir, state, of_this_launch(STATUS), of_this_launch(RESULT), how_to_go_on(rundir, job_id)
+        ),
+    )
+    settings = read("the settings", lambda: settings_of(redact(document(JOB)), redact(document(LAUNCH))))
+    result = read("the result", lambda: result_of(document(EVALUATION), usd))
+    checkpoints = read("the checkpoints", lambda: list_checkpoints(rundir, saved_at))
+    links = read(
+        "the links",
+        lambda: links_of(places, document(OWNER), document(JOB), document(TRACKING), document(LAUNCH)),
+    )
+    return {
+        "failure": asdict(failure) if failure else None,
+        "settings": [asdict(item) for item in settings or ()],
+        "result": asdict(result) if result else None,
+        "checkpoints": [asdict(item) for item in checkpoints or ()],
+        "links": [asdict(item) for item in links or ()],
+        "damaged": damaged,
+    }

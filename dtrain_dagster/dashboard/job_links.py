@@ -1,0 +1,93 @@
+"""The pages of other programs about a job: its Dagster run, its MLflow run, its page in the cluster's studio.
+
+A run directory may hold anything, so no address is taken from it but one of a service that is known by its name.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+STUDIOS = ("ml.azure.com",)
+_RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """The addresses at which other programs' pages are found, from this orchestrator's own settings."""
+
+    dagster_url: str = ""
+    """Dagster's UI; "" where there is none."""
+    mlflow_url: str = ""
+    """MLflow's pages; "" where there are none."""
+    tracking_uri: str = ""
+    """MLflow's database; only one of SQLite is looked into."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobLink:
+    """A link to another program's page."""
+
+    label: str
+    url: str
+    note: str
+    """What has to run for the page to be there; "" for a service."""
+
+
+def links_of(
+    places: Places,
+    owner: Mapping[str, Any],
+    job: Mapping[str, Any],
+    tracking: Mapping[str, Any],
+    launch: Mapping[str, Any],
+) -> list[JobLink]:
+    """Return the links of a job. ``owner``, ``job``, ``tracking``, ``launch``: the contents of ``owner.json``,
+    ``job.json``, ``tracking.json`` and ``launch.json``, empty where there is none."""
+    found = []
+    tags = (job.get("tracking") or {}).get("tags") or {}
+    run_id = _run_id(owner.get("dagster_run_id") or tags.get("dagster_run_id"))
+    if places.dagster_url and run_id:
+        found.append(
+            JobLink(label="Dagster run", url=f"{places.dagster_url}/runs/{run_id}", note="`dtrain ui` serves it")
+        )
+    run_id = _run_id(tracking.get("mlflow_run_id"))
+    if places.mlflow_url and run_id:
+        experiment = experiment_of(places.tracking_uri, run_id)
+        page = f"/#/experiments/{experiment}/runs/{run_id}" if experiment else "/"
+        note = "`dtrain mlflow` serves it" if places.tracking_uri.startswith("sqlite:") else f"run {run_id}"
+        found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}{page}", note=note))
+    if url := studio_url(launch.get("studio_url")):
+        found.append(JobLink(label="Azure ML studio", url=url, note=""))
+    return found
+
+
+def studio_url(url: Any) -> str:
+    """Return the address where it is one of a studio that is known; "" for any other."""
+    try:
+        parts = urlsplit(str(url or ""))
+        is_known = parts.scheme == "https" and parts.hostname in STUDIOS and parts.netloc == parts.hostname
+    except ValueError:
+        return ""
+    return str(url) if is_known else ""
+
+
+def experiment_of(tracking_uri: str, run_id: str) -> str:
+    """Return the id of the experiment of an MLflow run in a database of SQLite; "" where it is not found there."""
+    path = tracking_uri.removeprefix("sqlite:///")
+    if path == tracking_uri:
+        return ""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=1.0)) as database:
+            row = database.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
+    except sqlite3.Error:
+        return ""
+    return str(row[0]) if row else ""
+
+
+def _run_id(value: Any) -> str:
+    return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else ""

@@ -1,0 +1,160 @@
+"""The page of one job, ``/jobs/<job id>``, and what it asks for: figures, facts, costs, logs, traces, orders."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.dashboard import page
+from dtrain_dagster.dashboard.answers import answer_json, encode, read_number
+from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.log_pages import LogSource
+from dtrain_dagster.dashboard.orders import OrderDesk, OrderRefusedError, judge_order
+from dtrain_dagster.dashboard.profiles import TraceError, TracePictures, list_traces, read_trace
+from dtrain_dagster.support.audit import AuditError
+from dtrain_dagster.web.peer import is_peer_allowed
+
+MOST_TEXT = 200
+NO_LOGS = "the logs of this job are not on this machine: `dtrain logs` asks its cluster for them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobServices:
+    """What a job's page offers beside what its run directory says."""
+
+    places: Places = field(default_factory=Places)
+    logs: LogSource | None = None
+    """None: logs are not shown."""
+    desk: OrderDesk | None = None
+    """None: the page gives no orders."""
+
+
+def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
+    """Return the routes of a job's page."""
+    pictures = TracePictures()
+
+    def of_job(answer: Callable[[Request, OpenJob], Response]) -> Callable[[Request], Response]:
+        """Return an endpoint that answers from an open job, and in words where it cannot."""
+
+        def endpoint(request: Request) -> Response:
+            try:
+                found = board.open(request.path_params["job_id"], time.time())
+                if found is None:
+                    return _refusal("there is no job of that name", 404)
+                return answer(request, found)
+            except FileNotFoundError:
+                return _refusal("there is no such file of this job", 404)
+            except (TraceError, ClusterError) as error:
+                return _refusal(str(error), 500)
+            except CANNOT_READ as error:
+                return _refusal(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
+
+        return endpoint
+
+    def job_page(request: Request) -> Response:
+        return HTMLResponse(page.live_job_page(gives_orders=services.desk is not None))
+
+    def figures(request: Request) -> Response:
+        tag = board.tag(request.path_params["job_id"])  # asked first: what is read afterwards is no older
+        if tag is not None and request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"etag": tag})
+
+        def answer(request: Request, found: OpenJob) -> Response:
+            asked = request.query_params
+            body = encode(found.snapshot(read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
+            return answer_json(request, body, tag if found.settled else None)
+
+        return of_job(answer)(request)
+
+    def facts(request: Request, found: OpenJob) -> Response:
+        return answer_json(request, encode(found.facts(services.places)), None)
+
+    def account(request: Request, found: OpenJob) -> Response:
+        return answer_json(request, encode(asdict(found.account(time.time()))), None)
+
+    def logs(request: Request, found: OpenJob) -> Response:
+        if services.logs is None:
+            return _refusal(NO_LOGS, 404)
+        asked = request.query_params
+        node = read_number(asked["node"]) if asked.get("node") else None
+        text, cursor = asked.get("text", "")[:MOST_TEXT], asked.get("cursor", "")
+        return answer_json(request, encode(asdict(services.logs.page(found.row.job_id, node, text, cursor))), None)
+
+    def traces(request: Request, found: OpenJob) -> Response:
+        return answer_json(request, encode([asdict(item) for item in list_traces(found.rundir)]), None)
+
+    def trace_picture(request: Request, found: OpenJob) -> Response:
+        return answer_json(request, pictures.picture(found.rundir, request.path_params["name"]), None)
+
+    def trace_file(request: Request, found: OpenJob) -> Response:
+        name = request.path_params["name"]
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(read_trace(found.rundir, name), media_type="application/json", headers=headers)
+
+    def orders(request: Request, found: OpenJob) -> Response:
+        if services.desk is None:
+            return _refusal("this dashboard takes no orders", 404)
+        described = services.desk.describe(found.rundir, found.row.job_id, found.row.state)
+        last = described["last"]
+        return answer_json(request, encode(described | {"last": asdict(last) if last else None}), None)
+
+    async def give_order(request: Request) -> Response:
+        desk = services.desk
+        if desk is None:
+            return _refusal("this dashboard takes no orders", 404)
+        if refused := judge_order(
+            request.url.hostname or "", request.headers.get("authorization", ""), desk.token, _is_own_user(request)
+        ):
+            return _refusal(refused, 401 if desk.token is not None else 403)
+        asked = _asked(await request.body())
+
+        def answer(request: Request, found: OpenJob) -> Response:
+            try:
+                state = desk.give(found.rundir, found.row.job_id, found.row.state, str(asked.get("order", "")), asked)
+            except (OrderRefusedError, AuditError) as error:
+                return _refusal(str(error), 409)
+            return Response(encode(asdict(state)), 202, media_type="application/json")
+
+        return await run_in_threadpool(of_job(answer), request)
+
+    return [
+        Route("/jobs/{job_id}.json", figures),
+        Route("/jobs/{job_id}/facts.json", of_job(facts)),
+        Route("/jobs/{job_id}/account.json", of_job(account)),
+        Route("/jobs/{job_id}/logs.json", of_job(logs)),
+        Route("/jobs/{job_id}/traces.json", of_job(traces)),
+        Route("/jobs/{job_id}/traces/{name}/picture.json", of_job(trace_picture)),
+        Route("/jobs/{job_id}/traces/{name}", of_job(trace_file)),
+        Route("/jobs/{job_id}/orders.json", of_job(orders)),
+        Route("/jobs/{job_id}/orders", give_order, methods=["POST"]),
+        Route("/jobs/{job_id}", job_page),
+    ]
+
+
+def _refusal(words: str, status: int) -> Response:
+    return PlainTextResponse(words.encode(errors="replace"), status)
+
+
+def _asked(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_own_user(request: Request) -> bool:
+    client, server = request.scope.get("client"), request.scope.get("server")
+    if not client or not server:
+        return False
+    return is_peer_allowed((client[0], client[1]), (server[0], server[1]), frozenset())

@@ -1,0 +1,183 @@
+"""Orders that a job's page gives: cancel, resume, trace. Each is the command of `dtrain` that a shell would give, run
+as a process of its own, which outlives the dashboard.
+
+Who may give orders is decided by `judge_order`. The guard (`dtrain_dagster.web.guard`) has refused other websites'
+requests before.
+"""
+
+from __future__ import annotations
+
+import hmac
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.dashboard.job_row import DAMAGED
+from dtrain_dagster.jobs.orders import FOLDER
+from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.web.guard import LOOPBACK
+from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, parse_job
+from trainer.printable import visible
+from trainer.rundir import LAUNCH, RunDir
+from trainer.secrets.redaction import redact
+
+CANCEL, RESUME, TRACE = "cancel", "resume", "trace"
+MOST_RANK = 100_000
+MOST_SAID = 2000
+"""The most characters of what a command has said that are kept: its end."""
+MOST_AT_ONCE = 8
+_DTRAIN = "from dtrain_dagster.cli.main import main; main(prog_name='dtrain')"
+
+
+class OrderRefusedError(ValueError):
+    """An order that is not given. The message says why, and what to do instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderState:
+    """The last order that was given for a job."""
+
+    order: str
+    command: str
+    """The command as a shell would give it."""
+    since: float
+    ended_at: float | None = None
+    code: int | None = None
+    """The exit code of the command; None while it runs."""
+    said: str = ""
+    """The end of what it has printed."""
+
+
+def judge_order(host: str, authorization: str, token: str | None, is_own_user: bool) -> str:
+    """Return why a browser may not give orders; "" where it may. Pure. ``host``: the name in the request's ``Host``;
+    ``token``: the one that is asked for, None for none; ``is_own_user``: whether the kernel says that the other end
+    belongs to the user of this process."""
+    if token is not None:
+        given = authorization.removeprefix("Bearer ").strip()
+        return "" if hmac.compare_digest(given.encode(), token.encode()) else "the token is missing, or another one"
+    if host not in LOOPBACK:
+        return "orders are taken at 127.0.0.1 only, unless the dashboard is started with --token env:NAME"
+    return "" if is_own_user else "orders are taken from the user who runs the dashboard only"
+
+
+def allowed_orders(state: str, is_ordered_here: bool, is_of_script: bool) -> dict[str, str]:
+    """Return each order with the reason why it cannot be given to a job in ``state``, "" where it can. Pure.
+    ``is_ordered_here``: whether this home has the order of the job (`dtrain_dagster.jobs.orders`)."""
+    runs = state in ("running", "queued")
+    not_running = "" if runs else "it does not run"
+    resume = ""
+    if runs:
+        resume = "it runs"
+    elif state == DAMAGED:
+        resume = "its run directory is damaged"
+    elif state == "succeeded":
+        resume = "it has succeeded"
+    elif is_of_script:
+        resume = "a script trains it: run `dtrain train --script` again with the same --name"
+    elif not is_ordered_here:
+        resume = "it was not ordered from this home: run `dtrain train` there, with the same --name"
+    return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it does not train now"}
+
+
+def order_command(
+    order: str, job_id: str, home: Path, launch: Mapping[str, Any], asked: Mapping[str, Any]
+) -> list[str]:
+    """Return the arguments of `dtrain` for an order. ``launch``: the ``launch.json`` of the job; ``asked``: ``steps``
+    and ``rank`` of a trace. Raise `OrderRefusedError` for an order or a value that cannot be used."""
+    if not JOB_ID.fullmatch(job_id):
+        raise OrderRefusedError("there is no job of that name")
+    if order == CANCEL:
+        return ["cancel", job_id]
+    if order == TRACE:
+        steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
+        rank = _whole(asked.get("rank", 0), "rank", 0, MOST_RANK)
+        return ["profile", job_id, "--steps", str(steps), "--rank", str(rank)]
+    if order == RESUME:
+        return _resume(job_id, home, launch)
+    raise OrderRefusedError(f"there is no order {order[:40]!r}: give cancel, resume or trace")
+
+
+def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
+    """The nodes are as many as were ordered: a run directory, which nodes write, must not raise their number."""
+    path = home / FOLDER / f"{job_id}.json"
+    try:
+        ranks = parse_job(path.read_text(), source=str(path), is_stored=True).training.world_size
+    except (ConfigError, OSError) as error:
+        raise OrderRefusedError(f"the order of job {job_id} cannot be read: {error}") from None
+    each = launch.get("processes_per_node")
+    each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
+    sized = ["--nodes", str(ranks // each), "--procs-per-node", str(each)]
+    return ["train", "--config", str(path), "--name", job_id, *sized, "--detach"]
+
+
+def _whole(value: Any, name: str, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise OrderRefusedError(f"{name} = {str(value)[:40]}: give a whole number from {least} to {most}")
+    return value
+
+
+class OrderDesk:
+    """Takes orders for the jobs of a home, one at a time for each job."""
+
+    def __init__(self, home: Path, token: str | None = None) -> None:
+        """``token``: what a browser has to give with an order; None for none."""
+        self.home, self.token = home, token
+        self._states: dict[str, OrderState] = {}
+        self._lock = threading.Lock()
+
+    def describe(self, rundir: RunDir, job_id: str, state: str) -> dict[str, Any]:
+        """Return what the page needs for its buttons: which orders can be given, and the last one."""
+        found = allowed_orders(state, (self.home / FOLDER / f"{job_id}.json").exists(), _is_of_script(rundir))
+        return {"allowed": found, "asks_token": self.token is not None, "last": self._states.get(job_id)}
+
+    def give(self, rundir: RunDir, job_id: str, state: str, order: str, asked: Mapping[str, Any]) -> OrderState:
+        """Start the command of an order, and return its state. Raise `OrderRefusedError` where it cannot be given, or
+        where another order of this job is under way; `AuditError` where it cannot be recorded."""
+        if refused := self.describe(rundir, job_id, state)["allowed"].get(order):
+            raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
+        arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
+        made = OrderState(order=order, command=shlex.join(["dtrain", *arguments]), since=time.time())
+        with self._lock:
+            under_way = [name for name, known in self._states.items() if known.code is None]
+            if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
+                which = self._states[job_id].order if job_id in under_way else f"{len(under_way)} orders"
+                raise OrderRefusedError(f"{which} is still under way: wait until it is done")
+            self._states[job_id] = made
+        try:
+            with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _DTRAIN, *arguments],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+        except Exception:
+            with self._lock:
+                del self._states[job_id]
+            raise
+        threading.Thread(target=self._follow, args=(job_id, made, process), name="order", daemon=True).start()
+        return made
+
+    def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes]) -> None:
+        said = b""
+        assert process.stdout is not None
+        for line in process.stdout:
+            said = (said + line)[-4 * MOST_SAID :]
+        text = redact(said.decode(errors="replace").strip())[-MOST_SAID:]
+        ended = replace(
+            made, ended_at=time.time(), code=process.wait(), said=visible(text.removeprefix("Error: "), keep_lines=True)
+        )
+        with self._lock:
+            self._states[job_id] = ended
+
+
+def _is_of_script(rundir: RunDir) -> bool:
+    try:
+        return rundir.read_job().is_of_script
+    except (ConfigError, OSError, ValueError):
+        return False

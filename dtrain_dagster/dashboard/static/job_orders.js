@@ -1,0 +1,124 @@
+// Orders: cancel, resume, trace. The server says which can be given; a token, where it asks for one, is kept in this
+// page only, as long as it is open.
+"use strict";
+
+const orders = { token: "", asksToken: false, allowed: {}, last: null };
+const ORDERS = {
+  cancel: {
+    button: "Cancel…", title: "Cancel this job?", does: "Cancel the job",
+    text: "Every process is asked to save a checkpoint and to stop. What was paid is paid; Resume goes on from the checkpoint.",
+  },
+  resume: {
+    button: "Resume…", title: "Resume this job?", does: "Resume the job",
+    text: "It goes on from its latest checkpoint, on as many nodes as were ordered. They cost what they cost before.",
+  },
+  trace: { button: "Trace now", does: "Trace" },
+};
+
+function buildOrders() {
+  if (!PAGE.orders) return;
+  element("orders").hidden = false;
+  for (const order of ["resume", "cancel"]) {
+    const button = make("button", order === "cancel" ? "danger" : "", ORDERS[order].button);
+    button.type = "button";
+    button.id = `order-${order}`;
+    button.hidden = true;
+    button.addEventListener("click", () => confirmOrder(order, {}));
+    element("orders").append(button);
+  }
+  const form = make("form", "bar");
+  const field = (name, value, least, most) => {
+    const label = make("label", "", `${name} `);
+    const input = make("input");
+    Object.assign(input, { type: "number", id: `trace-${name}`, min: least, max: most, value, required: true });
+    label.append(input);
+    return label;
+  };
+  const button = make("button", "", ORDERS.trace.button);
+  button.id = "order-trace";
+  form.append(field("steps", 5, 1, 50), field("rank", 0, 0, 100000), button, make("span", "quiet", "The next steps of this rank are traced; they are slower than others."));
+  form.addEventListener("submit", event => {
+    event.preventDefault();
+    const asked = { steps: Number(element("trace-steps").value), rank: Number(element("trace-rank").value) };
+    if (orders.asksToken && !orders.token) confirmOrder("trace", asked);
+    else giveOrder("trace", asked);
+  });
+  element("trace-ask").append(form);
+}
+
+function confirmOrder(order, asked) {
+  const dialog = make("dialog");
+  const words = ORDERS[order];
+  const title = make("h2", "", words.title || words.does);
+  title.id = "dialog-title";
+  dialog.setAttribute("aria-labelledby", "dialog-title");
+  dialog.append(title, make("p", "name", job.id), make("p", "", words.text || ""));
+  const token = make("input");
+  if (orders.asksToken) {
+    const label = make("label", "", "token ");
+    Object.assign(token, { type: "password", value: orders.token, autocomplete: "off" });
+    label.append(token);
+    dialog.append(label);
+  }
+  const bar = make("div", "bar");
+  const no = make("button", "", "Leave it");
+  const yes = make("button", order === "cancel" ? "danger" : "", words.does);
+  no.type = yes.type = "button";
+  no.addEventListener("click", () => dialog.close());
+  yes.addEventListener("click", () => {
+    orders.token = token.value;
+    dialog.close();
+    giveOrder(order, asked);
+  });
+  dialog.addEventListener("close", () => dialog.remove());
+  bar.append(no, yes);
+  dialog.append(bar);
+  document.body.append(dialog);
+  dialog.showModal();
+  (orders.asksToken && !orders.token ? token : no).focus();
+}
+
+function tellOrder(text, command) {
+  const box = element("order");
+  box.hidden = !text;
+  box.replaceChildren(make("span", "", text));
+  if (command) box.append("\n", make("code", "", command));
+}
+
+async function giveOrder(order, asked) {
+  tellOrder(`${ORDERS[order].does}: asked…`);
+  const headers = { "Content-Type": "application/json", ...(orders.token ? { Authorization: `Bearer ${orders.token}` } : {}) };
+  try {
+    const response = await fetch(`${encodeURIComponent(job.id)}/orders`, { method: "POST", headers, body: JSON.stringify({ order, ...asked }) });
+    if (!response.ok) {
+      if (response.status === 401) orders.token = "";
+      tellOrder(`${ORDERS[order].does}: ${(await response.text()).trim()}.`);
+      return;
+    }
+    orders.mine = true;
+    await pollOrders();
+  } catch {
+    tellOrder("The dashboard's server does not answer.");
+  }
+}
+
+async function pollOrders() {
+  if (!PAGE.orders) return;
+  const { body } = await ask(`${encodeURIComponent(job.id)}/orders.json`);
+  Object.assign(orders, { allowed: body.allowed, asksToken: body.asks_token });
+  const busy = body.last !== null && body.last.code === null;
+  for (const [order, reason] of Object.entries(body.allowed)) {
+    const button = element(`order-${order}`);
+    button.disabled = busy || Boolean(reason);
+    button.title = reason;
+    if (order !== "trace") button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
+  }
+  const before = orders.last;
+  orders.last = body.last;
+  if (!body.last || JSON.stringify(body.last) === JSON.stringify(before)) return;
+  if (before === null && !busy && !orders.mine) return; // of before this page was opened
+  const what = ORDERS[body.last.order].does;
+  if (busy) tellOrder(`${what}: under way since ${clock(body.last.since)}.`, body.last.command);
+  else if (body.last.order === "trace" && !body.last.code) tellOrder(""); // it is drawn below
+  else tellOrder(`${what}: ${body.last.code ? `refused or failed (exit code ${body.last.code}).` : "done."}${body.last.said ? `\n${body.last.said}` : ""}`, body.last.command);
+}

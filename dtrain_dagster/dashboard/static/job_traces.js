@@ -1,0 +1,158 @@
+// Traces of steps: asked for while a job trains, then drawn as a flame graph or in order of time, with a table of the
+// operations that take the time.
+"use strict";
+
+const traces = { name: "", view: "flame", shown: false, picture: null, known: "" };
+const VIEWS = { flame: "flame graph", time: "in order of time" };
+
+function buildTraces() {
+  const part = element("part-traces");
+  const bar = make("div", "bar");
+  const label = make("label", "", "trace ");
+  const select = make("select");
+  select.id = "trace-name";
+  label.append(select);
+  const views = make("span");
+  views.setAttribute("role", "group");
+  views.setAttribute("aria-label", "view");
+  for (const [view, text] of Object.entries(VIEWS)) {
+    const button = make("button", "", text);
+    button.type = "button";
+    button.id = `view-${view}`;
+    button.addEventListener("click", () => {
+      traces.view = view;
+      setPlace({ view });
+      drawTrace();
+    });
+    views.append(button, " ");
+  }
+  const file = make("a", "", "the file, for Perfetto");
+  file.id = "trace-file";
+  bar.append(label, views, file);
+  const note = make("p", "quiet");
+  note.id = "trace-note";
+  note.setAttribute("role", "status");
+  const chart = make("div", "flame");
+  chart.id = "trace-chart";
+  const heavy = make("div");
+  heavy.id = "trace-table";
+  const form = make("div");
+  form.id = "trace-ask";
+  part.append(card(form, bar, note, chart, heavy));
+  select.addEventListener("change", () => {
+    traces.name = select.value;
+    setPlace({ trace: traces.name });
+    loadTrace();
+  });
+  document.addEventListener("themechange", () => traces.picture && traces.shown && drawTrace());
+}
+
+const traceWords = ({ rank, step }) => `rank ${rank}, until step ${step.toLocaleString("en")}`;
+
+async function pollTraces() {
+  if (!traces.shown) return;
+  const { body } = await ask(`${encodeURIComponent(job.id)}/traces.json`);
+  const known = JSON.stringify(body);
+  if (known === traces.known) return;
+  const had = traces.known;
+  traces.known = known;
+  const select = element("trace-name");
+  select.replaceChildren(...body.map(trace => {
+    const option = make("option", "", traceWords(trace));
+    option.value = trace.name;
+    return option;
+  }));
+  const isThere = body.some(trace => trace.name === traces.name);
+  if (!isThere || had) traces.name = body.length ? body[0].name : ""; // a new one is what was waited for
+  select.value = traces.name;
+  for (const id of ["trace-name", "view-flame", "view-time", "trace-file"]) {
+    (id === "trace-name" ? select.parentElement : element(id)).hidden = !body.length;
+  }
+  if (body.length) await loadTrace();
+  else element("trace-note").textContent = "There is no trace yet. A trace of a few steps says which operations take the time; it is made while the job trains.";
+}
+
+async function loadTrace() {
+  const name = traces.name;
+  const place = `${encodeURIComponent(job.id)}/traces/${encodeURIComponent(name)}`;
+  element("trace-file").href = place;
+  element("trace-note").textContent = "The trace is being read…";
+  traces.picture = null;
+  element("trace-chart").hidden = true;
+  element("trace-table").replaceChildren();
+  try {
+    const { body } = await ask(`${place}/picture.json`);
+    if (name !== traces.name) return;
+    traces.picture = body;
+    element("trace-chart").hidden = false;
+    drawTrace();
+  } catch (error) {
+    element("trace-note").textContent = error instanceof Refused ? error.message : "the dashboard's server does not answer";
+  }
+}
+
+function colourOf(name) {
+  let sum = 0;
+  for (const letter of name) sum = (sum * 31 + letter.codePointAt(0)) % 9973;
+  return COLOURS[theme()][sum % 7];
+}
+
+const milliseconds = value => value >= 100 ? `${value.toFixed(0)} ms` : `${value.toPrecision(3)} ms`;
+
+function flameTrace({ frames }) {
+  const whole = frames[0].milliseconds || 1;
+  return [{
+    type: "icicle", ids: frames.map(frame => String(frame.id)), parents: frames.map(frame => frame.parent === null ? "" : String(frame.parent)),
+    labels: frames.map(frame => escaped(frame.name)), values: frames.map(frame => frame.milliseconds), branchvalues: "total", sort: true,
+    tiling: { orientation: "v", pad: 1 }, pathbar: { visible: true, thickness: 22 }, maxdepth: 14,
+    marker: { colors: frames.map(frame => frame.id === 0 ? css("--border") : colourOf(frame.name)), line: { width: 0 } },
+    customdata: frames.map(frame => [milliseconds(frame.milliseconds), `${(100 * frame.milliseconds / whole).toFixed(1)} %`, frame.calls ? `, ${frame.calls.toLocaleString("en")} calls` : ""]),
+    hovertemplate: "%{label}<br>%{customdata[0]}, %{customdata[1]} of all%{customdata[2]}<extra></extra>", textinfo: "label", leaf: { opacity: 1 },
+  }];
+}
+
+function timeTrace({ bars, threads }) {
+  const depths = threads.map((_, at) => 1 + Math.max(0, ...bars.filter(bar => bar.thread === at).map(bar => bar.depth)));
+  const starts = depths.map((_, at) => depths.slice(0, at).reduce((sum, depth) => sum + depth + 1, 0));
+  return [[{
+    type: "bar", orientation: "h", base: bars.map(bar => bar.start), x: bars.map(bar => bar.milliseconds), width: 0.9,
+    y: bars.map(bar => starts[bar.thread] + bar.depth), marker: { color: bars.map(bar => colourOf(bar.name)), line: { width: 0 } },
+    customdata: bars.map(bar => [escaped(bar.name), milliseconds(bar.milliseconds)]), showlegend: false,
+    hovertemplate: "%{customdata[0]}<br>%{customdata[1]} from %{base:.2f} ms on<extra></extra>",
+  }], { tickvals: starts, ticktext: threads.map(escaped) }];
+}
+
+function drawTrace() {
+  const picture = traces.picture;
+  const chart = element("trace-chart");
+  for (const view of Object.keys(VIEWS)) element(`view-${view}`).setAttribute("aria-pressed", String(view === traces.view));
+  if (!picture) return;
+  const layout = {
+    autosize: true, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 8, t: 8, b: 8 },
+    font: { family: "inherit", size: 12, color: css("--ink") }, hovermode: "closest", uirevision: `${traces.name} ${traces.view}`,
+    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
+  };
+  let drawn = null;
+  if (traces.view === "time") {
+    const [made, ticks] = timeTrace(picture);
+    drawn = made;
+    const axis = { gridcolor: css("--grid"), zeroline: false, automargin: true };
+    layout.xaxis = { ...axis, title: { text: "ms" } };
+    layout.yaxis = { ...axis, ...ticks, autorange: "reversed", showgrid: false };
+    layout.dragmode = "zoom";
+  } else {
+    drawn = flameTrace(picture);
+    layout.uniformtext = { minsize: 11, mode: "hide" };
+  }
+  Plotly.react(chart, drawn, layout, { displayModeBar: false, responsive: true });
+  chart.setAttribute("role", "img");
+  const first = picture.top[0];
+  chart.setAttribute("aria-label", `${VIEWS[traces.view]} of the trace; most time of its own: ${first.name}, ${milliseconds(first.milliseconds)}. The table below has the heaviest operations.`);
+  const hint = traces.view === "flame" ? "A frame is as wide as its time; below it is what it called. A click opens a frame, the bar on top leads back."
+    : "Drag to zoom in, double-click to see all.";
+  element("trace-note").textContent = picture.left_out && traces.view === "time" ? `${hint} ${picture.left_out.toLocaleString("en")} shorter operations are not drawn.` : hint;
+  const number = text => ({ text, className: "number" });
+  element("trace-table").replaceChildren(make("h3", "", "Operations with the most time of their own"), table("heaviest operations",
+    ["operation", number("own time"), number("share"), number("calls")],
+    picture.top.map(row => [{ text: row.name, className: "value" }, number(milliseconds(row.milliseconds)), number(`${(100 * row.share).toFixed(1)} %`), number(row.calls.toLocaleString("en"))])));
+}

@@ -1,0 +1,115 @@
+"""Where a training was best on its validation split, and whether it overfits since. Pure.
+
+One function decides for the live page, the saved page and the pictures of the report, so that they never differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+OVERFIT_SHARE, RECOVERED_SHARE = 0.10, 0.05
+"""The part of what the validation loss had gained by which it must have risen again for a training to overfit, and
+below which it must fall to overfit no more: a curve at the limit does not change the verdict with every evaluation."""
+LOOKS = 2
+"""Evaluations since the best one from which a rise is believed; their mean counts."""
+
+
+class LearningState(StrEnum):
+    """What the validation loss does."""
+
+    UNKNOWN = "unknown"
+    """Fewer than two evaluations."""
+    IMPROVING = "improving"
+    """The latest evaluation is the best."""
+    STALLED = "stalled"
+    """It has not become better since the best one, and not clearly worse either."""
+    OVERFITTING = "overfitting"
+    """It has clearly risen since the best one, while the training loss has fallen."""
+    WORSENING = "worsening"
+    """It has clearly risen, and so has the training loss: the steps are too large, or the data has changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One look at the validation split."""
+
+    step: int
+    loss: float
+    epoch: int = 0
+    """Counted from 1 as people do; 0: not known."""
+    training_loss: float | None = None
+    """The mean of the training loss since the evaluation before; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """The verdict on a curve of validation losses."""
+
+    state: LearningState
+    best: Evaluation
+    since: int
+    """The number of evaluations after the best one."""
+    words: str
+    """One or two sentences for people."""
+
+
+def judge_learning(evaluations: Sequence[Evaluation]) -> Learning | None:
+    """Return the verdict on evaluations in order of steps; None where there is none. It is that of every look so far,
+    one after the other, since a verdict that stands is harder to change than one that is new."""
+    known = [item for item in evaluations if math.isfinite(item.loss)]
+    if not known:
+        return None
+    state, best = LearningState.UNKNOWN, 0
+    for latest in range(1, len(known)):
+        best = latest if known[latest].loss < known[best].loss else best
+        state = _next_state(state, known[0], known[best], known[best + 1 : latest + 1])
+    later = known[best + 1 :]
+    return Learning(state=state, best=known[best], since=len(later), words=_words(state, known[best], later))
+
+
+def _next_state(
+    before: LearningState, first: Evaluation, best: Evaluation, later: Sequence[Evaluation]
+) -> LearningState:
+    if not later:
+        return LearningState.IMPROVING
+    is_risen = before in (LearningState.OVERFITTING, LearningState.WORSENING)
+    limit = (RECOVERED_SHARE if is_risen else OVERFIT_SHARE) * (first.loss - best.loss)
+    rise = sum(item.loss for item in later[-LOOKS:]) / len(later[-LOOKS:]) - best.loss
+    if len(later) < LOOKS or not rise > limit:
+        return LearningState.STALLED
+    then, now = best.training_loss, later[-1].training_loss
+    return LearningState.WORSENING if then is not None and now is not None and now > then else LearningState.OVERFITTING
+
+
+def _words(state: LearningState, best: Evaluation, later: Sequence[Evaluation]) -> str:
+    where = f"step {best.step:,}" + (f", epoch {best.epoch}" if best.epoch else "")
+    at = f"The validation loss is lowest at {where}: {best.loss:.4f}."
+    if state in (LearningState.UNKNOWN, LearningState.IMPROVING):
+        return at if state is LearningState.UNKNOWN else f"{at} It still falls."
+    looks = "the evaluation" if len(later) == 1 else f"the {len(later)} evaluations"
+    rise = f"{later[-1].loss - best.loss:.4f}"
+    if state is LearningState.STALLED:
+        return f"{at} In {looks} since it was not lower; the latest is {rise} above it."
+    kept = "The model is taken from the best step, so that later ones only cost time."
+    if state is LearningState.WORSENING:
+        return f"{at} It has risen by {rise} since, and the training loss has risen as well: lower the learning rate."
+    return f"Overfitting: {at[0].lower()}{at[1:]} It has risen by {rise} since, while the training loss fell. {kept}"
+
+
+def evaluations_of(rows: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
+    """Return the evaluations of the validation split among the rows of events, in order of steps, without losses that
+    are no numbers."""
+    found = [
+        Evaluation(step=int(row["step"]), loss=float(row["loss"]))
+        for row in rows
+        if row.get("split") == "valid" and row.get("step") is not None and _is_finite(row.get("loss"))
+    ]
+    return sorted(found, key=lambda item: item.step)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,260 @@
+"""What a job's page says besides curves: why it failed, its settings, result, costs, checkpoints and links."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from told_events import HOSTILE, START, event, told, write_run
+
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.dashboard.failure import describe_failure
+from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
+from dtrain_dagster.dashboard.job_settings import settings_of
+from dtrain_dagster.dashboard.judged_result import MODEL, result_of
+from dtrain_dagster.reports.performance import summarise_performance
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.documents.presences import NodePresence
+from trainer.rundir import RunDir
+from trainer.secrets.redaction import redact
+
+MESSAGE = (
+    "rank 1 on node 1 failed first (exit code 1); the end of its log:\n"
+    '  File "/app/model.py", line 3, in forward\n\n'
+    "torch.cuda.OutOfMemoryError: out of memory, token=PLANTEDPLANTED\n"
+)
+
+
+def opened(jobs: Path, job_id: str) -> OpenJob:
+    job = JobBoard(str(jobs), "dedicated").open(job_id, time.time())
+    assert job is not None
+    return job
+
+
+# ---- the failure
+
+
+def test_a_failure_begins_with_its_cause_and_exit_code() -> None:
+    nodes = [
+        NodePresence(node_id=0, launch=1, started_at=START, ended_at=START + 9, exit_codes=(143,)),
+        NodePresence(node_id=1, launch=1, started_at=START, ended_at=START + 9, exit_codes=(1, 0)),
+    ]
+    found = describe_failure("failed", {"message": MESSAGE, "exit_code": 1}, {}, nodes, {}, "There is a checkpoint: go")
+    assert found is not None
+    assert found.title == "failed: exit code 1"
+    assert found.cause == "torch.cuda.OutOfMemoryError: out of memory, token=[secret]"
+    assert found.reason == "rank 1 on node 1 failed first (exit code 1)"
+    assert (len(found.lines), found.lines_of) == (2, "node 1")
+    assert "PLANTED" not in json.dumps(found.lines)
+    assert found.nodes == "node 0: exit code 143, stopped by SIGTERM; node 1: exit code 1, exit code 0"
+    assert found.advice == "There is a checkpoint: go"
+
+
+def test_the_trainers_own_word_comes_before_what_is_guessed_from_the_log() -> None:
+    result = {"status": "failed", "error": "NonFiniteError: the loss is not finite\nmore"}
+    found = describe_failure("failed", {"message": MESSAGE, "exit_code": 1}, result, [], {}, "")
+    assert found is not None
+    assert found.cause == "NonFiniteError: the loss is not finite"
+
+
+def test_a_failure_that_nobody_recorded_shows_the_end_of_a_log() -> None:
+    nodes = [NodePresence(node_id=2, launch=1, started_at=START, ended_at=START + 9, exit_codes=(-9,))]
+    found = describe_failure("failed", {}, {}, nodes, {2: f"x\n{HOSTILE}\x1b[2J\n"}, "")
+    assert found is not None
+    assert found.reason == "No process was left to record how it ended"
+    assert found.lines == ("x", f"{HOSTILE}\\x1b[2J"), "the page shows text, never HTML"
+    assert found.nodes == "node 2: killed by SIGKILL"
+
+
+def test_a_cancelled_job_explains_nothing_and_a_finished_one_has_no_failure() -> None:
+    found = describe_failure("cancelled", {"message": "cancelled", "exit_code": 143}, {}, [], {}, "go on so")
+    assert found is not None
+    assert (found.title, found.reason, found.lines, found.advice) == ("cancelled", "", (), "go on so")
+    assert describe_failure("succeeded", {}, {}, [], {}, "") is None
+    assert describe_failure("running", {}, {}, [], {}, "") is None
+    budget = describe_failure("failed", {"message": "spent", "exit_code": 7}, {"status": "budget"}, [], {}, "")
+    assert budget is not None
+    assert budget.title == "stopped by its budget"
+
+
+# ---- settings
+
+
+def test_settings_that_differ_from_the_defaults_come_first_and_secrets_never() -> None:
+    training = DistributedTrainingConfig(epochs=40, learning_rate=0.5)
+    job = JobConfig(
+        job_id="a", run_dir="/x", dataset=DatasetRef(uri="d", args={"api_key": "PLANTED1"}), training=training
+    )
+    document = json.loads(job.to_json())
+    document["dataset"]["uri"] = "https://robot:PLANTED2@example.org/d"
+    found = settings_of(redact(document), {"engine": "slurm", "node_count": 4, "sku": "a100"})
+    given = {item.name: (item.value, item.default) for item in found if item.is_given}
+    assert given["training.epochs"] == ("40", "6")
+    assert given["training.learning_rate"] == ("0.5", "0.002")
+    assert given["nodes"] == ("4", None)
+    assert given["model.factory"] == ("tcn", None)
+    assert [item.is_given for item in found] == sorted((item.is_given for item in found), reverse=True)
+    others = {item.name: item.value for item in found if not item.is_given}
+    assert others["training.clip_norm"] == "1.0"
+    assert others["training.max_steps"] == "none"
+    assert "PLANTED" not in str(found)
+
+
+# ---- result
+
+
+def test_the_model_stands_among_its_baselines_the_best_first() -> None:
+    evaluation = {
+        "model": {"nll": -1.9, "loss": -1.9, "coverage_90": 0.9},
+        "baselines": {
+            "ridge": {"nll": -2.0, "coverage_90": 0.8, "model_gain_nll": -0.1, "model_gain_t": -3.0},
+            "constant": {"nll": -1.0, "coverage_90": 0.7, "model_gain_nll": 0.9, "model_gain_t": 9.0},
+            "drift": {"mse_to_zero": 0.99},
+        },
+        "gate": {"passed": False, "reasons": ["it is worse than ridge"]},
+        "notes": ["a note"],
+    }
+    found = result_of(evaluation, 2.0)
+    assert found is not None
+    assert [row.name for row in found.rows] == ["ridge", MODEL, "constant"], "drift has none of these figures"
+    assert [name for name, _ in found.columns] == ["NLL", "90 % coverage"], "the loss is the NLL by another name"
+    assert [row.is_best for row in found.rows] == [(True, False), (False, False), (False, False)]
+    assert found.rows[2].gain == "+0.9000 nats, t = +9.0"
+    assert (found.is_passed, "not passed" in found.verdict, "worse than ridge" in found.verdict) == (False, True, True)
+    assert found.notes[0].startswith("Worth its cost? Over ridge: no gain (−0.1000 nats")
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        ({"accuracy": 0.5, "log_loss": 0.7}, "log loss"),
+        ({"perplexity": 9.0, "loss": 2.2, "bits_per_byte": 3.2}, "perplexity"),
+        ({"loss": 2.0}, "loss"),
+    ],
+)
+def test_every_kind_of_task_has_a_table(model: dict[str, float], first: str) -> None:
+    found = result_of({"model": model, "baselines": {}}, None)
+    assert found is not None
+    assert found.columns[0][0] == first
+    assert found.is_passed is None
+    assert result_of({}, None) is None
+
+
+# ---- links
+
+
+def test_a_run_directory_cannot_lead_the_reader_elsewhere() -> None:
+    studio = "https://ml.azure.com/runs/x?wsid=/subscriptions/1"
+    assert studio_url(studio) == studio
+    for strange in (
+        "javascript:alert(1)", "https://ml.azure.com.evil.example/", "https://u:p@ml.azure.com/", "http://ml.azure.com/",
+        "https://ml.azure.com:444/", "//ml.azure.com/", "https://[", None, 7,
+    ):  # fmt: skip
+        assert studio_url(strange) == "", strange
+    places = Places(dagster_url="http://127.0.0.1:3000", mlflow_url="http://127.0.0.1:5000")
+    hostile = {"dagster_run_id": "../../x?y=<script>"}
+    assert links_of(places, hostile, {"tracking": {"tags": {}}}, {"mlflow_run_id": "../a"}, {"studio_url": "x"}) == []
+
+
+def test_the_pages_of_other_programs_are_named_exactly(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "mlflow.db")
+    database.execute("CREATE TABLE runs (run_uuid TEXT, experiment_id INTEGER)")
+    database.execute("INSERT INTO runs VALUES ('4f8cc1451615405e9b796dd5823459c1', 12)")
+    database.commit()
+    places = Places(
+        dagster_url="http://127.0.0.1:3000", mlflow_url="http://127.0.0.1:5000",
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+    )  # fmt: skip
+    run = "b41d1ccc-7629-4b3c-86dc-27b31d506b42"
+    job = {"tracking": {"tags": {"dagster_run_id": run}}}
+    found = links_of(places, {}, job, {"mlflow_run_id": "4f8cc1451615405e9b796dd5823459c1"}, {})
+    assert [link.url for link in found] == [
+        f"http://127.0.0.1:3000/runs/{run}",
+        "http://127.0.0.1:5000/#/experiments/12/runs/4f8cc1451615405e9b796dd5823459c1",
+    ]
+    unknown = links_of(places, {}, {}, {"mlflow_run_id": "0" * 32}, {})
+    assert [link.url for link in unknown] == ["http://127.0.0.1:5000/"]
+
+
+# ---- the page's account, and the verdict
+
+
+def test_the_page_of_a_finished_job_and_its_report_have_one_verdict(tmp_path: Path) -> None:
+    """The report judges the whole training; the latest steps, which a live page looks at, were another matter."""
+    events = told(60, slow=1) + told(25, slow=2, first=60)
+    rundir = write_run(tmp_path, "done", events, state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    job = opened(tmp_path, "done")
+    live = job.dashboard.verdict({})
+    assert live is not None
+    assert live["title"].startswith("slow input on rank 2")
+    snapshot = job.snapshot(0, "", time.time())
+    usage = [*CostTracker("", [], "dedicated").nodes]
+    report = summarise_performance(list(rundir.events()), {}, 3, usage)
+    assert report.diagnosis.node_id == 1
+    assert snapshot["verdict"]["title"].startswith(report.diagnosis.where)
+    assert snapshot["verdict"]["evidence"].startswith(report.diagnosis.evidence)
+    assert snapshot["is_whole"]
+
+
+def test_the_ledger_of_the_page_sums_to_the_headlines_cost(tmp_path: Path) -> None:
+    rundir = write_run(tmp_path, "done", told(20), state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    job = opened(tmp_path, "done")
+    account = job.account(time.time())
+    assert sum(row.share for row in account.rows) == pytest.approx(1.0)
+    cost = next(item["value"] for item in job.snapshot(0, "", time.time())["headline"] if item["label"] == "cost")
+    assert account.total.startswith(cost)
+    unpriced = opened_without_price(tmp_path)
+    assert (unpriced.rows, unpriced.basis) == ((), "no price is known for its nodes")
+
+
+def opened_without_price(jobs: Path) -> Any:
+    write_run(jobs, "unpriced", told(20), state="succeeded")
+    return opened(jobs, "unpriced").account(time.time())
+
+
+def test_the_best_epoch_is_that_of_the_steps_before_it(tmp_path: Path) -> None:
+    events = []
+    for epoch, loss in enumerate((2.0, 1.0, 1.3, 1.4)):
+        at = START + 10 * epoch
+        events += [
+            event("step", at, step=10 * epoch + 9, epoch=epoch, loss=1.0 - 0.1 * epoch, step_seconds=0.1),
+            event("evaluation", at + 1, step=10 * epoch + 10, split="valid", loss=loss),
+        ]
+    write_run(tmp_path, "overfits", events)
+    learning = opened(tmp_path, "overfits").snapshot(0, "", time.time())["learning"]
+    assert (learning["state"], learning["best"]["step"], learning["best"]["epoch"]) == ("overfitting", 20, 2)
+
+
+def test_facts_of_a_damaged_file_take_only_their_own_part_away(tmp_path: Path) -> None:
+    rundir = write_run(tmp_path, "done", told(3), state="failed")
+    rundir.storage.write("evaluation.json", b'{"model": {"loss": 1')
+    rundir.write_json("checkpoints/g0001-s000000005/manifest.json", checkpoint(5))
+    rundir.storage.write("checkpoints/g0001-s000000010/manifest.json", b"[]")
+    rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000005", "step": 5, "generation": 1})
+    facts = opened(tmp_path, "done").facts(Places())
+    assert facts["result"] is None
+    assert len(facts["damaged"]) == 1
+    assert facts["damaged"][0].startswith("the result cannot be read:")
+    assert [(item["step"], item["bytes"], item["marks"]) for item in facts["checkpoints"]] == [(5, 7, ("latest",))]
+    assert facts["failure"]["title"] == "failed"
+    assert "The checkpoint of step 5 is kept" in facts["failure"]["advice"]
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    file = {"bytes": 7, "sha256": "0" * 64}
+    return {"step": step, "generation": 1, "fingerprint": "f", "writer": "w", "files": {"state.pt": file}}
+
+
+def test_an_end_of_an_earlier_launch_explains_nothing(tmp_path: Path) -> None:
+    rundir: RunDir = write_run(tmp_path, "again", told(3), state="failed")
+    rundir.write_json("status.json", {"state": "failed", "message": MESSAGE, "launch": 1, "exit_code": 1})
+    rundir.write_json("launch.json", {"launch": 2, "submitted_at": START})
+    facts = opened(tmp_path, "again").facts(Places())
+    assert (facts["failure"]["title"], facts["failure"]["cause"]) == ("failed", "")

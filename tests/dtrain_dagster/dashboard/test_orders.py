@@ -1,0 +1,178 @@
+"""Orders from a job's page: whose are taken, which can be given, and what exactly is run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+from told_events import told, write_run
+
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_routes import JobServices
+from dtrain_dagster.dashboard.log_pages import LogFiles
+from dtrain_dagster.dashboard.orders import (
+    OrderDesk,
+    OrderRefusedError,
+    allowed_orders,
+    judge_order,
+    order_command,
+)
+from dtrain_dagster.dashboard.server import build_app
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
+
+TOKEN = "a-long-token-of-this-test"
+
+
+@pytest.mark.parametrize(
+    ("host", "authorization", "token", "is_own_user", "taken"),
+    [
+        ("127.0.0.1", "", None, True, True),
+        ("localhost", "", None, True, True),
+        ("127.0.0.1", "", None, False, False),  # another user of this machine
+        ("dashboard.example.org", "", None, True, False),  # behind a proxy, which asks for no password perhaps
+        ("127.0.0.1", "", TOKEN, True, False),
+        ("127.0.0.1", f"Bearer {TOKEN}x", TOKEN, True, False),
+        ("127.0.0.1", "Bearer ünicode", TOKEN, True, False),
+        ("dashboard.example.org", f"Bearer {TOKEN}", TOKEN, False, True),
+    ],
+)
+def test_orders_are_taken_from_the_user_here_or_with_the_token(
+    host: str, authorization: str, token: str | None, is_own_user: bool, taken: bool
+) -> None:
+    assert (judge_order(host, authorization, token, is_own_user) == "") is taken
+
+
+def test_what_can_be_ordered_follows_from_the_state() -> None:
+    def possible(state: str, here: bool = True, script: bool = False) -> set[str]:
+        return {order for order, reason in allowed_orders(state, here, script).items() if not reason}
+
+    assert possible("running") == {"cancel", "trace"}
+    assert possible("queued") == {"cancel"}
+    assert possible("failed") == possible("cancelled") == {"resume"}
+    assert possible("succeeded") == possible("damaged") == set()
+    assert possible("failed", here=False) == possible("failed", script=True) == set()
+
+
+def test_a_resumed_job_gets_the_nodes_that_were_ordered_whatever_its_run_directory_says(tmp_path: Path) -> None:
+    keep(tmp_path, "mine", ranks=6)
+    path = tmp_path / "orders" / "mine.json"
+    expected = ["train", "--config", str(path), "--name", "mine", "--nodes", "3", "--procs-per-node", "2", "--detach"]
+    assert order_command("resume", "mine", tmp_path, {"processes_per_node": 2, "node_count": 900}, {}) == expected
+    for strange in (0, -1, 4, 7, "2", None, 10**9):
+        command = order_command("resume", "mine", tmp_path, {"processes_per_node": strange}, {})
+        assert command[5:9] == ["--nodes", "6", "--procs-per-node", "1"], strange
+    with pytest.raises(OrderRefusedError, match="cannot be read"):
+        order_command("resume", "unknown", tmp_path, {}, {})
+
+
+@pytest.mark.parametrize("asked", [{"steps": 0}, {"steps": 51}, {"steps": "5"}, {"rank": -1}, {"rank": True}])
+def test_a_trace_takes_whole_numbers_within_bounds(asked: dict[str, Any]) -> None:
+    with pytest.raises(OrderRefusedError, match="whole number"):
+        order_command("trace", "mine", Path("/nowhere"), {}, asked)
+    assert order_command("trace", "mine", Path("/nowhere"), {}, {})[2:] == ["--steps", "5", "--rank", "0"]
+
+
+@pytest.mark.parametrize("job_id", ["--help", "a b", "../x", ""])
+def test_a_name_that_is_none_is_no_argument_of_a_command(job_id: str) -> None:
+    with pytest.raises(OrderRefusedError):
+        order_command("cancel", job_id, Path("/nowhere"), {}, {})
+    with pytest.raises(OrderRefusedError, match="no order"):
+        order_command("rm", "mine", Path("/nowhere"), {}, {})
+
+
+def keep(home: Path, job_id: str, ranks: int = 1) -> None:
+    (home / "orders").mkdir(exist_ok=True)
+    job = JobConfig(
+        job_id=job_id, run_dir="/x", dataset=DatasetRef(uri="nowhere"),
+        training=DistributedTrainingConfig(world_size=ranks),
+    )  # fmt: skip
+    (home / "orders" / f"{job_id}.json").write_text(job.to_json())
+
+
+# ---- over a real socket
+
+
+@contextmanager
+def serving(jobs: Path, services: JobServices) -> Iterator[str]:
+    app = build_app(JobBoard(str(jobs), "dedicated"), services=services)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+def post(url: str, job_id: str, order: str, **headers: str) -> requests.Response:
+    return requests.post(f"{url}/jobs/{job_id}/orders", json={"order": order}, headers=headers, timeout=10)
+
+
+def test_no_other_site_and_nobody_without_the_token_gives_an_order(tmp_path: Path) -> None:
+    write_run(tmp_path / "jobs", "mine", told(2), state="failed")
+    with serving(tmp_path / "jobs", JobServices(desk=OrderDesk(tmp_path, TOKEN))) as url:
+        assert post(url, "mine", "resume").status_code == 401
+        assert post(url, "mine", "resume", Authorization="Bearer guess").status_code == 401
+        good = {"Authorization": f"Bearer {TOKEN}"}
+        assert post(url, "mine", "resume", **good, Origin="http://evil.example").status_code == 403
+        form = requests.post(f"{url}/jobs/mine/orders", data={"order": "resume"}, headers=good, timeout=10)
+        assert form.status_code == 415, "a form of a website cannot send JSON"
+        assert requests.get(f"{url}/jobs/mine/orders", headers=good, timeout=10).status_code == 405
+        refused = post(url, "mine", "resume", **good)
+        assert (refused.status_code, "not ordered from this home" in refused.text) == (409, True)
+        assert post(url, "mine", "cancel", **good).status_code == 409
+        assert post(url, "nobody", "cancel", **good).status_code == 404
+        described = requests.get(f"{url}/jobs/mine/orders.json", timeout=10).json()
+    assert (described["asks_token"], described["last"]) == (True, None)
+    assert TOKEN not in str(described)
+
+
+def test_a_dashboard_that_reads_only_has_no_buttons(tmp_path: Path) -> None:
+    write_run(tmp_path / "jobs", "mine", told(2))
+    with serving(tmp_path / "jobs", JobServices()) as url:
+        assert post(url, "mine", "cancel").status_code == 404
+        assert '"orders": false' in requests.get(f"{url}/jobs/mine", timeout=10).text
+        assert requests.get(f"{url}/jobs/mine/logs.json", timeout=10).status_code == 404
+
+
+@pytest.mark.slow
+def test_an_order_is_the_command_that_a_shell_would_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that the cluster does not know: the command refuses it, and the page tells in which words."""
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    write_run(tmp_path / "jobs", "mine", told(2))
+    desk = OrderDesk(tmp_path)
+    with serving(tmp_path / "jobs", JobServices(desk=desk)) as url:
+        given = post(url, "mine", "cancel")
+        assert (given.status_code, given.json()["command"]) == (202, "dtrain cancel mine")
+        again = post(url, "mine", "cancel")
+        assert (again.status_code, "under way" in again.text) == (409, True)
+        deadline = time.monotonic() + 120
+        while (last := requests.get(f"{url}/jobs/mine/orders.json", timeout=10).json()["last"])["code"] is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    assert (last["order"], last["code"]) == ("cancel", 2)
+    assert "mine" in last["said"]
+    assert "cancel from the dashboard" in next((tmp_path / "audit").iterdir()).read_text()
+
+
+def test_hostile_lines_and_paths_of_logs_stay_text(tmp_path: Path) -> None:
+    rundir = write_run(tmp_path / "jobs", "mine", told(2))
+    rundir.storage.write("logs/node-0.log", b"</script><script>alert(1)</script>\npassword=PLANTEDPLANTED\n")
+    logs = LogFiles(lambda job_id: Path(rundir.storage.local_path("logs")))
+    with serving(tmp_path / "jobs", JobServices(logs=logs)) as url:
+        answer = requests.get(f"{url}/jobs/mine/logs.json", timeout=10)
+        assert requests.get(f"{url}/jobs/..%2fmine/logs.json", timeout=10).status_code == 404
+        assert requests.get(f"{url}/jobs/mine/traces/..%2f..%2fjob.json", timeout=10).status_code == 404
+        assert requests.get(f"{url}/jobs/mine/traces/job.json", timeout=10).status_code == 404
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.json()["lines"] == [[0, "</script><script>alert(1)</script>"], [0, "password=[secret]"]]
