@@ -8,7 +8,7 @@ other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,16 +16,18 @@ from typing import Any, Literal
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import Tier
+from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
 from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
 from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
-from dtrain_dagster.dashboard.series import is_number
+from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT, JobProgress, advance
 from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.planning.projection import ProgressRate
 from dtrain_dagster.support.secrets import redact
+from trainer.documents.presences import NodePresence
 from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document
 from trainer.printable import visible
 from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
@@ -33,8 +35,8 @@ from trainer.storage.open import open_storage
 
 MOST_FILES = 40
 """The most files of events, the newest first, that a row is read from."""
-ENDED_WINDOWS = 20
-"""The timings that the diagnosis of an ended job without a report needs; a running one has those of its page."""
+ENDED_WINDOWS = 200
+"""The most timings of an ended job without a report that its diagnosis rests on: all of most jobs, as on its page."""
 MOST_RANKS = 8
 """The most ranks besides 0 whose newest file is read."""
 _OF_RANK = re.compile(r"g\d+-r(\d+)-\d+\.jsonl")
@@ -117,11 +119,12 @@ def _read(
     if row.running:  # nothing is left to be projected of another
         pace = pace.after(events)
     live = (shown or _settled(before.live if before else None, progress)) if row.running else None
-    found = live.shown if live else _diagnosis_of(report) or diagnose(progress.recent)
-    cost = cost_so_far(rundir, rundir.nodes(), row.running, tier, now, pace)
+    found = live.shown if live else _diagnosis_of(report) or diagnose(events)
+    nodes = rundir.nodes()
+    cost = cost_so_far(rundir, nodes, row.running, tier, now, pace)
     planned = ((plan or {}).get("work") or {}).get("steps")
     return JobFigures(
-        verdict=verdict_of(row, status, result, launch, found),
+        verdict=verdict_of(row, status, result, launch, nodes, found),
         loss=progress.loss,
         valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss),
         test_loss=_number((result.get("test") or {}).get("loss")),
@@ -191,14 +194,15 @@ def verdict_of(
     status: Mapping[str, Any],
     result: Mapping[str, Any],
     launch: Mapping[str, Any],
+    nodes: Sequence[NodePresence],
     found: Diagnosis,
 ) -> Verdict:
     """Return what a job's row says of it: why it failed, or what holds its steps up. Pure.
 
-    ``status``, ``result``, ``launch``: the content of these files of the run directory.
+    ``status``, ``result``, ``launch``, ``nodes``: the content of these files of the run directory.
     """
     if row.state == JobState.FAILED:
-        return Verdict(words=failure_words(status, result, launch), tone="bad")
+        return Verdict(words=failure_words(status, result, launch, nodes)[:MOST_WORDS], tone="bad")
     if row.state == JobState.CANCELLED:
         return Verdict(words=_first_line(status.get("message")) or "somebody cancelled it", tone="wait")
     if row.state == JobState.QUEUED:
@@ -209,26 +213,25 @@ def verdict_of(
         return Verdict(words="too few steps were timed to say" if row.running else "")
     if found.cause is SlowdownCause.HEALTHY:
         return Verdict(words=f"nothing {'holds' if row.running else 'held'} the steps up", tone="good")
-    share = f", {found.share:.0%} of the time" if found.share >= 0.005 else ""
+    share = f", {found.share:.0%} of training time" if found.share >= 0.005 else ""
     words = f"{found.where}{share}: {found.evidence}"[:MOST_WORDS]
     if not row.running:  # nothing can be done about it any more
         return Verdict(words=words)
     return Verdict(words=words, tone="bad" if found.cause is SlowdownCause.HANG else "wait")
 
 
-def failure_words(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any]) -> str:
-    """Return why a job failed, in one line: by the trainer's own record of this launch, the cluster's, or the exit
-    codes of its nodes. Pure."""
-    mine = result.get("launch") in (None, launch.get("launch"))
-    error = _first_line(result.get("error")) if mine else ""
-    if result.get("status") == "budget" and mine:
-        return f"stopped by its budget: {error}" if error else "stopped by its budget"
-    reason = error or _first_line(status.get("message"))
-    codes = {node: code for node, code in (status.get("exit_codes") or {}).items() if code not in (0, None)}
-    ended = ", ".join(f"node {node}: exit code {code}" for node, code in list(codes.items())[:3])
-    if reason:
-        return f"{reason} ({ended})" if ended and not error else reason
-    return ended or "it ended without a word: its log may say why"
+def failure_words(
+    status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any], nodes: Sequence[NodePresence]
+) -> str:
+    """Return why a job failed, in one line, as the head of its page says it. Pure."""
+    mine = result if result.get("launch") in (None, launch.get("launch")) else {}
+    found = describe_failure(JobState.FAILED, status, mine, nodes, {}, "")
+    assert found is not None
+    title = found.title.removeprefix("failed").removeprefix(": ")
+    why = found.cause or found.reason or found.nodes
+    if title.startswith("stopped"):
+        return f"{title}: {why}" if why else title
+    return f"{why} ({title})" if title and why and title not in why else why or title
 
 
 def _first_line(text: Any) -> str:

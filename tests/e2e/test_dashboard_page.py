@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
+from benchmarks.dashboard_load import write_jobs
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
@@ -122,6 +124,24 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     page.get_by_text("waiting for the first step").first.wait_for()
     shutil.rmtree(project.jobs / "coming")
     page.get_by_text("there is no job of that name; the figures are old").wait_for()
+
+
+def test_any_of_many_jobs_is_found(project: Project, url: str, page: Page):
+    """The table shows the newest of them, and the rest when asked; it is searched and filtered; a row opens its job."""
+    write_jobs(project.jobs, 120, time.time())
+    page.goto(url)
+    page.get_by_role("button", name="show 20 more of 20").click()
+    wait_for(lambda: page.locator("#rows tr").count() == 120, 20, "all rows")
+    page.get_by_role("button", name="failed 6").click()
+    wait_for(lambda: page.locator("#rows tr").count() == 6, 20, "those that failed")
+    assert set(page.locator("#rows td.state").all_inner_texts()) == {"failed"}
+    shot(page, "dashboard-list")
+    page.fill("#search", "-00000064")  # number 100
+    wait_for(lambda: page.locator("#rows tr").count() == 1, 20, "the one of that name")
+    page.locator("#rows a").click()
+    wait_for(lambda: figure(page, "state") == "failed", 20, "the job that was chosen")
+    assert page.url.endswith("/jobs/train-00000003-00000064")
+    assert page.complaints == []  # type: ignore[attr-defined]
 
 
 def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):

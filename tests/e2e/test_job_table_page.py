@@ -213,6 +213,8 @@ PAGES = {
     "table": ("#open=search/sweep&sel=older,sweep-0001", "#rows tr.selected"),
     "overlay": ("overlay#jobs=older,sweep-0000,sweep-0001", "#chart svg"),
     "overlay-empty": ("overlay", "#empty"),
+    "job": ("jobs/older", "#headline .figure"),
+    "job-failed": ("jobs/broken", "#failure"),
     "fleets": ("fleets", "#empty"),
 }
 

@@ -38,31 +38,31 @@ def row(state: str = "succeeded", **more: Any) -> JobRow:
 @pytest.mark.parametrize(
     ("state", "found", "words", "tone"),
     [
-        ("running", SLOW, "slow input on rank 1 (node 1), 24% of the time: It reads slowly.", "wait"),
-        ("succeeded", SLOW, "slow input on rank 1 (node 1), 24% of the time: It reads slowly.", ""),
-        ("running", STUCK, "hang of rank 2 (node 2), 100% of the time: It does not come.", "bad"),
+        ("running", SLOW, "slow input on rank 1 (node 1), 24% of training time: It reads slowly.", "wait"),
+        ("succeeded", SLOW, "slow input on rank 1 (node 1), 24% of training time: It reads slowly.", ""),
+        ("running", STUCK, "hang of rank 2 (node 2), 100% of training time: It does not come.", "bad"),
         ("running", HEALTHY, "nothing holds the steps up", "good"),
         ("running", UNKNOWN, "too few steps were timed to say", ""),
         ("succeeded", UNKNOWN, "", ""),
         ("queued", UNKNOWN, "waits for nodes", "wait"),
         ("cancelled", SLOW, "somebody cancelled it", "wait"),
-        ("failed", SLOW, "it ended without a word: its log may say why", "bad"),
+        ("failed", SLOW, "No process was left to record how it ended", "bad"),
     ],
 )
 def test_a_verdict_says_what_holds_a_job_up_or_why_it_ended(state, found, words, tone):
-    assert verdict_of(row(state), {}, {}, {}, found) == Verdict(words=words, tone=tone)
+    assert verdict_of(row(state), {}, {}, {}, (), found) == Verdict(words=words, tone=tone)
 
 
 def test_a_job_without_a_step_waits_for_it():
-    assert verdict_of(row("running", step=None), {}, {}, {}, UNKNOWN).words == "waits for its first step"
+    assert verdict_of(row("running", step=None), {}, {}, {}, (), UNKNOWN).words == "waits for its first step"
 
 
 @pytest.mark.parametrize(
     ("status", "result", "words"),
     [
-        ({"message": "rank 1 failed first\nTraceback…"}, {}, "rank 1 failed first"),
-        ({"message": "lost", "exit_codes": {"0": 0, "1": 137}}, {}, "lost (node 1: exit code 137)"),
-        ({"exit_codes": {"0": 1, "1": 137}}, {}, "node 0: exit code 1, node 1: exit code 137"),
+        ({"message": "rank 1 failed first\nTraceback…\nValueError: no"}, {}, "ValueError: no"),
+        ({"message": "lost", "exit_code": 5}, {}, "lost (exit code 5)"),
+        ({"exit_code": -9}, {}, "No process was left to record how it ended (killed by SIGKILL)"),
         ({"message": "lost"}, {"error": "loss is nan", "launch": 2}, "loss is nan"),
         ({"message": "lost"}, {"error": "of before", "launch": 1}, "lost"),
         ({}, {"status": "budget", "error": "1 node-hour was paid"}, "stopped by its budget: 1 node-hour was paid"),
@@ -70,7 +70,7 @@ def test_a_job_without_a_step_waits_for_it():
     ],
 )
 def test_a_failure_is_one_line(status, result, words):
-    assert failure_words(status, result, {"launch": 2}) == words
+    assert failure_words(status, result, {"launch": 2}, ()) == words
 
 
 def test_a_row_leaves_out_what_is_not_known():
@@ -159,14 +159,14 @@ def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path
     )
     ended = JobBoard(str(tmp_path), "dedicated").jobs()[0]
     figures = read_figures(rundir, ended, "dedicated", time.time())
-    assert figures.verdict.words.startswith("slow input on rank 1 (node 1), 24% of the time")
+    assert figures.verdict.words.startswith("slow input on rank 1 (node 1), 24% of training time")
     assert (figures.valid_loss, figures.test_loss, figures.nodes) == (-2.5, -2.0, 3)
     assert figures.loss == pytest.approx(2.2346, abs=1e-4)
     assert figures.usd == figures.usd_at_end == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
     diagnosis = {"cause": "checkpoint", "share": 0.4, "evidence": "Saves are slow.", "rank": None, "node_id": None}
     rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis})
     told_of = read_figures(rundir, ended, "dedicated", time.time()).verdict.words
-    assert told_of == "checkpoint, 40% of the time: Saves are slow.", "the report knows all steps, the row the newest"
+    assert told_of == "checkpoint, 40% of training time: Saves are slow.", "the report knows all steps"
     rundir.storage.write("nodes/l0001-n000-s001.json", b"{")
     assert "cannot be read" in read_figures(rundir, ended, "dedicated", time.time()).verdict.words
 
