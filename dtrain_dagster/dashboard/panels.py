@@ -1,4 +1,4 @@
-"""The panels of the dashboard, as data: the columns of each chart and its form. ``static/dashboard.js`` draws them."""
+"""The panels of the dashboard, as data: the columns of each chart and its form. ``static/job_charts.js`` draws them."""
 
 from __future__ import annotations
 
