@@ -136,7 +136,15 @@ class Browser:
         """Open the page at ``begins``, then ask every two seconds until ``ends`` (both of `time.monotonic`)."""
         rest.wait(max(0.0, begins - time.monotonic()))
         began = time.monotonic()
-        for path in ("/", "/dashboard.css", "/jobs.js", f"/jobs/{self.job_id}", "/plotly.js", "/job_charts.js"):
+        for path in (
+            "/",
+            f"/jobs/{self.job_id}",
+            "/dashboard.css",
+            "/job.css",
+            "/plotly.js",
+            "/job_charts.js",
+            "/job.js",
+        ):
             self._get(path)
         self._poll()
         self.opening = time.monotonic() - began
