@@ -33,6 +33,7 @@ from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.assets.walk_forward import YearConfig
 from dtrain_dagster.cli.reference import describe_commands
 from dtrain_dagster.dashboard import prometheus
+from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
@@ -187,6 +188,43 @@ def run_directory_page() -> str:
     return text
 
 
+def graph_page() -> str:
+    """Return the page of the graph: its assets with their checks, its jobs, schedules and sensors."""
+    graph = defs.resolve_asset_graph()
+    text = (
+        "# The graph: assets, checks, schedules, sensors\n\n"
+        "`make run` and the job `retraining` materialize all groups but `studies`, whose assets are made on demand. A "
+        "check that is *blocking* stops what comes after it; any other is a warning. Options of assets are on the page "
+        "[Launchpad](launchpad.md).\n\n![The graph in Dagster](../pictures/lineage.png)\n"
+    )
+    for group in ("data", "planning", "training", "registry", "reporting", "studies"):
+        text += f"\n## Group {group}\n"
+        for key in graph.toposorted_asset_keys:
+            node = graph.get(key)
+            if node.group_name == group:
+                checks = sorted(graph.get(check).key for check in node.check_keys)
+                lines = [
+                    f"| `{check.name}` | {cell(graph.get(check).description or '')} |"
+                    f" {'yes' if graph.get(check).blocking else ''} |\n"
+                    for check in checks
+                ]
+                said = f"\n| check | what it demands | blocking |\n|---|---|---|\n{''.join(lines)}" if lines else ""
+                text += f"\n### {key.to_user_string()}\n\n{plain(inspect.cleandoc(node.description or ''))}\n{said}"
+    jobs = [(job.name, "", job.description) for job in defs.jobs or ()]
+    schedules = [(item.name, _status(item.default_status), item.description) for item in defs.schedules or ()]
+    sensors = [(item.name, _status(item.default_status), item.description) for item in defs.sensors or ()]
+    for title, items in (("Jobs", jobs), ("Schedules", schedules), ("Sensors", sensors)):
+        heads = ("name", "what it does") if title == "Jobs" else ("name", "at first", "what it does")
+        head = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+        rows = (f"| `{name}` | {f'{at} | ' if at else ''}{cell(said or '')} |\n" for name, at, said in items)
+        text += f"\n## {title}\n\n{head}{''.join(rows)}"
+    return text
+
+
+def _status(status: Enum) -> str:
+    return "on" if status.value == "RUNNING" else "off"
+
+
 def metrics_page() -> str:
     """Return the page of the metrics for Prometheus."""
     text = (
@@ -304,6 +342,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "job.md": job_page,
     "launchpad.md": launchpad_page,
+    "graph.md": graph_page,
     "run-directory.md": run_directory_page,
     "commands.md": lambda: f"# Commands\n\n{describe_commands()}",
     "metrics.md": metrics_page,
