@@ -59,7 +59,7 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("README.md", "recovery", lambda r: (
         f"Training stops for {r['ours_p50_seconds']:.2f} s (median of {_word(r['ours_repeats'])} kills, at most "
-        f"{r['ours_p95_seconds']:.2f} s;\nthree nodes on one{' busy' if r.get('busy') else ''} machine of "
+        f"{r['ours_p95_seconds']:.2f} s;\n  three nodes on one{' busy' if r.get('busy') else ''} machine of "
         f"{_word(r['cores'])} cores)"
     )),
     ("docs/losing-nodes.md", "recovery", lambda r: (
