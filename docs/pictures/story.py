@@ -43,7 +43,7 @@ def main() -> None:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
-            page.goto(f"{url}/jobs/{JOB}")
+            page.goto(f"{url}jobs/{JOB}")
             frames = film(page)
             browser.close()
     finally:
@@ -58,7 +58,7 @@ def main() -> None:
 def film(page: Page) -> list[Image.Image]:
     """Return frames: until node 1 is named, the kill of node 2, the others going on, and the replacement."""
     frames: list[Image.Image] = []
-    seen = wait_until(page, "node 1", "three nodes train; node 1 is slow, and the first line names it", frames)
+    seen = wait_until(page, "node 1)", "three nodes train; node 1 is slow, and the first line names it", frames)
     assert seen, "node 1 was not named"
     record(page, 5, "three nodes train; node 1 is slow, and the first line names it", frames)
     kill_node(2)

@@ -125,6 +125,8 @@ def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     model, baselines = evaluation["model"], evaluation["baselines"]
     if has_kind_scores(evaluation):
         return _skill_of_kind(evaluation)
+    if not model:  # a dataset of one's own that is for training only
+        return [("note", note) for note in evaluation["notes"]]
     if model.get("nll") is None:
         return [("test loss", f"{model['loss']:.5g}")]
     best = min(
