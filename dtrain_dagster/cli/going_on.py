@@ -77,8 +77,9 @@ def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int]
 
     progress = course.progress
     of = f"/{course.total_steps}" if course.total_steps else ""
-    where = f" at step {progress.step}{of}" if progress.step else ""
-    where += f" of epoch {progress.epoch}" if progress.step and progress.epoch else ""
+    step = max(progress.step, checkpoint[1] if checkpoint else 0)  # not each step is reported
+    where = f" at step {step}{of}" if step else ""
+    where += f" of epoch {progress.epoch}" if step and progress.epoch else ""
     saved = ""
     if facts.status.state.is_final and facts.status.state != "succeeded" and course.has_events:
         saved = f"; its checkpoint is of step {checkpoint[1]}" if checkpoint else "; it has no checkpoint yet"

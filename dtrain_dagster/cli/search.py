@@ -267,12 +267,10 @@ def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
 
 def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None) -> None:
     """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
-    from rich.progress import BarColumn, Progress, TextColumn
+    from dtrain_dagster.cli.bar import BarAndLine
 
     shown, told, warned = console(), set[int](), set[str]()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as bar:
-        task = bar.add_task("starting", total=wanted.trials)
+    with BarAndLine(shown, is_shown=not as_json) as bar:
 
         def warn(sentence: str) -> None:
             if sentence not in warned:
@@ -286,7 +284,7 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
                     say(trial_line(trial, wanted.sign), err=True)
             if tracker is not None and (problem := tracker.try_to_write(view.trials)):
                 warn(problem)
-            bar.update(task, description=view.line(wanted), completed=len(told))
+            bar.update(view.line(wanted), len(told), wanted.trials)
 
         with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name)):
             source = found.run(watch)

@@ -24,6 +24,7 @@ from trainer.documents.events import ProfileEvent
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
+SEPARATOR = " · "
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 LINE_EVERY_SECONDS = 5.0
 """The seconds between two lines of progress if there is no terminal."""
@@ -81,7 +82,7 @@ def _show_lines(
         _print_news(console, progress)
         now, left = time.monotonic(), clock.left(status)
         text = format_progress(progress, total_steps or clock.total_steps, left, status.state)
-        now_in = text.partition(" · ")[0]
+        now_in = text.partition(SEPARATOR)[0]
         if now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
             phase, shown_at = now_in, now
             console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -110,11 +111,23 @@ def _show_in_place(
             _print_news(console, progress)
             total = total_steps or board.total_steps
             bar.update(task, total=total, completed=progress.step)
-            line = Text(format_progress(progress, total, clock.left(status), status.state))
+            text = format_progress(progress, total, clock.left(status), status.state)
+            line = Text("\n".join(wrap_parts(text, console.width)))
             nodes = [live_nodes_table(board, time.time())] if board.nodes and not status.state.is_final else []
             live.update(Group(line, *nodes) if status.state.is_final else Group(bar, line, *nodes))
             if status.state.is_final:
                 return status
+
+
+def wrap_parts(text: str, width: int) -> list[str]:
+    """Return a line of progress as lines of at most ``width``, none of which ends within a part. Pure."""
+    lines: list[str] = []
+    for part in text.split(SEPARATOR):
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+            lines[-1] += SEPARATOR + part
+        else:
+            lines.append(part)
+    return lines
 
 
 def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
@@ -167,7 +180,7 @@ def format_progress(
     """Return phase, step, epoch, time left, loss, speed and nodes in one line, as far as they are known. ``state``: of
     the job, as `describe_training` has it. Pure."""
     nodes = [] if state is not None and state.is_final else [count_nodes(progress.nodes_alive)]
-    return " · ".join([*describe_training(progress, total_steps, left, state), *nodes])
+    return SEPARATOR.join([*describe_training(progress, total_steps, left, state), *nodes])
 
 
 def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:

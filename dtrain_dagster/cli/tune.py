@@ -165,22 +165,18 @@ def _refuse_unwritable(out: Path) -> None:
 
 def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus:
     """Tell each thing that is measured, and how much of the budget is gone, until the job has ended."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
+    from dtrain_dagster.cli.bar import BarAndLine
     from dtrain_dagster.jobs.progress import follow_job
     from trainer.documents.events import TuneEvent, read_events
 
     shown = console()
     events: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    with BarAndLine(shown) as bar:
         for now, _ in follow_job(manager, rundir, job_id, take=events.extend):
             status = now
             for item in read_events(TuneEvent, events):
                 shown.print(_line(item), soft_wrap=True, highlight=False, markup=False)
-                description = f"{item.group}: {item.candidate}"
-                bar.update(task, description=description, total=item.budget_seconds, completed=item.elapsed_seconds)
+                bar.update(f"{item.group}: {item.candidate}", item.elapsed_seconds, item.budget_seconds)
             events.clear()
     return status
 

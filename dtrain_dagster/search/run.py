@@ -122,13 +122,13 @@ class SearchView:
     def line(self, settings: SearchSettings) -> str:
         """Return how the search stands, for a person."""
         over = sum(trial.state.is_final for trial in self.trials)
-        parts = [f"{over} of {settings.trials} trials over, {len(self.trials) - over} running"]
-        parts.append(f"{dollars(self.spent_usd)} spent")
+        parts = [f"{over} of {settings.trials} trials over", f"{len(self.trials) - over} running"]
+        if self.eta_seconds is not None:
+            parts.append(f"ETA {format_duration(self.eta_seconds)}")
+        parts.append(f"{dollars(self.spent_usd)} so far")
         if self.best is not None and (score := self.best.best(settings.sign)) is not None:
             parts.append(f"best {settings.metric} {score:.6g} (trial {self.best.number})")
-        if self.eta_seconds is not None:
-            parts.append(f"about {format_duration(self.eta_seconds)} left")
-        return ", ".join(parts)
+        return " · ".join(parts)
 
 
 class Search:

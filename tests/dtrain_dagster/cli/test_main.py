@@ -29,8 +29,8 @@ from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, r
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.sections import SECTIONS
 from dtrain_dagster.cli.status import nodes_table, print_status, read_course
-from dtrain_dagster.cli.terminal import format_progress
-from dtrain_dagster.cli.time_left import LeftClock
+from dtrain_dagster.cli.terminal import format_progress, wrap_parts
+from dtrain_dagster.cli.time_left import LeftClock, expect_finish
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -288,6 +288,9 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     losses = [event["loss"] for event in job.events("step")]
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
     assert row[-3] == f"${json.loads(shell.here('jobs', '--json'))[0]['usd']:.4f}"
+    finish = expect_finish(Settings(home=Path(shell.env["DTRAIN_HOME"]), nodes=2), job)
+    assert finish is not None
+    assert 0 < finish < 60, "what a training alike will take after its last step"
     summary = " ".join(shell.here("summary", "mine").split())
     assert "6 steps on 2 ranks" in summary
     assert "gate not passed: NLL " in summary, "after six steps"
@@ -584,6 +587,12 @@ def test_a_line_of_progress_says_what_is_known():
     left = TimeLeft(seconds=5, has_finish=True)
     ended = "succeeded · step 20/40 · epoch 2 · loss 0.5000"
     assert format_progress(progress, 40, left, JobState.SUCCEEDED) == ended, "with no speed, nodes or time left"
+
+
+def test_a_line_of_progress_breaks_between_its_parts():
+    text = "training · step 20/40 · epoch 2 · ETA 1 min 05 s · loss 0.5000"
+    assert wrap_parts(text, 30) == ["training · step 20/40", "epoch 2 · ETA 1 min 05 s", "loss 0.5000"]
+    assert wrap_parts(text, 80) == [text]
 
 
 def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
