@@ -19,6 +19,7 @@ from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.unknown import warn_of_unknown_variables
+from dtrain_dagster.support.console_log import console
 
 
 def build_defs(
@@ -31,7 +32,8 @@ def build_defs(
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
         build_graph(STOCK, settings, resources),
-        dg.Definitions(executor=dg.in_process_executor),  # why: `dtrain_dagster.pipelines.build_graph`
+        # Why in one process: `dtrain_dagster.pipelines.build_graph`.
+        dg.Definitions(executor=dg.in_process_executor, loggers={"console": console}),
     )
 
 

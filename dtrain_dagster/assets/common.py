@@ -20,6 +20,8 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
 
@@ -66,12 +68,13 @@ def describe_bounds(field: FieldInfo) -> str:
 @contextmanager
 def refusing_mistakes() -> Iterator[None]:
     """Turn an error that a user has to mend into a `dagster.Failure` with its message, which is not tried again."""
+    from dtrain_dagster.data.errors import DataError
     from trainer.data.manifest import DatasetError
 
     try:
         yield
-    except (ConfigError, DatasetError, PriceError, ClusterError) as error:
-        raise dg.Failure(str(error), allow_retries=False) from error
+    except (ConfigError, DatasetError, DataError, PriceError, ClusterError, SettingsError, SecretError) as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
 
 
 def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
