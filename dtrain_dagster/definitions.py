@@ -5,6 +5,7 @@ No I/O and no heavy import happens here.
 
 # ruff: noqa: E402
 import gc
+import logging
 from collections.abc import Mapping
 
 import dagster as dg
@@ -19,7 +20,17 @@ from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.unknown import warn_of_unknown_variables
-from dtrain_dagster.support.console_log import console
+
+
+@dg.logger(
+    config_schema=dg.colored_console_logger.config_schema,
+    description="Dagster's coloured console, in which mistakes are one line.",
+)
+def console(context: dg.InitLoggerContext) -> logging.Logger:
+    """Return the logger of the console."""
+    from dtrain_dagster.support.console_log import make_console  # not above: only runs print
+
+    return make_console(context)
 
 
 def build_defs(

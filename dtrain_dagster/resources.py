@@ -16,7 +16,6 @@ from dtrain_dagster.settings.environment import Settings, SettingsError, read_en
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
-from dtrain_dagster.support.run_origin import name_code_location
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
 
@@ -66,6 +65,8 @@ class ProjectResource(dg.ConfigurableResource):
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "project")
         if context.instance is not None and context.run is not None:
+            from dtrain_dagster.support.run_origin import name_code_location
+
             name_code_location(context.instance, context.run)
 
     @property

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import plan_of, read_finished
-from dtrain_dagster.assets.page import best_rows, head_of_page, with_rest
+from dtrain_dagster.assets.common import best_rows, head_of_page, plan_of, read_finished, with_rest
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
@@ -180,7 +179,7 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     total = _number(total_shown([bill.tracker.total_units], bill.digits))
     return {
         **head_of_page(
-            f"{dollars(total)}, of which {bill.found.goodput:.0%} trained. {bill.why}",
+            f"{dollars(total)}, of which {bill.found.goodput:.0%} trained; {bill.why.partition(':')[0]}.",
             small_bar({row["cause"]: float(row["usd"]) for row in causes if row["usd"]}),
             {
                 "total_usd": total,

@@ -12,8 +12,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
-from dtrain_dagster.assets.page import MOST_ROWS, best_rows, head_of_page
+from dtrain_dagster.assets.common import MOST_ROWS, LaunchpadOptions, best_rows, head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.page import MOST_ROWS, best_rows
-from dtrain_dagster.costs.export import to_csv
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.storage.open import open_storage
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
-SHOWN = ("mark", "nodes", "sku", "tier", "usd", "time")
+SHOWN = ("mark", "nodes", "sku", "tier", "usd", "seconds")
 """The columns of the table on the page; the file has all."""
 
 
@@ -33,6 +32,7 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
     of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
     empty."""
+    from dtrain_dagster.costs.export import to_csv
     from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
     from dtrain_dagster.reports.training_charts import markdown_image
@@ -120,6 +120,7 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "tier": tier_words(choice.tier),
         "usd": round(usd.expected, 6),
         "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
+        "seconds": round(seconds.expected, 1),
         "time": format_duration(seconds.expected),
         "time_range": f"{format_duration(seconds.low)} to {format_duration(seconds.high)}",
         "usd_per_epoch": round(choice.usd_per_epoch, 5),

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import refusing_mistakes
-from dtrain_dagster.assets.page import head_of_page
+from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
@@ -165,8 +164,9 @@ def plan_training(
         value=plan,
         data_version=dg.DataVersion(plan.fingerprint),
         metadata={
-            **plan_metadata(plan, forecast, table),
+            **plan_head(plan, table),
             **choices_metadata(table, plan.fingerprint, project.storage_uri),
+            **plan_metadata(plan, forecast),
             **probe_metadata(pace, manager),
             "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
             **provisioning(manager),
@@ -204,21 +204,25 @@ def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "H
     return History.read(context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
 
 
-def plan_metadata(plan: TrainingPlan, forecast: Forecast, table: "Choices") -> dict[str, Any]:
-    """Return what Dagster shows of a plan: its figures, their basis, and the plan as a table."""
+def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
+    """Return what the page of a plan begins with."""
     estimate = plan.estimate
+    return head_of_page(
+        f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
+        f"({_range(estimate.usd, dollars)}) on {plan.node_count} × {plan.sku.removeprefix('Standard_')} "
+        f"({plan.tier.replace('_', ' ')}); from {plan.basis.partition(';')[0]}",
+        choices_dots(table),
+        {
+            "estimated_usd": round(estimate.usd.expected, 6),
+            "estimated_seconds": round(estimate.seconds.expected, 1),
+            "steps": plan.work.steps,
+        },
+    )
+
+
+def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
+    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on."""
     return {
-        **head_of_page(
-            f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
-            f"({_range(estimate.usd, dollars)}) on {plan.node_count} × {plan.sku.removeprefix('Standard_')} "
-            f"({plan.tier.replace('_', ' ')}); from {plan.basis}",
-            choices_dots(table),
-            {
-                "estimated_usd": round(estimate.usd.expected, 6),
-                "estimated_seconds": round(estimate.seconds.expected, 1),
-                "steps": plan.work.steps,
-            },
-        ),
         "plan": dg.MarkdownMetadataValue(plan_table(plan)),
         "basis": forecast.basis,
         "basis_words": plan.basis,

@@ -7,8 +7,7 @@ from urllib.parse import quote
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import plan_of, read_finished, round_figures
-from dtrain_dagster.assets.page import head_of_page, links
+from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
@@ -159,14 +158,14 @@ def register(
     decision = registry.choose_alias(served, champion)
     replaced = models.promote(model, decision)
     context.log.info(f"{decision.alias}: {decision.reason}")
-    worth = worth_line(evaluation, provenance.cost_usd_total)
+    worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata={
             **head_of_page(
-                f"{model.name} version {model.version} is {decision.alias}: {decision.reason}",
+                f"{model.name} version {model.version} is {decision.alias}: {decided}.",
                 _ranks(evaluation),
                 {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
             ),
@@ -178,8 +177,7 @@ def register(
             "uri": model.uri,
             "mlflow_run_id": model.run_id,
             "model_card": dg.MarkdownMetadataValue(card),
-            "tags": dg.JsonMetadataValue(dict(model.tags)),
-            **digests,
+            "tags": dg.JsonMetadataValue({**model.tags, **digests}),
         },
         check_results=check_results(verdict, evaluation, serving),
     )

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import (
-    optimization_table,
+    best_rows,
+    head_of_page,
+    links,
+    list_optimizations,
     plan_of,
     read_finished,
-    strategy_table,
 )
-from dtrain_dagster.assets.page import best_rows, head_of_page, links
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -68,6 +69,7 @@ def report_performance(
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
     from dtrain_dagster.reports.small_pictures import small_bar
@@ -106,8 +108,11 @@ def report_performance(
             {name: figures.pop(name) for name in first},
         ),
         **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
-        "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
-        "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),
+        "recommendations": dg.MarkdownMetadataValue(
+            "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
+            or "Nothing that these figures speak for."
+        ),
+        "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
         **links(dashboard=job_url),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),

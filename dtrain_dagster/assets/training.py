@@ -14,7 +14,6 @@ from dtrain_dagster.assets.common import read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
-from dtrain_dagster.assets.training_page import training_page
 from dtrain_dagster.assets.training_progress import (
     COST_CHECK,
     RAISE_BUDGET,
@@ -154,6 +153,8 @@ def carry_out(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the finished training of a plan, with its checks."""
+    from dtrain_dagster.assets.training_page import training_page
+
     cluster = of_plan(cluster, plan)
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, plan.node_count)

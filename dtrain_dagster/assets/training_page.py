@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import round_figures
-from dtrain_dagster.assets.page import best_rows, head_of_page, links
+from dtrain_dagster.assets.common import best_rows, head_of_page, links, round_figures
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.evaluation.gate import score_of
@@ -73,7 +72,7 @@ def training_page(
         "world_size": result["world_size"],
         "generations": len(history),
         "dataset_id": plan.job["dataset"]["dataset_id"],
-        "weights_sha256": result["weights_sha256"],
+        "weights_sha256": f"{result['weights_sha256'][:16]}…, the data version has all of it",
         **totals,
         **{f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)},
     }

@@ -51,12 +51,8 @@ def _description(event: dg.DagsterEvent) -> str | None:
     return failure.description if failure is not None else None
 
 
-@dg.logger(
-    config_schema=dg.colored_console_logger.config_schema,
-    description="Dagster's coloured console, in which mistakes are one line.",
-)
-def console(context: dg.InitLoggerContext) -> logging.Logger:
-    """Return the logger of the console."""
+def make_console(context: dg.InitLoggerContext) -> logging.Logger:
+    """Return Dagster's coloured console, in which mistakes are one line."""
     made = dg.colored_console_logger.logger_fn(context)
     for handler in made.handlers:
         handler.setFormatter(OneLineFailures(handler.formatter or logging.Formatter()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.page import MOST_ROWS, best_rows, head_of_page, links, with_rest
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, links, with_rest
 from dtrain_dagster.assets.plan_options import NodeTier, TrainingOptions, with_nodes_of_run
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import GPUClusterResource
