@@ -5,6 +5,7 @@ No I/O and no heavy import happens here.
 
 # ruff: noqa: E402
 import gc
+import logging
 from collections.abc import Mapping
 
 import dagster as dg
@@ -21,6 +22,17 @@ from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.unknown import warn_of_unknown_variables
 
 
+@dg.logger(
+    config_schema=dg.colored_console_logger.config_schema,
+    description="Dagster's coloured console, in which mistakes are one line.",
+)
+def console(context: dg.InitLoggerContext) -> logging.Logger:
+    """Return the logger of the console."""
+    from dtrain_dagster.support.console_log import make_console  # not above: only runs print
+
+    return make_console(context)
+
+
 def build_defs(
     settings: Settings | None = None, resource_overrides: Mapping[str, dg.ConfigurableResource] | None = None
 ) -> dg.Definitions:
@@ -31,7 +43,8 @@ def build_defs(
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
         build_graph(STOCK, settings, resources),
-        dg.Definitions(executor=dg.in_process_executor),  # why: `dtrain_dagster.pipelines.build_graph`
+        # Why in one process: `dtrain_dagster.pipelines.build_graph`.
+        dg.Definitions(executor=dg.in_process_executor, loggers={"console": console}),
     )
 
 

@@ -64,6 +64,10 @@ class ProjectResource(dg.ConfigurableResource):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "project")
+        if context.instance is not None and context.run is not None:
+            from dtrain_dagster.support.run_origin import name_code_location
+
+            name_code_location(context.instance, context.run)
 
     @property
     def storage_uri(self) -> str:
@@ -127,6 +131,15 @@ class GPUClusterResource(dg.ConfigurableResource):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "cluster")
+
+    def with_hardware(self, nodes: int | None, gpu_type: str | None, tier: str | None) -> GPUClusterResource:
+        """Return the same cluster with other nodes; None leaves what the environment or the launchpad has."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        given = {"node_count": nodes, "gpu_type": gpu_type, "tier": tier}
+        fields |= {name: value for name, value in given.items() if value is not None}
+        if tier is not None and "tiers" in self.azure:
+            fields["azure"] = {**self.azure, "tiers": [tier]}
+        return GPUClusterResource(**fields)
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,5 +1,9 @@
 """Parts that all assets share: owners, code version, and helpers that build metadata.
 
+The page of an asset is in the order in which one reads: the verdict in a sentence, a picture, three figures, the ten
+best rows, links, the large charts, and the rest. Dagster shows metadata in the order in which it is given, about 480
+pixels wide beside its keys: tables have few columns, and files have all of them.
+
 Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
 value, and a parametrised one does not go together with check specs.
 """
@@ -8,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,8 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
 
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's names of a number's bounds, and their words."""
+MOST_ROWS = 10
+"""The most rows of a table on a page."""
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
@@ -67,12 +75,13 @@ def describe_bounds(field: FieldInfo) -> str:
 @contextmanager
 def refusing_mistakes() -> Iterator[None]:
     """Turn an error that a user has to mend into a `dagster.Failure` with its message, which is not tried again."""
+    from dtrain_dagster.data.errors import DataError
     from trainer.data.manifest import DatasetError
 
     try:
         yield
-    except (ConfigError, DatasetError, PriceError, ClusterError) as error:
-        raise dg.Failure(str(error), allow_retries=False) from error
+    except (ConfigError, DatasetError, DataError, PriceError, ClusterError, SettingsError, SecretError) as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
 
 
 def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
@@ -121,11 +130,10 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
     return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
 
 
-def optimization_table(found: Optimization) -> str:
+def list_optimizations(found: Optimization) -> str:
     """Return the recommendations for the next run as Markdown, and the settings for which none can be made."""
-    rows = [f"| **{item.title}** | {item.setting} | {item.sentence} |" for item in found.recommendations]
-    head = ["| what | change | what it would do |", "|---|---|---|"]
-    text = ["\n".join([*head, *rows]) if rows else "Nothing that these figures speak for."]
+    lines = [f"- **{item.title}**, {item.setting}: {item.sentence}" for item in found.recommendations]
+    text = ["\n".join(lines) or "Nothing that these figures speak for."]
     if found.not_known:
         text.append("Nothing is recommended for:\n" + "\n".join(f"- {line}" for line in found.not_known))
     return "\n\n".join(text)
@@ -138,3 +146,39 @@ def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
     return dg.TableSchema(
         columns=[dg.TableColumn(name, kinds.get(type(value), "string")) for name, value in first.items()]
     )
+
+
+def head_of_page(verdict: str, picture: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a page begins with. ``picture``: Markdown of `dtrain_dagster.reports.small_pictures`, or "". Figures
+    that are None are left out."""
+    head: dict[str, Any] = {"verdict": verdict}
+    if picture:
+        head["picture"] = dg.MarkdownMetadataValue(picture)
+    return head | {name: value for name, value in figures.items() if value is not None}
+
+
+def best_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> dg.TableMetadataValue:
+    """Return the first rows as a table. ``columns``: those that are shown; all, where none are given."""
+    shown = [{name: row[name] for name in columns or row if name in row} for row in rows[:MOST_ROWS]]
+    records = [dg.TableRecord(row) for row in shown]
+    return dg.TableMetadataValue(records, table_schema(records))
+
+
+def with_rest(rows: Sequence[Mapping[str, Any]], name: str, sums: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return at most `MOST_ROWS` rows, the last of which is the sum of all that have no row of their own. ``name``: the
+    column that says so; ``sums``: those that are added up."""
+    if len(rows) <= MOST_ROWS:
+        return list(rows)
+    kept, rest = rows[: MOST_ROWS - 1], rows[MOST_ROWS - 1 :]
+    others: dict[str, Any] = dict.fromkeys(rows[0], "")
+    others |= {name: f"{len(rest)} others"} | {column: sum(row[column] for row in rest) for column in sums}
+    return [*kept, others]
+
+
+def links(**addresses: str) -> dict[str, dg.UrlMetadataValue]:
+    """Return the addresses that are pages of the web, as links that can be clicked."""
+    return {
+        name: dg.MetadataValue.url(address)
+        for name, address in addresses.items()
+        if address.startswith(("https://", "http://"))  # no javascript: in a link of the UI
+    }

@@ -1,6 +1,5 @@
 """The asset `cost_breakdown` and its checks: a training's cost by node, by time and by cause, against the estimate."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
@@ -8,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import plan_of, read_finished, table_schema
+from dtrain_dagster.assets.common import best_rows, head_of_page, plan_of, read_finished, with_rest
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
+from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, utc
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource
 from dtrain_dagster.settings.environment import load_settings
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
-MOST_NODES = 32
-"""The most nodes in the table over time; the CSV file has them all."""
+CSV_FILES = ("cost_ledger", "cost_by_node", "cost_by_period")
+"""The tables beside the report, with all rows and columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +139,7 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
     account = cluster.manager().describe_account(job.job_id)
     by_cluster = {"accounting": dg.MarkdownMetadataValue(in_block("\n".join(account)))} if account else {}
     return dg.MaterializeResult(
-        metadata=_figures(rundir, bill) | _tables(rundir, bill) | by_cluster,
+        metadata=_page(rundir, bill) | by_cluster,
         check_results=[_estimate_check(bill), _ledger_check(tracker, found)],
     )
 
@@ -165,49 +164,52 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         rundir.storage.write(f"{REPORTS}/{name}", text.encode())
 
 
-def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
-    """Return metadata: dollars and hours, against the estimate, and the work that they bought."""
+def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
+    """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
+    from dtrain_dagster.costs import export
     from dtrain_dagster.planning.history import JobCourse
+    from dtrain_dagster.reports import ledger_charts
+    from dtrain_dagster.reports.small_pictures import small_bar
 
-    estimate = bill.plan.estimate
+    estimate, words = bill.plan.estimate, bill.plan.price_words
+    low_to_high = (estimate.usd.low, estimate.usd.expected, estimate.usd.high)
+    causes = sorted(export.ledger_rows(bill.found, bill.digits), key=lambda row: -row["usd"])
+    nodes = sorted(_by_node(bill.tracker, bill.digits), key=lambda row: -row["usd"])
+    notes = [*bill.tracker.notes, *bill.found.notes]
+    total = _number(total_shown([bill.tracker.total_units], bill.digits))
     return {
-        "total_usd": _number(total_shown([bill.tracker.total_units], bill.digits)),
+        **head_of_page(
+            f"{dollars(total)}, of which {bill.found.goodput:.0%} trained; {bill.why.partition(':')[0]}.",
+            small_bar({row["cause"]: float(row["usd"]) for row in causes if row["usd"]}),
+            {
+                "total_usd": total,
+                "above_estimate_percent": round(100 * bill.above, 1),
+                "goodput_percent": round(100 * bill.found.goodput, 1),
+            },
+        ),
+        "ledger": _table(causes, "cause", ("cause", "usd", "percent", "node_seconds")),
+        "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
+        "by_node": _table(nodes, "node", ("node", "purpose", "seconds", "usd")),
+        "bought": _picture(ledger_charts.ledger_chart(bill.found, words), "What the dollars bought"),
+        "over_time": _picture(ledger_charts.over_time_chart(bill.found, low_to_high, words), "Cost over time"),
+        "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
+        **{name: dg.MetadataValue.path(f"{rundir.uri}/{REPORTS}/{name}.csv") for name in CSV_FILES},
+        "price": bill.plan.price_note,
+        "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in notes) or "–"),
         "training_usd": round(bill.tracker.training_usd, 6),
         "probe_usd": round(bill.tracker.probe_usd, 6),
         "estimated_usd": round(estimate.usd.expected, 6),
         "estimated_low_usd": round(estimate.usd.low, 6),
         "estimated_high_usd": round(estimate.usd.high, 6),
-        "above_estimate_percent": round(100 * bill.above, 1),
-        "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "wall_seconds": round(bill.took.seconds, 1),
         "estimated_seconds": round(estimate.seconds.expected, 1),
-        **_identity(bill.job, bill.plan, bill.tracker),
-        **asdict(JobCourse.read(rundir)),
         "node_hours": round(bill.tracker.node_hours, 6),
         **bill.took.last_metadata(),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
-        "goodput_percent": round(100 * bill.found.goodput, 1),
         **_energy(bill.energy),
-    }
-
-
-def _tables(rundir: RunDir, bill: Bill) -> dict[str, Any]:
-    """Return metadata: the dollars by cause, by node and by time, as tables and pictures, and their basis."""
-    from dtrain_dagster.costs import export
-    from dtrain_dagster.reports import ledger_charts
-
-    estimate, words = bill.plan.estimate.usd, bill.plan.price_words
-    interval, notes = (estimate.low, estimate.expected, estimate.high), [*bill.tracker.notes, *bill.found.notes]
-    return {
-        "ledger": _table(export.ledger_rows(bill.found, bill.digits)),
-        "by_node": _table(_by_node(bill.tracker, bill.digits)),
-        "by_time": _table(_by_time(bill.tracker, bill.digits)),
-        "bought": _picture(ledger_charts.ledger_chart(bill.found, words), "What the dollars bought"),
-        "over_time": _picture(ledger_charts.over_time_chart(bill.found, interval, words), "Cost over time"),
-        "price": bill.plan.price_note,
-        "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in notes) or "–"),
-        "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
+        **_identity(bill.job, bill.plan, bill.tracker),
+        **asdict(JobCourse.read(rundir)),
     }
 
 
@@ -295,33 +297,17 @@ def _by_node(tracker: CostTracker, digits: int) -> "Rows":
     ]
 
 
-def _by_time(tracker: CostTracker, digits: int) -> "Rows":
-    """A row for each period, a column for each node, and one for all."""
-    bounds = edges(tracker.nodes, 12)
-    nodes = sorted({node.node_id for node in tracker.nodes})[:MOST_NODES]
-    cells: dict[tuple[int, int], int] = {}
-    for item in tracker.between(bounds):
-        period = bisect_right(bounds, item.began) - 1
-        cells[period, item.node_id] = cells.get((period, item.node_id), 0) + item.units
-    amounts = dict(zip(cells, shown(list(cells.values()), digits), strict=True))
-    rows: Rows = []
-    for period, edge in enumerate(bounds[:-1]):
-        mine = {node: usd for (place, node), usd in amounts.items() if place == period}
-        row: dict[str, Any] = {"from_utc": utc(edge)}
-        row |= {f"node {node}": mine.get(node, Decimal(0)) for node in nodes}
-        rows.append(row | {"usd": sum(mine.values(), Decimal(0))})
-    return rows
-
-
 def _reasons_table(told: "Sequence[Reason]") -> str:
     rows = ["| reason | dollars |", "|---|---|"]
     rows += [f"| {item.words} | {'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))} |" for item in told]
     return "\n".join(rows)
 
 
-def _table(rows: "Rows") -> dg.TableMetadataValue:
-    records = [dg.TableRecord({key: _number(value) for key, value in row.items()}) for row in rows]
-    return dg.TableMetadataValue(records, table_schema(records))
+def _table(rows: "Rows", name: str, columns: Sequence[str]) -> dg.TableMetadataValue:
+    """Return the largest rows as a table whose dollars add up to the bill."""
+    sums = [column for column in columns if rows and isinstance(rows[0][column], int | float | Decimal)]
+    plain = [{key: _number(value) for key, value in row.items()} for row in with_rest(rows, name, sums)]
+    return best_rows(plain, columns)
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import LaunchpadOptions
+from dtrain_dagster.assets.common import MOST_ROWS, LaunchpadOptions, best_rows, head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
@@ -24,6 +24,8 @@ from dtrain_dagster.settings.environment import load_settings
 from trainer.storage.open import open_storage
 
 LEAKAGE_CHECK_SECONDS = 300
+MOST_COLUMNS = 5
+"""The columns of a dataset's preview."""
 
 
 class PricesConfig(LaunchpadOptions):
@@ -65,7 +67,8 @@ def build_stock_prices(pipeline: Pipeline) -> dg.AssetsDefinition:
     )
     def stock_prices(context: dg.AssetExecutionContext, config: options):  # type: ignore[valid-type]
         """Read prices from their source into one shape, validate them, and return them with their checks."""
-        return read_prices(context, config, project_resource(context, names))
+        with refusing_mistakes():
+            return read_prices(context, config, project_resource(context, names))
 
     return stock_prices
 
@@ -77,7 +80,9 @@ def read_prices(
     context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
 ) -> dg.MaterializeResult:
     """Return the prices that the launchpad or DTRAIN_PRICES names, with their checks."""
+    from dtrain_dagster.data.preview import median_prices
     from dtrain_dagster.data.sources import price_source
+    from dtrain_dagster.reports.small_pictures import small_curves
 
     settings = load_settings()
     with opened_engine(settings.data_engine, project.storage_uri) as engine:
@@ -86,20 +91,25 @@ def read_prices(
     validation = validated(ref, settings.calendar)
     source = ref.manifest()["source"]
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
+    warned = [check.name for check in validation.checks if not check.passed]
     metadata: dict[str, Any] = {
+        **head_of_page(
+            f"{ref.rows:,} daily prices of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}; "
+            f"{len(masks) or 'no'} stretches are masked; {len(warned) or 'none'} of {len(validation.checks)} checks "
+            "found something",
+            small_curves({"median price": median_prices(str(ref.path))}),
+            {"tickers": ref.tickers, "first_date": ref.first_date, "last_date": ref.last_date},
+        ),
+        **({"masked": best_rows([mask.data for mask in masks])} if masks else {}),
         "dagster/row_count": ref.rows,
-        "tickers": ref.tickers,
-        "first_date": ref.first_date,
-        "last_date": ref.last_date,
         "title": source["title"],
         "licence": source["licence"],
         "notes": source["notes"],
         "sha256": source["sha256"],
         "path": dg.MetadataValue.path(str(ref.path)),
     }
-    if masks:
-        columns = [dg.TableColumn(name, "string") for name in ("ticker", "first", "last", "reason")]
-        metadata["masked"] = dg.TableMetadataValue(masks, dg.TableSchema(columns))
+    if len(masks) > MOST_ROWS:
+        metadata["masked_in_all"] = dg.JsonMetadataValue([dict(mask.data) for mask in masks])
     return dg.MaterializeResult(
         value=ref,
         data_version=dg.DataVersion(ref.prices_id),
@@ -132,7 +142,8 @@ def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         stock_prices: PricesRef,
     ):  # no annotation, see assets.common
         """Build the dataset of the prices, unless it exists, and publish it to the storage that the nodes read."""
-        return shard_prices(context, config, project_resource(context, names), stock_prices)
+        with refusing_mistakes():
+            return shard_prices(context, config, project_resource(context, names), stock_prices)
 
     return sharded_dataset
 
@@ -159,6 +170,7 @@ def show_dataset(
     """Return a dataset as an asset, once it is where the nodes read it."""
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
+    from dtrain_dagster.reports.small_pictures import small_bar
     from dtrain_dagster.reports.training_charts import markdown_image
 
     context.log.info(
@@ -172,25 +184,30 @@ def show_dataset(
     for ticker, reason in built.excluded.items():
         context.log.warning(f"{ticker} is left out: {reason}")
     manifest = built.manifest()
-    rows = [dg.TableRecord(row) for row in preview_rows(built.uri)]
+    rows, splits = preview_rows(built.uri), built.samples
+    counts = ", ".join(f"{count:,} of {split}" for split, count in splits.items())
     return dg.MaterializeResult(
         value=built,
         data_version=dg.DataVersion(built.dataset_id),
         metadata={
+            **head_of_page(
+                f"{built.rows:,} rows give samples: {counts}" + ("" if built.built else "; it was there already"),
+                small_bar({split: float(count) for split, count in splits.items()}),
+                {f"{split}_samples": count for split, count in splits.items()},
+            ),
+            "preview": _preview(rows),
+            "charts": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "dagster/row_count": built.rows,
             "dagster/column_schema": dg.TableSchema(
                 [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
             ),
             "dataset_id": built.dataset_id,
-            **{f"{split}_samples": count for split, count in built.samples.items()},
             "splits": dg.JsonMetadataValue(manifest["splits"]),
             "shards": len(manifest["shards"]),
             "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
             "data_engine": engine if built.built else "not asked: it was there already",
-            "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
-            "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "path": dg.MetadataValue.path(built.uri),
             "read_by_nodes_at": shared_uri,
         },
@@ -210,8 +227,10 @@ def opened_engine(name: str, storage_uri: str) -> Iterator[DataEngine]:
         yield engine
 
 
-def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
-    return dg.TableSchema([dg.TableColumn(name, "string") for name in (rows[0].data if rows else {})])
+def _preview(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
+    """Return the first rows with a few of their columns; the page lists all columns above it."""
+    names = list(rows[0]) if rows else []
+    return best_rows(rows, names if len(names) <= MOST_COLUMNS else [*names[: MOST_COLUMNS - 1], names[-1]])
 
 
 def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:

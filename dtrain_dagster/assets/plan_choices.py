@@ -6,34 +6,54 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import table_schema
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows
 from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
-def choices_metadata(table: Choices) -> dict[str, Any]:
-    """Return ``choices`` (table), ``choices_picture``, ``choice`` (`explain_choice`), ``choices_rest_on`` and
-    ``choices_not_available``, each only where it is not empty."""
+SHOWN = ("mark", "nodes", "sku", "tier", "usd", "seconds")
+"""The columns of the table on the page; the file has all."""
+
+
+def choices_dots(table: Choices) -> str:
+    """Return a small picture of time and cost of all choices."""
+    from dtrain_dagster.reports.small_pictures import small_dots
+
+    points = [(row.seconds.expected, row.usd.expected) for row in table.rows]
+    mine = table.planned
+    marked = None if mine is None else (mine.seconds.expected, mine.usd.expected)
+    return small_dots(points, marked, f"{len(points)} choices: time to the right, cost upwards; orange: this plan")
+
+
+def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:
+    """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
+    of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
+    empty."""
+    from dtrain_dagster.costs.export import to_csv
     from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
     from dtrain_dagster.reports.training_charts import markdown_image
 
-    metadata: dict[str, Any] = {"choices_rest_on": dg.MarkdownMetadataValue(_rest_on(table))}
+    metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)
-        records = [dg.TableRecord(_row(choice)) for choice in table.rows]
-        metadata["choices"] = dg.TableMetadataValue(records, table_schema(records))
+        first = [choice for choice in table.rows[:MOST_ROWS] if not choice.is_planned]
+        planned = [choice for choice in table.rows if choice.is_planned]
+        best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
+        metadata["choices"] = best_rows([_row(choice) for choice in best], SHOWN)
+        folder, name = f"{storage_uri}/plans/{fingerprint}", "choices.csv"
+        open_storage(folder).write(name, to_csv([_row(choice) for choice in table.rows]).encode())
+        metadata["choices_file"] = dg.MetadataValue.path(f"{folder}/{name}")
         metadata["choices_picture"] = dg.MarkdownMetadataValue(
             markdown_image(choices_chart(table), "Cost against time of every choice")
         )
+    metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
     if table.not_available:
-        missing = [
-            dg.TableRecord({"sku": item.sku, "tier": tier_words(item.tier), "why": item.why})
-            for item in table.not_available
-        ]
-        metadata["choices_not_available"] = dg.TableMetadataValue(missing, table_schema(missing))
+        missing = [{"sku": item.sku, "tier": tier_words(item.tier), "why": item.why} for item in table.not_available]
+        metadata["choices_not_available"] = best_rows(missing)
     return metadata
 
 
@@ -100,6 +120,7 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "tier": tier_words(choice.tier),
         "usd": round(usd.expected, 6),
         "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
+        "seconds": round(seconds.expected, 1),
         "time": format_duration(seconds.expected),
         "time_range": f"{format_duration(seconds.low)} to {format_duration(seconds.high)}",
         "usd_per_epoch": round(choice.usd_per_epoch, 5),

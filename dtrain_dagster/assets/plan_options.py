@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import Field
 
 from dtrain_dagster.assets.common import LaunchpadOptions
+from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings.environment import MOST_NODES
 from trainer.config import DistributedTrainingConfig
 
 _DEFAULT = DistributedTrainingConfig()
@@ -49,9 +51,22 @@ def _of_training(name: str) -> Any:
     return Field(default=getattr(_DEFAULT, name), **bounds)
 
 
-class PlanOptions(LaunchpadOptions):
-    """The limits and the probe of a training of any kind, in the launchpad."""
+class NodeTier(Enum):
+    """How firmly nodes are bought."""
 
+    dedicated = "dedicated"
+    low_priority = "low_priority"
+
+
+class PlanOptions(LaunchpadOptions):
+    """The nodes, the limits and the probe of a training of any kind, in the launchpad."""
+
+    nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
+    """Nodes of this run; unset: DTRAIN_NODES."""
+    gpu_type: str | None = None
+    """SKU of this run, such as Standard_NC24ads_A100_v4; `dtrain prices list` has all. Unset: DTRAIN_GPU_TYPE."""
+    tier: NodeTier | None = None
+    """Tier on which the nodes of this run are requested; unset: DTRAIN_TIER."""
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
@@ -61,11 +76,16 @@ class PlanOptions(LaunchpadOptions):
     stop_at_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """The cost in dollars, probe included, at which the training saves a checkpoint and stops. 0: never."""
     choose_nodes: bool = False
-    """Take the number of nodes, up to DTRAIN_NODES, that costs least within budget and deadline; each rank keeps its
+    """Take the number of nodes, up to ``nodes``, that costs least within budget and deadline; each rank keeps its
     batch."""
     probe: bool = True
     """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing runs
     before the plan is known."""
+
+
+def with_nodes_of_run(cluster: GPUClusterResource, config: PlanOptions) -> GPUClusterResource:
+    """Return the cluster with the nodes that the launchpad asks for."""
+    return cluster.with_hardware(config.nodes, config.gpu_type, config.tier.value if config.tier else None)
 
 
 class TrainingOptions(PlanOptions):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import refusing_mistakes
+from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
-from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice, in_words
+from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
-from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
+from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
 from dtrain_dagster.assets.walk_forward_gate import refuse_without_report
@@ -28,6 +28,7 @@ from trainer.spec import WINDOWS
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
     from dtrain_dagster.planning.build_plan import PlannedJob
+    from dtrain_dagster.planning.choices import Choices
     from dtrain_dagster.planning.history import History
 
 DESCRIPTION = (
@@ -61,7 +62,8 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         limit."""
         from dtrain_dagster.assets.training_request import DatasetTraining
 
-        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        cluster = with_nodes_of_run(cluster_resource(context, names), config)
+        project = project_resource(context, names)
         refuse_without_report(Path(project.storage_uri), pipeline, sharded_dataset.manifest().get("kind", WINDOWS))
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
         return plan_training(context, config, cluster, project, request)
@@ -86,7 +88,8 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Plan a script's training, which is found out by running the script up to its call of fit."""
         from dtrain_dagster.assets.training_request import ScriptTraining
 
-        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        cluster = with_nodes_of_run(cluster_resource(context, names), config)
+        project = project_resource(context, names)
         request = ScriptTraining(names, config, cluster, project, pipeline.script)
         return plan_training(context, config, cluster, project, request)
 
@@ -161,9 +164,10 @@ def plan_training(
         value=plan,
         data_version=dg.DataVersion(plan.fingerprint),
         metadata={
+            **plan_head(plan, table),
+            **choices_metadata(table, plan.fingerprint, project.storage_uri),
             **plan_metadata(plan, forecast),
             **probe_metadata(pace, manager),
-            **choices_metadata(table),
             "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
@@ -200,12 +204,25 @@ def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "H
     return History.read(context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
 
 
-def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
-    """Return what Dagster shows of a plan: its figures, their basis, and the plan as a table."""
+def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
+    """Return what the page of a plan begins with."""
     estimate = plan.estimate
+    return head_of_page(
+        f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
+        f"({_range(estimate.usd, dollars)}) on {plan.node_count} × {plan.sku.removeprefix('Standard_')} "
+        f"({plan.tier.replace('_', ' ')}); from {plan.basis.partition(';')[0]}",
+        choices_dots(table),
+        {
+            "estimated_usd": round(estimate.usd.expected, 6),
+            "estimated_seconds": round(estimate.seconds.expected, 1),
+            "steps": plan.work.steps,
+        },
+    )
+
+
+def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
+    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on."""
     return {
-        "estimated_usd": round(estimate.usd.expected, 6),
-        "estimated_seconds": round(estimate.seconds.expected, 1),
         "plan": dg.MarkdownMetadataValue(plan_table(plan)),
         "basis": forecast.basis,
         "basis_words": plan.basis,
@@ -214,7 +231,6 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "sku": plan.sku,
         "price": plan.price_note,
-        "steps": plan.work.steps,
         "parts": dg.JsonMetadataValue(asdict(forecast.parts(plan.node_count))),
         "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
     }

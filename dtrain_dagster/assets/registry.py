@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import plan_of, read_finished
+from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
@@ -28,7 +29,7 @@ from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import ROWS, WINDOWS
 
 if TYPE_CHECKING:
-    from dtrain_dagster.registry import Gate, ServingCheck, TrainingProvenance
+    from dtrain_dagster.registry import Gate, RegisteredModel, ServingCheck, TrainingProvenance
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -95,7 +96,7 @@ def unregistered(why: str, job: FinishedJob) -> dg.MaterializeResult:
     """Return the asset of a model that is not registered, and passed checks that say so."""
     return dg.MaterializeResult(
         value={"run_dir": job.run_dir},
-        metadata={"registered": False, "reason": why, "run_dir": dg.MetadataValue.path(job.run_dir)},
+        metadata={"verdict": why, "registered": False, "reason": why, "run_dir": dg.MetadataValue.path(job.run_dir)},
         check_results=[
             dg.AssetCheckResult(check_name=name, passed=True, metadata={"not_judged": why})
             for name in ("promotion_gate", "serving_endpoint_answers")
@@ -157,26 +158,54 @@ def register(
     decision = registry.choose_alias(served, champion)
     replaced = models.promote(model, decision)
     context.log.info(f"{decision.alias}: {decision.reason}")
-    worth = worth_line(evaluation, provenance.cost_usd_total)
+    worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata={
+            **head_of_page(
+                f"{model.name} version {model.version} is {decision.alias}: {decided}.",
+                _ranks(evaluation),
+                {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
+            ),
+            **({"earned": worth} if worth else {}),
+            **links(**mlflow_pages(project.mlflow_url, model)),
             "model": model.name,
-            "version": model.version,
-            "alias": decision.alias,
             "reason": decision.reason,
             "replaced_champion": replaced or "none",
             "uri": model.uri,
             "mlflow_run_id": model.run_id,
-            **digests,
-            **({"earned": worth} if worth else {}),
             "model_card": dg.MarkdownMetadataValue(card),
-            "tags": dg.JsonMetadataValue(dict(model.tags)),
+            "tags": dg.JsonMetadataValue({**model.tags, **digests}),
         },
         check_results=check_results(verdict, evaluation, serving),
     )
+
+
+def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
+    """Return the addresses of a version and of its run in MLflow's UI; none where that is not known. Pure."""
+    if not mlflow_url:
+        return {}
+    return {
+        "model_page": f"{mlflow_url}/#/models/{quote(model.name, safe='')}/versions/{model.version}",
+        "run_page": f"{mlflow_url}/#/runs/{model.run_id}",
+    }
+
+
+def _ranks(evaluation: Mapping[str, Any]) -> str:
+    """Return a small picture of the model's score among the baselines'; "" where there is none."""
+    from dtrain_dagster.reports.small_pictures import small_ranks
+
+    score = score_of(evaluation)
+    rows = {"this model": evaluation["model"], **evaluation["baselines"]}
+    found = {name: row[score] for name, row in rows.items() if score and row.get(score) is not None}
+    return small_ranks(found, "this model")
+
+
+def _test_score(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    score = score_of(evaluation)
+    return {f"test_{score}": round_figures(evaluation["model"][score])} if score else {}
 
 
 def provenance_of(

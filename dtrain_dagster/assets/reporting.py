@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import (
-    optimization_table,
+    best_rows,
+    head_of_page,
+    links,
+    list_optimizations,
     plan_of,
     read_finished,
-    strategy_table,
-    table_schema,
 )
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
@@ -22,13 +23,18 @@ from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
 from dtrain_dagster.monitoring.windows import windows
-from dtrain_dagster.resources import GPUClusterResource, cluster_resource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
+
+RANK_COLUMNS = ("rank", "input_ms", "forward_ms", "backward_ms", "waiting_ms")
+NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent", "gpu_utilization")
+COLLECTIVE_COLUMNS = ("collective", "network_ms", "waiting_ms", "hidden_percent")
+"""The columns of the tables on the page; the report has all."""
 
 
 def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -37,7 +43,7 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
     @dg.asset(
         **pipeline.asset("performance_report", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
         kinds={"python"},
-        required_resource_keys={pipeline.names.cluster},
+        required_resource_keys=pipeline.names.resources,
         description="How fast the nodes trained and what held them up: verdict first, then figures and pictures.",
     )
     def performance_report(
@@ -45,7 +51,10 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Summarise a finished training's performance, write the report's page, and recommend changes for the next
         run."""
-        return report_performance(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
+        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
+        return report_performance(
+            cluster, cost_estimate, trained_checkpoint, project.job_url(trained_checkpoint.job_id)
+        )
 
     return performance_report
 
@@ -54,14 +63,16 @@ performance_report = build_performance_report(STOCK)
 
 
 def report_performance(
-    cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob
+    cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob, job_url: str
 ) -> dg.MaterializeResult:
-    """Return a finished training's figures, after its reports were written."""
+    """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
+    from dtrain_dagster.reports.small_pictures import small_bar
 
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
@@ -88,30 +99,44 @@ def report_performance(
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
     took = sum_launches(usage)
     expected = plan.estimate.seconds
+    figures = _figures(performance)
+    first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
-        "verdict": performance.verdict,
-        **_figures(performance),
-        "wall_seconds": round(took.seconds, 1),
-        "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
-        f"({format_duration(expected.low)} to {format_duration(expected.high)})",
-        "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
-        "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),
-        "test": dg.JsonMetadataValue(evaluation["model"]),
+        **head_of_page(
+            performance.verdict,
+            small_bar(performance.segment_shares or performance.phase_seconds),
+            {name: figures.pop(name) for name in first},
+        ),
+        **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
+        "recommendations": dg.MarkdownMetadataValue(
+            "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
+            or "Nothing that these figures speak for."
+        ),
+        "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
+        **links(dashboard=job_url),
+        "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
-        "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
+        "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
+        f"({format_duration(expected.low)} to {format_duration(expected.high)})",
+        **figures,
+        "wall_seconds": round(took.seconds, 1),
+        **_table("by_node", [_node_row(node) for node in performance.nodes], NODE_COLUMNS),
+        **_table(
+            "by_collective",
+            [_collective_row(item) for item in getattr(performance.communication, "collectives", ())],
+            COLLECTIVE_COLUMNS,
+        ),
+        "test": dg.JsonMetadataValue(evaluation["model"]),
     }
     if optimization.utilization:
         metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
-    for name, rows in (
-        ("by_rank", [_rank_row(rank) for rank in performance.ranks]),
-        ("by_collective", [_collective_row(item) for item in getattr(performance.communication, "collectives", ())]),
-        ("by_node", [_node_row(node) for node in performance.nodes]),
-    ):
-        if rows:
-            records = [dg.TableRecord(row) for row in rows]
-            metadata[name] = dg.TableMetadataValue(records, table_schema(records))
     return dg.MaterializeResult(metadata=metadata)
+
+
+def _table(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
+    """Return the metadata of a table, empty where it has no rows; the report has all rows and columns."""
+    return {name: best_rows(rows, columns)} if rows else {}
 
 
 def _figures(performance: "Performance") -> dict[str, Any]:

@@ -5,13 +5,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import read_finished, round_figures
+from dtrain_dagster.assets.common import read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
@@ -39,13 +38,13 @@ from dtrain_dagster.jobs.progress import (
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.support.formatting import dollars, in_markdown
+from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from trainer.elastic.generation import Generation
+    pass
 
 
 CLUSTER_TAG = "dtrain/cluster"
@@ -154,6 +153,9 @@ def carry_out(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the finished training of a plan, with its checks."""
+    from dtrain_dagster.assets.training_page import training_page
+
+    cluster = of_plan(cluster, plan)
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
     root_run_id = context.run.root_run_id or context.run.run_id
@@ -196,9 +198,10 @@ def carry_out(
     outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=_metadata(rundir, events, result, evaluation, plan)
+        metadata=training_page(
+            rundir, events, result, evaluation, plan, totals_metadata(usage, plan.tier), project.job_url(choice.job_id)
+        )
         | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-        | totals_metadata(usage, plan.tier)
         | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
         | provisioning(manager),
         check_results=[
@@ -212,6 +215,13 @@ def carry_out(
     # This comes last: where a line above raises, the next run can adopt the job instead of training again.
     rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
     return outcome
+
+
+def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
+    """Return the cluster with the nodes that were planned, where its launchpad asked for others than the
+    environment's."""
+    sku = plan.sku if plan.sku != cluster.sku else None
+    return cluster.with_hardware(None, sku, plan.tier if plan.tier != cluster.first_tier else None)
 
 
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
@@ -269,50 +279,6 @@ def hand_over_budget(
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
 
 
-def _metadata(
-    rundir: RunDir,
-    events: Sequence[dict[str, Any]],
-    result: dict[str, Any],
-    evaluation: dict[str, Any],
-    plan: TrainingPlan,
-) -> dict[str, Any]:
-    from dtrain_dagster.jobs.totals import read_phase_totals
-    from dtrain_dagster.reports import training_charts
-    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores, written_text
-    from trainer.elastic.generation_record import generations
-
-    steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
-    model = evaluation["model"]
-    metadata: dict[str, Any] = {
-        "job_id": rundir.uri.rsplit("/", 1)[-1],
-        "run_dir": dg.MetadataValue.path(rundir.uri),
-        "steps": result["steps"],
-        "train_seconds": round_figures(read_phase_totals(rundir, events).get("training", result["train_seconds"])),
-        "world_size": result["world_size"],
-        "weights_sha256": result["weights_sha256"],
-        "dataset_id": plan.job["dataset"]["dataset_id"],
-        "curves": _picture(training_charts.training_curves(steps, evaluations), "Training curves"),
-    }
-    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
-    if isinstance(studio, str) and studio.startswith("https://"):  # no javascript: in a link of the UI
-        metadata["studio"] = dg.MetadataValue.url(studio)
-    history = generations(rundir.storage)
-    metadata["generations"] = len(history)
-    metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
-    metadata |= {f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)}
-    if model.get("nll") is not None:
-        metadata["skill"] = _picture(
-            training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"
-        )
-        metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
-    elif has_kind_scores(evaluation):
-        metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
-        if text := written_text(evaluation):
-            metadata["written_text"] = dg.MarkdownMetadataValue(text)
-    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
-    return metadata
-
-
 def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
     from dtrain_dagster.costs.launches import sum_launches
@@ -334,17 +300,6 @@ def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -
     from dtrain_dagster.costs.worth import worth_line
 
     return {"earned": worth} if (worth := worth_line(evaluation, sum_launches(usage, tier).usd)) else {}
-
-
-def membership_table(history: "Sequence[Generation]") -> str:
-    """Return the members of each generation as a Markdown table, one row per generation."""
-    rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
-    for item in history:
-        at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
-        nodes = ", ".join(str(seat.node) for seat in item.members)
-        mode = "parameter server" if item.topology == "star" else "all-reduce"
-        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {in_markdown(item.reason)} |")
-    return "\n".join(rows)
 
 
 def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
@@ -383,9 +338,3 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
         severity=dg.AssetCheckSeverity.WARN,
         metadata={**figure, "better": better} | ({"not_tested_for_chance": untested} if untested else {}),
     )
-
-
-def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    from dtrain_dagster.reports.training_charts import markdown_image
-
-    return dg.MarkdownMetadataValue(markdown_image(svg, title))

@@ -15,7 +15,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.dataset import opened_engine, show_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_options import TrainingOptions
+from dtrain_dagster.assets.plan_options import TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.planning import DESCRIPTION, plan_training
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.assets.walk_forward_gate import START, training_settings, walk_forward_names
@@ -140,7 +140,8 @@ def build_year_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
         sharded_dataset: BuiltDataset,
     ):  # no annotation, see assets.common
         """Plan the training of the partition's year."""
-        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        cluster = with_nodes_of_run(cluster_resource(context, names), config)
+        project = project_resource(context, names)
         return plan_year(context, names, config, cluster, project, sharded_dataset)
 
     return cost_estimate

@@ -14,6 +14,22 @@ _MAX_LINES = 60
 _POINTS = 500
 
 
+def median_prices(path: str, points: int = 60) -> list[tuple[float, float]]:
+    """Return (year, median price of the tickers then) at so many days, evenly spread over a file of prices."""
+    import duckdb
+
+    query = """
+        with days as (select distinct "date" from read_parquet($path)),
+             placed as (select "date", row_number() over (order by "date") - 1 as place from days),
+             chosen as (select "date" from placed where place % greatest(1, (select count(*) from days) // $points) = 0)
+        select year("date") + dayofyear("date") / 366.0, median(adj_close)
+        from read_parquet($path) join chosen using ("date") group by "date" order by "date"
+    """
+    with duckdb.connect() as database:
+        found = database.execute(query, {"path": path, "points": points}).fetchall()
+    return [(float(year), float(price)) for year, price in found if price is not None]
+
+
 def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
     """Return the first ``count`` rows of the first shard, as text for a table."""
     import pyarrow.parquet as pq

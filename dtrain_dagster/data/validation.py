@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -150,8 +151,11 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
     import numpy as np
 
     end = np.datetime64(last, "D")
-    try:  # a day longer, as a calendar of one day is refused
-        sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of pandas, about how this package uses it
+            # A day longer, as a calendar of one day is refused.
+            sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
     except xc.errors.InvalidCalendarName as error:
         raise DataError(
             f"DTRAIN_CALENDAR={calendar!r} is no exchange calendar: use a code such as XNYS or XLON, or none"

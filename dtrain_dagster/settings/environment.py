@@ -40,6 +40,7 @@ BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
 """The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
 retired. Locally a V100 stands in, as nothing is bought."""
 S = TypeVar("S", bound=BaseSettings)
+MOST_NODES = 256
 TierName = Literal["dedicated", "low_priority"]
 
 
@@ -67,7 +68,7 @@ class Settings(BaseSettings):
     cluster_name: str = Field(
         default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
     )
-    nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on")
+    nodes: int = Field(default=3, ge=1, le=MOST_NODES, description="Nodes that training runs on")
     processes_per_node: int | None = Field(
         default=None, ge=1, le=16, description="Ranks per node; unset: one per GPU of the node, 1 without GPUs"
     )

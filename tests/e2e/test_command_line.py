@@ -6,6 +6,7 @@ import json
 import sqlite3
 from pathlib import Path
 
+import dagster as dg
 import pytest
 import yaml
 
@@ -51,6 +52,27 @@ def test_a_bad_setting_is_named(project: Project):
     )
     assert done.returncode != 0
     assert "DTRAIN_NODES='three'" in done.stdout
+
+
+def test_a_mistake_is_one_line_and_its_run_is_in_the_overview(tmp_path: Path):
+    project = make_project(tmp_path / "home")
+    quiet = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
+    config = quiet | {"ops": {"stock_prices": {"config": {"source": "/nowhere/prices.csv"}}}}
+    done = project.cli(
+        "dagster",
+        *("asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "stock_prices"),
+        *("--config-json", json.dumps(config)),
+        PYTHONWARNINGS="default",
+    )
+    assert done.returncode == 1
+    assert "the run has failed at stock_prices: DTRAIN_PRICES='/nowhere/prices.csv' is no file" in done.stdout
+    assert "Stack Trace" not in done.stdout
+    warned = [line for line in done.stdout.splitlines() if "Warning" in line]
+    assert [line for line in warned if "SupersessionWarning" not in line] == [], "of Dagster, about its own command"
+    with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
+        [run] = instance.get_runs()
+    assert run.remote_job_origin is not None, "the UI's Overview leaves out runs without one"
+    assert run.remote_job_origin.location_name == "dtrain"
 
 
 def test_the_default_run_makes_a_champion(tmp_path: Path):

@@ -1,0 +1,112 @@
+"""The page of `trained_checkpoint`: how good the model is, its curves, its scores among those of baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import best_rows, head_of_page, links, round_figures
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.support.formatting import in_markdown
+from trainer.evaluation.gate import score_of
+from trainer.rundir import LAUNCH, RunDir
+
+if TYPE_CHECKING:
+    from trainer.elastic.generation import Generation
+
+
+def training_page(
+    rundir: RunDir,
+    events: Sequence[dict[str, Any]],
+    result: dict[str, Any],
+    evaluation: dict[str, Any],
+    plan: TrainingPlan,
+    totals: dict[str, Any],
+    job_url: str,
+) -> dict[str, Any]:
+    """Return the page of a finished training. ``totals``: `totals_metadata`."""
+    from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.reports import training_charts
+    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores, written_text
+    from dtrain_dagster.reports.small_pictures import small_curves
+    from trainer.elastic.generation_record import generations
+
+    steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
+    model, history, score = evaluation["model"], generations(rundir.storage), score_of(evaluation)
+    curves = {
+        "training": [(row["step"], row["loss"]) for row in steps],
+        "validation": [(row["step"], row["loss"]) for row in evaluations if row.get("split") == "valid"],
+    }
+    metadata = head_of_page(
+        next(iter(evaluation["notes"]), "The training has finished."),
+        small_curves(curves),
+        {
+            f"test_{score or 'loss'}": round_figures(model.get(score or "loss")),
+            "train_seconds": round_figures(read_phase_totals(rundir, events).get("training", result["train_seconds"])),
+            "cost_usd": totals.get("cost_usd"),
+        },
+    )
+    if model.get("nll") is not None:
+        metadata["scores"] = best_rows(_score_rows(evaluation))
+    elif has_kind_scores(evaluation):
+        metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
+        if text := written_text(evaluation):
+            metadata["written_text"] = dg.MarkdownMetadataValue(text)
+    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
+    metadata |= links(dashboard=job_url, studio=studio if isinstance(studio, str) else "")
+    metadata["curves"] = _picture(training_charts.training_curves(steps, evaluations), "Training curves")
+    if model.get("nll") is not None:
+        metadata["skill"] = _picture(
+            training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"
+        )
+        metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
+    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
+    metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
+    rest: dict[str, Any] = {
+        "job_id": rundir.uri.rsplit("/", 1)[-1],
+        "run_dir": dg.MetadataValue.path(rundir.uri),
+        "steps": result["steps"],
+        "world_size": result["world_size"],
+        "generations": len(history),
+        "dataset_id": plan.job["dataset"]["dataset_id"],
+        "weights_sha256": f"{result['weights_sha256'][:16]}…, the data version has all of it",
+        **totals,
+        **{f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)},
+    }
+    return metadata | {name: value for name, value in rest.items() if name not in metadata}
+
+
+def _score_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for the model and each baseline that forecasts a distribution, the best first."""
+    scored = [("this model", evaluation["model"]), *evaluation["baselines"].items()]
+    rows = sorted((item for item in scored if item[1].get("nll") is not None), key=lambda item: item[1]["nll"])
+    return [
+        {
+            "name": name,
+            "nll": round(row["nll"], 4),
+            "coverage_90": round(row["coverage_90"], 3),
+            "model_gain": round(row.get("model_gain_nll") or 0.0, 4),
+            "t": round(row.get("model_gain_t") or 0.0, 1),
+        }
+        for name, row in rows
+    ]
+
+
+def membership_table(history: Sequence[Generation]) -> str:
+    """Return the members of each generation as a Markdown table, one row per generation."""
+    rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
+    for item in history:
+        at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
+        nodes = ", ".join(str(seat.node) for seat in item.members)
+        mode = "parameter server" if item.topology == "star" else "all-reduce"
+        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {in_markdown(item.reason)} |")
+    return "\n".join(rows)
+
+
+def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
+    from dtrain_dagster.reports.training_charts import markdown_image
+
+    return dg.MarkdownMetadataValue(markdown_image(svg, title))

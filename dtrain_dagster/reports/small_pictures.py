@@ -1,0 +1,146 @@
+"""Pictures of a few hundred characters, which Dagster's UI shows where they stand.
+
+It shows Markdown of less than 1000 characters in place, and a link to anything longer; the large charts are behind that
+link. Colours and letters are of middle brightness, since a page is light or dark and a picture does not learn which.
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+SHOWN_IN_PLACE = 1000
+"""Dagster's UI shows Markdown in place where it has fewer characters."""
+WIDTH, HEIGHT = 440, 84
+FOOT = 12
+"""The height of the line of text below."""
+COLOURS = ("#4c8dff", "#e8793a", "#2fa55d", "#a475f9", "#e5534b", "#b08800", "#8b949e")
+INK = "#8b949e"
+_SAFE = "/:,=';"
+"""Letters that need no escape in an address within Markdown."""
+MOST_POINTS = 22
+"""The most points of a curve; beyond that, neighbours are merged into their means."""
+
+Points = Sequence[tuple[float, float]]
+
+
+def small_curves(curves: Mapping[str, Points]) -> str:
+    """Return Markdown with lines over a common horizontal axis, each scaled to its own height, with its first and last
+    value; "" where no curve has two points."""
+    drawn = {name: _merged(_finite(points)) for name, points in curves.items()}
+    drawn = {name: points for name, points in drawn.items() if len(points) > 1}
+    if not drawn:
+        return ""
+    left = min(points[0][0] for points in drawn.values())
+    right = max(points[-1][0] for points in drawn.values())
+    parts: list[str] = []
+    words: list[tuple[str, str]] = []
+    for (name, points), colour in zip(drawn.items(), COLOURS, strict=False):
+        low, high = min(value for _, value in points), max(value for _, value in points)
+        places = [
+            (
+                round(WIDTH * (at - left) / ((right - left) or 1.0)),
+                round(2 + (HEIGHT - FOOT - 8) * (high - value) / ((high - low) or 1.0)),
+            )
+            for at, value in points
+        ]
+        line = ",".join(f"{x},{y}" for x, y in places)
+        parts.append(f"<polyline points='{line}' stroke='{colour}' fill='none'/>")
+        words.append((f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}", colour))
+    return _markdown(parts, words, ", ".join(text for text, _ in words))
+
+
+def small_bar(parts: Mapping[str, float], unit: str = "") -> str:
+    """Return Markdown with one bar that is divided in these parts, the largest named with their shares; "" where they
+    are nothing."""
+    whole = sum(parts.values())
+    if not whole > 0:
+        return ""
+    order = sorted(parts, key=lambda name: -parts[name])[: len(COLOURS) - 1]
+    rest = whole - sum(parts[name] for name in order)
+    shown = {name: parts[name] for name in order} | ({"other": rest} if rest > 0.005 * whole else {})
+    drawn: list[str] = []
+    words: list[tuple[str, str]] = []
+    at = 0.0
+    for (name, value), colour in zip(shown.items(), COLOURS, strict=False):
+        width = WIDTH * value / whole
+        drawn.append(f"<path d='M{at:.0f},14h{width:.0f}' stroke='{colour}' stroke-width='26'/>")
+        at += width
+        if len(words) < 3:
+            words.append((f"{name} {value / whole:.0%}{unit}", colour))
+    return _markdown(drawn, words, ", ".join(f"{name} {value / whole:.0%}" for name, value in shown.items()), 44)
+
+
+def small_dots(points: Points, marked: tuple[float, float] | None, words: str) -> str:
+    """Return Markdown with dots on logarithmic axes, and a larger one at ``marked``; "" where there are no positive
+    ones."""
+    kept = [(x, y) for x, y in points if x > 0 and y > 0]
+    if not kept:
+        return ""
+    spans = [
+        (min(math.log(point[axis]) for point in kept), max(math.log(point[axis]) for point in kept)) for axis in (0, 1)
+    ]
+
+    def place(point: tuple[float, float]) -> str:
+        across, up = (
+            (math.log(value) - low) / ((high - low) or 1.0) for value, (low, high) in zip(point, spans, strict=True)
+        )
+        return f"M{4 + (WIDTH - 8) * across:.0f},{4 + (HEIGHT - FOOT - 12) * (1 - up):.0f}h0"
+
+    dots = "".join(dict.fromkeys(place(point) for point in kept[:34]))
+    style = "stroke-linecap='round'"
+    drawn = [f"<path d='{dots}' stroke='{INK}' stroke-width='5' {style}/>"]
+    if marked is not None and min(marked) > 0:
+        drawn.append(f"<path d='{place(marked)}' stroke='{COLOURS[1]}' stroke-width='10' {style}/>")
+    return _markdown(drawn, [(words, INK)], words)
+
+
+def small_ranks(scores: Mapping[str, float], mine: str) -> str:
+    """Return Markdown with a tick for each score on one axis, the best on the left, ``mine`` and the best other one
+    named; "" where there is nothing to compare. Lower is better."""
+    kept = {name: score for name, score in scores.items() if math.isfinite(score)}
+    others = sorted((score, name) for name, score in kept.items() if name != mine)
+    if mine not in kept or not others:
+        return ""
+    low, high = min(kept.values()), max(kept.values())
+
+    def place(score: float) -> int:
+        return round(4 + (WIDTH - 8) * (score - low) / ((high - low) or 1.0))
+
+    ticks = "".join(f"M{place(score)},8v16" for score, _ in others)
+    drawn = [
+        f"<path d='M0,16h{WIDTH}' stroke='{INK}'/><path d='{ticks}' stroke='{INK}' stroke-width='3'/>",
+        f"<path d='M{place(kept[mine])},3v26' stroke='{COLOURS[0]}' stroke-width='5'/>",
+    ]
+    best, name = others[0]
+    words = [(f"{mine} {kept[mine]:.4f}", COLOURS[0]), (f"best baseline {name} {best:.4f}; left is better", INK)]
+    return _markdown(drawn, words, ", ".join(text for text, _ in words), 46)
+
+
+def _markdown(parts: Sequence[str], words: Sequence[tuple[str, str]], title: str, height: int = HEIGHT) -> str:
+    """Return the picture with a line of words below, in Markdown; "" where it would not be shown in place."""
+    spans = "".join(f"<tspan fill='{colour}' dx='6'>{_text(text)}</tspan>" for text, colour in words)
+    text = f"<text y='{height - 3}' font-size='11' font-family='sans-serif'>{spans}</text>"
+    body = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{''.join(parts)}{text}</svg>"
+    markdown = f"![{_text(title)}](data:image/svg+xml,{quote(body, safe=_SAFE)})"
+    return markdown if len(markdown) < SHOWN_IN_PLACE else ""
+
+
+def _text(text: str) -> str:
+    return "".join(" " if letter in "<>&()[]\"'`\\" else letter for letter in text)
+
+
+def _finite(points: Points) -> Points:
+    return [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
+
+
+def _merged(points: Points) -> Points:
+    """Return at most `MOST_POINTS` points, and the last one as it is."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    if size <= 1:
+        return points
+    groups = [points[first : first + size] for first in range(0, len(points) - 1, size)]
+    merged = [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
+    return [*merged[:-1], points[-1]]
