@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow docs clean lock sbom audit
+.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,3 +151,7 @@ sbom: $(SUPPLY)/.ready  ## a bill of materials of the locked packages, out/sbom.
 
 audit: $(SUPPLY)/.ready  ## are vulnerabilities of the locked packages known? (needs a network)
 	@PATH="$(CURDIR)/$(SUPPLY)/bin:$$PATH" $(SUPPLY)/bin/python deploy/supply/audit.py $(LOCKS)
+
+release: sbom setup  ## a release: VERSION=0.2.0, with DRY_RUN=1 only what it would be (version, changelog, packages, tag)
+	@test -n "$${VERSION:-}" || { echo "which version? make release VERSION=0.2.0" >&2; exit 2; }
+	@$(BIN)/python deploy/supply/release.py "$$VERSION" --sbom out/sbom.json $(if $(DRY_RUN),--dry-run)

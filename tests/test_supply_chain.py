@@ -126,16 +126,36 @@ def test_the_locks_of_the_images_satisfy_their_ranges_and_agree_with_the_tests(n
                 assert version == version_of(own, requirement.name, environment), line
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "serving.Dockerfile"])
+DOCKERFILES = ("azure/Dockerfile", "azure/serving.Dockerfile", "kubernetes/nodes.Dockerfile")
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
 def test_images_are_built_on_a_digest_and_from_hashes(name: str):
-    text = (ROOT / "deploy" / "azure" / name).read_text()
+    text = (ROOT / "deploy" / name).read_text()
     bases = re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)
     assert bases
     assert all(base.endswith("@${BASE_DIGEST}") for base in bases)
     assert re.search(r"^ARG BASE_DIGEST$", text, flags=re.MULTILINE), (
         "a default would be a digest that nobody has checked"
     )
-    assert "--require-hashes" in text
+    installs = re.findall(r"pip install (?:.|\\\n)*?--requirement", text)
+    assert len(installs) == 2
+    assert all("--require-hashes --no-deps" in install for install in installs), "of the image, and of its materials"
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_the_bill_of_the_very_packages_that_are_in_it_and_says_where(name: str):
+    text = (ROOT / "deploy" / name).read_text()
+    materials, image = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    [lock] = re.findall(r"^COPY (\S+) /tmp/requirements.lock$", image, flags=re.MULTILINE)
+    assert f"COPY {lock} /tmp/requirements.lock\n" in materials
+    [place] = re.findall(r"^COPY --from=materials /sbom.json (\S+)$", image, flags=re.MULTILINE)
+    labels = dict(re.findall(r'([\w.]+)="([^"]*)"', image[image.index("LABEL") :]))
+    assert labels["dtrain.sbom"] == place
+    named = {"title", "version", "revision", "licenses", "base.name", "base.digest"}
+    assert {f"org.opencontainers.image.{label}" for label in named} <= labels.keys()
+    for argument in re.findall(r"\$\{(\w+)\}", " ".join(labels.values())):
+        assert re.search(rf"^ARG {argument}\b", image, flags=re.MULTILINE), "empty in the image otherwise"
 
 
 def test_setup_installs_from_the_locks_by_hash():

@@ -1,6 +1,6 @@
 """The asset `cost_breakdown` and its checks: a training's cost by node, by time and by cause, against the estimate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.resources import GPUClusterResource, cluster_resource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
+from dtrain_dagster.support.graph_names import GraphNames
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
@@ -79,7 +80,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     @dg.asset(
         **pipeline.asset("cost_breakdown", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
         kinds={"python"},
-        required_resource_keys={pipeline.names.cluster},
+        required_resource_keys=pipeline.names.resources,
         description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
         check_specs=[
             dg.AssetCheckSpec(
@@ -100,12 +101,26 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
         estimate."""
-        return bill_training(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
+        made = bill_training(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
+        add_bill_to_mlflow(context, pipeline.names, trained_checkpoint, made.metadata or {})
+        return made
 
     return cost_breakdown
 
 
 cost_breakdown = build_cost_breakdown(STOCK)
+
+
+def add_bill_to_mlflow(
+    context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
+) -> None:
+    """Write the dollars to the training's run in MLflow; where that is impossible, a warning says why."""
+    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics
+
+    cluster, project = cluster_resource(context, names), project_resource(context, names)
+    uri = cluster.registry(project).tracking_uri
+    if why := add_to_run(uri, RunDir(job.run_dir), job.job_id, metrics=cost_metrics(figures)):
+        context.log.warning(why)
 
 
 def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob) -> dg.MaterializeResult:

@@ -1,7 +1,7 @@
 """The asset `performance_report`: how fast the nodes were, and what held them up."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ from dtrain_dagster.assets.common import (
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import alternatives_to, price_of
+from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
+from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.graph_names import GraphNames
 from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
@@ -52,9 +54,12 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Summarise a finished training's performance, write the report's page, and recommend changes for the next
         run."""
         cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
-        return report_performance(
+        result, charts = report_performance(
             cluster, cost_estimate, trained_checkpoint, project.job_url(trained_checkpoint.job_id)
         )
+        verdict = str((result.metadata or {})["verdict"])
+        add_report_to_mlflow(context, pipeline.names, cost_estimate, trained_checkpoint, verdict, charts)
+        return result
 
     return performance_report
 
@@ -62,10 +67,38 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
 performance_report = build_performance_report(STOCK)
 
 
+def add_report_to_mlflow(
+    context: dg.AssetExecutionContext,
+    names: GraphNames,
+    cost_estimate: TrainingPlan,
+    job: FinishedJob,
+    verdict: str,
+    charts: Mapping[str, bytes],
+) -> None:
+    """Give the training's run in MLflow its description, reports and pictures; where that is impossible, a warning says
+    why."""
+    from dtrain_dagster.costs.worth import worth_line
+    from dtrain_dagster.registry.run_record import add_to_run, note_of
+
+    cluster, project, rundir = cluster_resource(context, names), project_resource(context, names), RunDir(job.run_dir)
+    plan = plan_of(rundir, cost_estimate)
+    try:
+        usage = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage]
+        usd = CostTracker(job.cluster_name, usage, plan.tier).total_usd
+    except PriceError:
+        usd = None
+    worth = worth_line(read_finished(rundir, EVALUATION), usd)
+    note = note_of(verdict, worth, job.run_dir, project.run_url(context.run.run_id))
+    uri = cluster.registry(project).tracking_uri
+    if why := add_to_run(uri, rundir, job.job_id, pictures=charts, note=note):
+        context.log.warning(why)
+
+
 def report_performance(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob, job_url: str
-) -> dg.MaterializeResult:
-    """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
+) -> tuple[dg.MaterializeResult, dict[str, bytes]]:
+    """Return a finished training's figures, after its reports were written, and its charts (title → SVG). ``job_url``:
+    its page on the dashboard."""
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.jobs.totals import read_phase_totals
@@ -97,7 +130,7 @@ def report_performance(
         price_words=plan.price_words,
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
-    took = sum_launches(usage)
+    took, charts = sum_launches(usage), _charts(performance, usage, events)
     expected = plan.estimate.seconds
     figures = _figures(performance)
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
@@ -114,7 +147,7 @@ def report_performance(
         ),
         "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
         **links(dashboard=job_url),
-        "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
+        "pictures": dg.MarkdownMetadataValue(_pictures(performance, charts)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
@@ -131,7 +164,7 @@ def report_performance(
     }
     if optimization.utilization:
         metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
-    return dg.MaterializeResult(metadata=metadata)
+    return dg.MaterializeResult(metadata=metadata), charts
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
@@ -171,9 +204,10 @@ def _figures(performance: "Performance") -> dict[str, Any]:
     return {name: _short(value) for name, value in figures.items()}
 
 
-def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
-    """Return all pictures in one piece of Markdown, below the verdict and the recommended changes."""
-    from dtrain_dagster.monitoring.alerts import best, describe_strategy
+def _charts(
+    performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]
+) -> dict[str, bytes]:
+    """Return the pictures of a training as SVG, by their titles."""
     from dtrain_dagster.reports import time_charts, training_charts
 
     def of(kind: str) -> list[dict[str, Any]]:
@@ -190,6 +224,14 @@ def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Se
     if performance.nodes:
         pictures["Nodes over time"] = training_charts.node_charts(of("node"))
     pictures["Training curves"] = training_charts.training_curves(of("step"), of("evaluation"))
+    return pictures
+
+
+def _pictures(performance: "Performance", charts: Mapping[str, bytes]) -> str:
+    """Return all pictures in one piece of Markdown, below the verdict and the recommended changes."""
+    from dtrain_dagster.monitoring.alerts import best, describe_strategy
+    from dtrain_dagster.reports import training_charts
+
     helpful = best(performance.recommendations)
     text = [f"**{performance.verdict}**"]
     text += (
@@ -197,9 +239,7 @@ def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Se
         if helpful
         else []
     )
-    return "\n\n".join(
-        [*text, *(training_charts.markdown_image(picture, title) for title, picture in pictures.items())]
-    )
+    return "\n\n".join([*text, *(training_charts.markdown_image(picture, title) for title, picture in charts.items())])
 
 
 def _rank_row(rank: "RankPerformance") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -246,12 +247,16 @@ def planned_job(
     run_id: str,
 ) -> JobConfig:
     """Return the `JobConfig` that carries out the plan."""
+    from dtrain_dagster.jobs.source_tags import source_tags  # not above: loading the definitions does without
+
     run_dir = f"{project.jobs_uri}/{choice.job_id}"
+    # The workspace keeps few tags of a run, and knows its source by itself.
+    source = {} if project.tracks_in_workspace else source_tags("dagster: trained_checkpoint", Path.cwd())
     tracking = TrackingConfig(
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
         mlflow_experiment=project.experiment,
         mlflow_run_name=choice.job_id,
-        tags={"dagster_run_id": run_id, "code_version": code_version()},
+        tags={**source, "dagster_run_id": run_id, "code_version": code_version()},
     )
     fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
     return parse_job(json.dumps({**plan.sections, **fields}), source="the plan")

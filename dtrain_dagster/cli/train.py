@@ -121,6 +121,8 @@ def train(
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
+    The training is written to MLflow (`dtrain mlflow`), unless DTRAIN_COMMAND_TRACKING is off.
+
     \b
     Examples:
       dtrain train --dataset latest --nodes 3
@@ -137,6 +139,7 @@ def train(
     from dtrain_dagster.cli.summary import print_summary
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.cli.time_left import LeftClock, expect_finish
+    from dtrain_dagster.cli.tracking import as_tracked_before, record_end, with_tracking
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -161,6 +164,10 @@ def train(
         steps = total_steps(job)
         if not runs:
             say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
+    if rundir.storage.exists("job.json"):
+        job = as_tracked_before(job, rundir)
+    else:
+        job = with_tracking(job, asked, settings, cluster, project)
     job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
@@ -182,6 +189,7 @@ def train(
         status = watch_training(console(), manager, rundir, job.job_id, steps, clock)
     if status.state == "succeeded":
         print_summary(settings, rundir)
+    record_end(settings, cluster, project, job, rundir)
     end(settings, rundir, status, again)
 
 

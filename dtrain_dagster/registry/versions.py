@@ -23,6 +23,7 @@ from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.elastic.generation_record import generations
+from trainer.observability.mlflow_sink import ensure_experiment
 from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -224,9 +225,7 @@ def tracking_run(
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # or is no run's name
                 raise
-    known = client.get_experiment_by_name(experiment)
-    location = artifact_location(tracking_uri)
-    experiment_id = known.experiment_id if known else client.create_experiment(experiment, location)
+    experiment_id = ensure_experiment(client, experiment, tracking_uri)
     tags = {JOB_TAG: job_id} | ({WEIGHTS_TAG: weights} if weights else {})
     named = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
     same = [run for run in named if weights and run.data.tags.get(WEIGHTS_TAG) == weights]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
-from trainer.observability.mlflow_sqlite import artifact_location, authorised
+from trainer.observability.mlflow_sink import ensure_experiment
+from trainer.observability.mlflow_sqlite import authorised
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,10 +31,7 @@ class SearchTracker:
         uri = authorised(tracking_uri)
         self._client: MlflowClient = open_client(uri)
         self._name, self._metric, self._sign = name, metric, sign
-        known = self._client.get_experiment_by_name(experiment)
-        self._experiment = (
-            known.experiment_id if known else self._client.create_experiment(experiment, artifact_location(uri))
-        )
+        self._experiment = ensure_experiment(self._client, experiment, uri)
         runs = self._client.search_runs([self._experiment], f"tags.`{SEARCH_TAG}` = '{name}'", max_results=50_000)
         parents = [run for run in runs if TRIAL_TAG not in run.data.tags]
         self._done = {

@@ -115,6 +115,9 @@ class Settings(BaseSettings):
         description="MLflow server (or env:NAME, keyvault://vault/secret); unset: SQLite under the home",
     )
     experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
+    command_tracking: Literal["mlflow", "off"] = Field(
+        default="mlflow", description="Whether `dtrain train` writes its trainings to MLflow: mlflow or off"
+    )
     model_name: str = Field(
         default="stock-return-distribution",
         pattern=r"^\w[\w .-]{0,199}$",

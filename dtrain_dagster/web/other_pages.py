@@ -17,6 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK
+from dtrain_dagster.web.mlflow_page import BeginsWithTrainings
 from trainer.observability.mlflow_sqlite import opening
 
 
@@ -44,7 +45,7 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
 
     with opening(tracking_uri):
         initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
-    return app
+    return BeginsWithTrainings(app)
 
 
 def tensorboard_app(folder: Path) -> ASGIApp:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.engine.signals import JobOver, Stopped
 from trainer.errors import DamagedError
-from trainer.observability.reporter import TRACKING
+from trainer.observability.mlflow_sink import TRACKING
 from trainer.rundir import RESULT, RunDir
 
 

@@ -1,7 +1,8 @@
 """The reports of a rank and the threads that write them, fed by queues, so that training never waits.
 
 Every rank writes events; rank 0 also writes TensorBoard and MLflow. A tracking server that fails is reported once and
-left alone: training goes on. How events become curves belongs in `trainer.observability.scalars`.
+left alone: training goes on. How events become curves belongs in `trainer.observability.scalars`, and what MLflow gets
+in `trainer.observability.mlflow_sink`.
 """
 
 from __future__ import annotations
@@ -9,34 +10,24 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import queue
 import sys
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import JobConfig
-from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
 from trainer.observability.scalars import Scalars
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
 from trainer.runtime.affinity import roam
-from trainer.secrets.azure_token import WORKSPACE, tracking_address
 from trainer.secrets.redaction import redact
 from trainer.storage.base import Storage
 
-METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
-"""Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
-AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
-"""The most nodes, and the fields of a node, that get metrics on Azure ML, since every curve over all nodes comes
-first."""
-TRACKING = "tracking.json"
-"""In the run directory: the MLflow run, so that a resumed job continues it."""
 TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
@@ -282,96 +273,13 @@ class TensorBoardSink:
         self._copied_at = time.monotonic()
 
 
-class MLflowSink:
-    """A sink that writes the scalars as MLflow metrics, and the configuration as parameters."""
-
-    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
-        from mlflow.tracking import MlflowClient
-
-        assert job.tracking.mlflow_tracking_uri is not None
-        self._uri = tracking_address(authorised(job.tracking.mlflow_tracking_uri))
-        self._most = AZURE_NAMES if WORKSPACE in self._uri else None
-        with opening(self._uri):
-            self._client = MlflowClient(tracking_uri=self._uri)
-            self.run_id = self._begin(job, rundir)
-        self._names: set[str] = set()
-        self._scalars = Scalars()
-
-    def _begin(self, job: JobConfig, rundir: RunDir) -> str:
-        """Return the run of this job: the one it had before, or a new one."""
-        if known := rundir.read_json(TRACKING):
-            self._client.update_run(known["mlflow_run_id"], status="RUNNING")
-            return str(known["mlflow_run_id"])
-        run_id = self._start(job)
-        rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
-        return run_id
-
-    def _start(self, job: JobConfig) -> str:
-        from mlflow.entities import Param
-
-        name = job.tracking.mlflow_experiment
-        experiment = self._client.get_experiment_by_name(name)
-        location = artifact_location(self._uri)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, location)
-        where = {"job_id": job.job_id, "run_dir": job.run_dir}
-        tags = {**where, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
-        if self._most and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
-            tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
-        name = job.tracking.mlflow_run_name or job.job_id
-        # A process may have been killed after it made a run and before it recorded it. Such a run names this very run
-        # directory, since others may have called a job the same, and is empty, since this may be another job.
-        left = [
-            run
-            for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
-            if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
-        ]
-        run = left[0] if left else self._client.create_run(experiment_id, tags=tags, run_name=name)
-        values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}
-        known = run.data.params  # cannot be changed
-        params = [Param(key, str(value)) for key, value in values.items() if key not in known]
-        self._client.log_batch(run.info.run_id, params=params)
-        return run.info.run_id
-
-    def write(self, events: list[dict[str, Any]]) -> None:
-        """Send the scalars of these events; an ``end`` event ends the run."""
-        from mlflow.entities import Metric
-
-        metrics = []
-        for step, name, value, at in self._scalars.of(events):
-            if fits_run(name, self._names, self._most):
-                self._names.add(name)
-                metrics.append(Metric(name.replace("/", "."), value, int(at * 1000), step))
-        for at in range(0, len(metrics), METRICS_PER_REQUEST):
-            self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
-        for item in events:
-            if item["kind"] == "end":
-                finished = {"succeeded": "FINISHED", "stopped": "KILLED", "budget": "KILLED"}.get(
-                    item["status"], "FAILED"
-                )
-                self._client.set_terminated(self.run_id, status=finished)
-
-    def close(self) -> None:
-        """Do nothing: no connection is kept open."""
-
-
-def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
-    """Return whether a run of a server that takes ``most`` names (None: any number) takes this one besides those
-    ``taken``. Metrics that do not fit are in the events only."""
-    if most is None or name in taken:
-        return True
-    if name.startswith("node_"):
-        nodes = sum(other.startswith("node_") for other in taken)
-        if nodes >= AZURE_NODE_NAMES or name.rpartition("/")[2] not in AZURE_NODE_FIELDS:
-            return False
-    return len(taken) < most
-
-
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
     """Return the sinks that rank 0 writes to besides the run directory; none on other ranks."""
     factories: list[Callable[[], Sink]] = []
     if rank == 0 and job.tracking.tensorboard:
         factories.append(lambda: TensorBoardSink(rundir.storage))
     if rank == 0 and job.tracking.mlflow_tracking_uri:
+        from trainer.observability.mlflow_sink import MLflowSink
+
         factories.append(lambda: MLflowSink(job, rundir))
     return factories

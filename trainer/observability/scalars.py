@@ -49,7 +49,8 @@ class Scalars:
     """A converter from events to scalars, which knows the current step and each node's latest sample."""
 
     def __init__(self) -> None:
-        self._step = 0
+        self.step = 0
+        """The latest step that was seen."""
         self._nodes: dict[int, dict[str, Any]] = {}
 
     def of(self, events: Iterable[dict[str, Any]]) -> list[Scalar]:
@@ -59,18 +60,18 @@ class Scalars:
         for item in events:
             at = item["time"]
             if item["kind"] == "step":
-                self._step = item["step"]
-                rows += [(self._step, f"train/{name}", item.get(name), at) for name in TRAIN]
+                self.step = item["step"]
+                rows += [(self.step, f"train/{name}", item.get(name), at) for name in TRAIN]
                 if item.get("epoch") is not None:  # files count from 0, people from 1
-                    rows.append((self._step, "train/epoch", item["epoch"] + 1, at))
+                    rows.append((self.step, "train/epoch", item["epoch"] + 1, at))
             elif item["kind"] == "evaluation":
-                self._step = item["step"]
+                self.step = item["step"]
                 values = {"loss": item["loss"], **item["metrics"]}
-                rows += [(self._step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
+                rows += [(self.step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
             elif item["kind"] == "node":
                 self._nodes[item["node_id"]] = item
                 sampled = at
-                step = item.get("step", self._step)
+                step = item.get("step", self.step)
                 rows += [(step, f"node_{item['node_id']}/{name}", item.get(name), at) for name in NODE]
             elif item["kind"] == "timing":
                 for timing in read_events(TimingEvent, [item]):
@@ -78,7 +79,7 @@ class Scalars:
             elif item["kind"] == "membership":
                 self._nodes = {node: sample for node, sample in self._nodes.items() if node in item["nodes"]}
         if sampled is not None:
-            rows += [(self._step, f"cluster/{name}", value, sampled) for name, value in self._cluster()]
+            rows += [(self.step, f"cluster/{name}", value, sampled) for name, value in self._cluster()]
         return [Scalar(step, name, float(value), at) for step, name, value, at in rows if value is not None]
 
     def _cluster(self) -> Iterable[tuple[str, float]]:

@@ -103,7 +103,8 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    made = Shell(tmp_path, inherited | {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "2"})
+    own = {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "2", "DTRAIN_COMMAND_TRACKING": "off"}
+    made = Shell(tmp_path, inherited | own)
     (tmp_path / "s.py").write_text(SCRIPT)
     yield made
     for process in [*made.processes(), *made.ranks()]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import socket
 import subprocess
@@ -15,19 +16,10 @@ import pytest
 
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
-from trainer.observability.reporter import (
-    AZURE_NAMES,
-    TRACKING,
-    MLflowSink,
-    Reporter,
-    Sink,
-    StepWindow,
-    TensorBoardSink,
-    fits_run,
-    sinks_of,
-)
+from trainer.observability.mlflow_sink import AZURE_NAMES, KIND_TAG, TRACKING, MLflowSink, fits_run
+from trainer.observability.reporter import Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
 from trainer.observability.scalars import NODE, Scalars
-from trainer.rundir import RunDir, SeenFiles, event
+from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
 
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
@@ -270,7 +262,9 @@ def test_a_real_mlflow_has_parameters_metrics_and_the_end_and_goes_on_in_the_sam
 
     uri, rundir = f"sqlite:///{tmp_path}/mlflow.db", RunDir(str(tmp_path))
     described = job(tmp_path, uri)
+    rundir.write_json(EVALUATION, {"model": {"nll": 0.5}, "baselines": {"har": {"nll": 0.6, "pinball": 0.1}}})
     reporter = Reporter(rundir, 0, 1, sinks_of(described, rundir, 0))
+    reporter.emit("node", node_id=0, step=0, cpu_percent=50.0)
     steps(reporter, *range(1, 401))  # seven values each: more than a server takes in one request
     reporter.emit("end", status="stopped")
     reporter.close()
@@ -278,14 +272,21 @@ def test_a_real_mlflow_has_parameters_metrics_and_the_end_and_goes_on_in_the_sam
     client = MlflowClient(uri)
     run_id = (rundir.read_json(TRACKING) or {})["mlflow_run_id"]
     run = client.get_run(run_id)
-    assert (run.info.status, run.data.metrics["train.loss"]) == ("KILLED", 1 / 400)
-    assert len(client.get_metric_history(run_id, "train.loss")) == 400
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("KILLED", 1 / 400)
+    assert len(client.get_metric_history(run_id, "train/loss")) == 400
     assert (run.data.params["model"], run.data.params["epochs"]) == ("tcn", "6")
+    assert run.data.metrics["system/node_0/cpu_percent"] == 50.0
+    assert "test/nll" not in run.data.metrics, "a training that was stopped has no result"
+    [dataset] = run.inputs.dataset_inputs
+    assert (dataset.dataset.digest, json.loads(dataset.dataset.source)["uri"]) == ("abc", "/d")
+    assert client.get_experiment(run.info.experiment_id).tags[KIND_TAG] == "custom_model_development"
     assert {"job_id": "j", "dataset_id": "abc", "team": "quant"}.items() <= run.data.tags.items()
     sink = MLflowSink(described, rundir)
     sink.write([{"kind": "end", "time": time.time(), "status": "succeeded"}])
     assert sink.run_id == run_id
-    assert client.get_run(run_id).info.status == "FINISHED"
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert (run.data.metrics["test/nll"], run.data.metrics["baseline/har_nll"]) == (0.5, 0.6)
     assert client.get_experiment(run.info.experiment_id).artifact_location == str(tmp_path / "mlartifacts")
 
 

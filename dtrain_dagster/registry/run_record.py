@@ -1,0 +1,114 @@
+"""What the orchestrator adds to a training's run in MLflow once it has ended: dollars, reports, pictures, description.
+
+Nodes write the curves while they train (`trainer.observability.mlflow_sink`), and know neither dollars nor reports. A
+server that cannot be reached fails nothing here: the figures are in the run directory, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.once import JOB_TAG
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING
+from trainer.observability.mlflow_sqlite import authorised
+from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
+from trainer.runtime.scratch import scratch_folder
+from trainer.secrets.azure_token import WORKSPACE
+from trainer.secrets.redaction import redact
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+REPORTS, PICTURES = "reports", "pictures"
+"""Folders of a run's artifacts."""
+
+
+def add_to_run(
+    tracking_uri: str,
+    rundir: RunDir,
+    job_id: str,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    pictures: Mapping[str, bytes] | None = None,
+    note: str = "",
+) -> str:
+    """Add figures, a description, pictures (title → SVG), and the job's own files and reports to the run of a job.
+    Return why that was impossible, "" if it was not. Azure ML, whose pages have places of their own for all this, is
+    left alone."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        address = authorised(tracking_uri)
+        if WORKSPACE in address or address.startswith("azureml:"):
+            return ""
+        client = open_client(address)
+        run_id = _run_of(client, rundir, job_id)
+        if run_id is None:
+            return f"MLflow has no run of {job_id}"
+        _add(client, run_id, rundir, metrics or {}, pictures or {}, note)
+    except (MlflowException, OSError, ValueError) as error:
+        return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory has"
+    return ""
+
+
+def _run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:
+    """Return the id of a job's run; None where there is none. Nodes name it, and may name another job's."""
+    run_id = (rundir.read_json(TRACKING) or {}).get("mlflow_run_id")
+    if not run_id or client.get_run(run_id).data.tags.get(JOB_TAG) != job_id:
+        return None
+    return str(run_id)
+
+
+def _add(
+    client: MlflowClient,
+    run_id: str,
+    rundir: RunDir,
+    metrics: Mapping[str, float],
+    pictures: Mapping[str, bytes],
+    note: str,
+) -> None:
+    from mlflow.entities import Metric
+
+    now = int(1000 * time.time())
+    client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
+    if note:
+        client.set_tag(run_id, NOTE_TAG, note)
+    with scratch_folder("mlflow") as scratch:
+        for name in _files_of(rundir):
+            _write(scratch, name, rundir.storage.read(name))
+        for name, picture in pictures.items():
+            _write(scratch, f"{PICTURES}/{name.lower().replace(' ', '_')}.svg", picture)
+        client.log_artifacts(run_id, str(scratch))
+
+
+def _files_of(rundir: RunDir) -> list[str]:
+    """Return the files of a run directory that a person looks for: the job, its results and its reports."""
+    found = [name for name in (JOB, RESULT, EVALUATION) if rundir.storage.exists(name)]
+    return [*found, *(f"{REPORTS}/{name}" for name in rundir.storage.list(REPORTS))]
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def cost_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a bill, as the metadata of `cost_breakdown` names them, as metrics. Pure."""
+    names = (
+        "total_usd", "training_usd", "probe_usd", "estimated_usd", "above_estimate_percent", "node_hours",
+        "usd_per_epoch", "usd_per_1000_samples", "goodput_percent", "wall_seconds",
+    )  # fmt: skip
+    usable = {name: figures[name] for name in names if isinstance(figures.get(name), int | float)}
+    return {f"cost/{name}": float(value) for name, value in usable.items()}
+
+
+def note_of(verdict: str, worth: str | None, run_dir: str, run_url: str = "") -> str:
+    """Return the description of an ended training, as MLflow's page shows it, in Markdown. Pure."""
+    lines = [f"**{verdict}**" if verdict else "", worth or ""]
+    lines += [f"[The run in Dagster]({run_url})" if run_url else "", f"Run directory: `{run_dir}`"]
+    return "\n\n".join(line for line in lines if line)

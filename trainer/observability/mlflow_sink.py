@@ -1,0 +1,244 @@
+"""The sink that writes a training to MLflow while it runs: its curves, parameters, dataset, source and description.
+
+What a run is made of is decided by pure functions here. What only the orchestrator knows (dollars, reports) is added by
+`dtrain_dagster.registry.run_record`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import JobConfig
+from trainer.errors import DamagedError
+from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
+from trainer.observability.scalars import Scalars
+from trainer.rundir import EVALUATION, RunDir
+from trainer.secrets.azure_token import WORKSPACE, tracking_address
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
+
+METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
+"""Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
+PARAMS_PER_REQUEST = 100
+"""MLflow takes no more parameters at once."""
+VALUE_LENGTH = 500
+"""Characters of a parameter that every server takes."""
+AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
+"""The most nodes, and the fields of a node, that get metrics on Azure ML, since every curve over all nodes comes
+first."""
+TRACKING = "tracking.json"
+"""In the run directory: the MLflow run, so that a resumed job continues it."""
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
+"""By this tag of an experiment MLflow's pages open on its runs; without it they guess what it is of."""
+COMPARED_BY = ("nll", "log_loss", "rmse", "bits_per_byte", "perplexity", "mse_to_zero", "loss")
+"""Scores by which models are compared with baselines; of a baseline the first one that it has is shown."""
+NOTE_TAG, SOURCE_TAG, TYPE_TAG = (
+    "mlflow.note.content", "mlflow.source.name", "mlflow.source.type",
+)  # fmt: skip
+
+
+class MLflowSink:
+    """A sink that writes the scalars as MLflow metrics, and the configuration as parameters."""
+
+    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
+        from mlflow.tracking import MlflowClient
+
+        assert job.tracking.mlflow_tracking_uri is not None
+        self._uri = tracking_address(authorised(job.tracking.mlflow_tracking_uri))
+        self._on_azure = WORKSPACE in self._uri
+        self._rundir = rundir
+        with opening(self._uri):
+            self._client = MlflowClient(tracking_uri=self._uri)
+            self.run_id = self._begin(job)
+        self._names: set[str] = set()
+        self._scalars = Scalars()
+
+    def _begin(self, job: JobConfig) -> str:
+        """Return the run of this job: the one it had before, or a new one."""
+        if known := self._rundir.read_json(TRACKING):
+            self._client.update_run(known["mlflow_run_id"], status="RUNNING")
+            return str(known["mlflow_run_id"])
+        run_id = self._start(job)
+        self._rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
+        return run_id
+
+    def _start(self, job: JobConfig) -> str:
+        from mlflow.entities import Param
+
+        experiment_id = ensure_experiment(self._client, job.tracking.mlflow_experiment, self._uri)
+        where, manifest = {"job_id": job.job_id, "run_dir": job.run_dir}, _manifest_of(job)
+        tags = {**tags_of(job, manifest), **where, **job.tracking.tags}
+        if self._on_azure and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
+            tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
+        name = job.tracking.mlflow_run_name or job.job_id
+        # A process may have been killed after it made a run and before it recorded it. Such a run names this very run
+        # directory, since others may have called a job the same, and is empty, since this may be another job.
+        left = [
+            run
+            for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
+            if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
+        ]
+        run = left[0] if left else self._client.create_run(experiment_id, tags=tags, run_name=name)
+        known = run.data.params  # cannot be changed
+        params = [Param(key, value) for key, value in params_of(job).items() if key not in known]
+        for at in range(0, len(params), PARAMS_PER_REQUEST):
+            self._client.log_batch(run.info.run_id, params=params[at : at + PARAMS_PER_REQUEST])
+        if not self._on_azure and not (run.inputs and run.inputs.dataset_inputs):  # Azure ML keeps none
+            self._client.log_inputs(run.info.run_id, datasets=[_dataset_input(job, manifest)])
+        return run.info.run_id
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        """Send the scalars of these events; an ``end`` event adds the figures of the test split, and ends the run."""
+        from mlflow.entities import Metric
+
+        metrics = []
+        for step, name, value, at in self._scalars.of(events):
+            if fits_run(name, self._names, AZURE_NAMES if self._on_azure else None):
+                self._names.add(name)
+                metrics.append(Metric(metric_name(name, self._on_azure), value, int(at * 1000), step))
+        if any(item["kind"] == "end" and item["status"] == "succeeded" for item in events) and not self._on_azure:
+            metrics += [Metric(*figure) for figure in self._test_figures()]
+        for at in range(0, len(metrics), METRICS_PER_REQUEST):
+            self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
+        for item in events:
+            if item["kind"] == "end":
+                finished = {"succeeded": "FINISHED", "stopped": "KILLED", "budget": "KILLED"}.get(
+                    item["status"], "FAILED"
+                )
+                self._client.set_terminated(self.run_id, status=finished)
+
+    def _test_figures(self) -> Iterator[tuple[str, float, int, int]]:
+        """Yield the figures of the test split as a metric's fields. On Azure ML registration writes them."""
+        try:
+            evaluation = self._rundir.read_json(EVALUATION) or {}
+        except DamagedError:
+            return  # whoever reads it for more than a page says so
+        for name, value in figures_of_test(evaluation).items():
+            yield name, value, int(time.time() * 1000), self._scalars.step
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept open."""
+
+
+def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str:
+    """Return the id of the experiment of this name, which is made where it is missing. Its kind is stated, unless a
+    person has chosen another one, or the server is Azure ML, whose pages do not ask."""
+    found = client.get_experiment_by_name(name)
+    experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location(tracking_uri))
+    if WORKSPACE not in tracking_uri and KIND_TAG not in (found.tags if found else {}):
+        client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
+    return str(experiment_id)
+
+
+def params_of(job: JobConfig) -> dict[str, str]:
+    """Return the parameters of a job: data, model, loss, and each of their arguments and of the training's fields.
+    Pure."""
+    values: dict[str, Any] = {"model": job.model.factory, "loss": job.loss.factory, "dataset": job.dataset.uri}
+    for part, arguments in (("model", job.model.args), ("loss", job.loss.args), ("dataset", job.dataset.args)):
+        values |= {f"{part}.{name}": value for name, value in arguments.items()}
+    values |= asdict(job.training)
+    return {name: _in_words(value) for name, value in values.items()}
+
+
+def _in_words(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list | tuple) else str(value)
+    return text if len(text) <= VALUE_LENGTH else f"{text[: VALUE_LENGTH - 1]}…"
+
+
+def tags_of(job: JobConfig, manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags that a run begins with, besides those of ``tracking.tags``: dataset, source and description.
+    Pure."""
+    ranks, dataset_id = job.training.world_size, str(job.dataset.dataset_id or manifest.get("dataset_id", ""))
+    note = (
+        f"{job.model.factory} by {job.loss.factory} on {dataset_id or job.dataset.uri}, "
+        f"{ranks} rank{'s' if ranks > 1 else ''}.\n\nRun directory: `{job.run_dir}`"
+    )
+    return {
+        "dataset_id": dataset_id,
+        SOURCE_TAG: job.dataset.uri.partition(":")[2] if job.is_of_script else "python -m trainer",
+        TYPE_TAG: "JOB",
+        NOTE_TAG: note,
+    }
+
+
+def metric_name(name: str, on_azure: bool) -> str:
+    """Return the name of a scalar as a metric. MLflow draws ``system/…`` on a page of their own, and groups others by
+    what stands before the slash; Azure ML takes no slashes. Pure."""
+    if on_azure:
+        return name.replace("/", ".")
+    return f"system/{name}" if name.startswith(("node_", "cluster/")) else name
+
+
+def figures_of_test(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of the test split as metrics: all of the model, and of each baseline the one that it is
+    compared by. Pure."""
+
+    def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+        usable = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        return {name: float(value) for name, value in usable.items() if not isinstance(value, bool)}
+
+    found = {f"test/{name}": value for name, value in numbers(evaluation.get("model") or {}).items()}
+    for baseline, figures in (evaluation.get("baselines") or {}).items():
+        usable = numbers(figures)
+        compared = [name for name in COMPARED_BY if name in usable][:1]
+        found |= {f"baseline/{baseline}_{name}": usable[name] for name in compared}
+    return found
+
+
+def _manifest_of(job: JobConfig) -> Mapping[str, Any]:
+    """Return the manifest of a job's dataset; {} where it has none that can be read, of which the training tells."""
+    from trainer.data.manifest import DatasetError, load_manifest
+    from trainer.storage.open import open_storage
+
+    if job.is_of_script or job.dataset.factory is not None:
+        return {}
+    try:
+        return load_manifest(open_storage(job.dataset.uri))
+    except (DatasetError, DamagedError, OSError, ValueError):
+        return {}
+
+
+def _dataset_input(job: JobConfig, manifest: Mapping[str, Any]) -> DatasetInput:
+    """Return the dataset as MLflow's page shows it."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    return DatasetInput(Dataset(**dataset_of(job, manifest)), [InputTag("mlflow.data.context", "training")])
+
+
+def dataset_of(job: JobConfig, manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of MLflow's dataset for a job's. Pure."""
+    source = manifest.get("source", {})
+    columns = [
+        {"name": column["name"], "type": str(column.get("type", "")), "required": True}
+        for column in manifest.get("columns", ())
+    ]
+    profile = {f"samples_{split}": count for split, count in manifest.get("samples", {}).items()}
+    dataset_id = str(job.dataset.dataset_id or manifest.get("dataset_id") or job.dataset.uri)
+    return {
+        "name": str(source.get("name") or dataset_id)[:VALUE_LENGTH],
+        "digest": dataset_id[:36],  # as many as MLflow keeps
+        "source_type": "local" if "://" not in job.dataset.uri else job.dataset.uri.partition("://")[0],
+        "source": json.dumps({"uri": job.dataset.uri}),
+        "schema": json.dumps({"mlflow_colspec": columns}),
+        "profile": json.dumps(profile),
+    }
+
+
+def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
+    """Return whether a run of a server that takes ``most`` names (None: any number) takes this one besides those
+    ``taken``. Metrics that do not fit are in the events only."""
+    if most is None or name in taken:
+        return True
+    if name.startswith("node_"):
+        nodes = sum(other.startswith("node_") for other in taken)
+        if nodes >= AZURE_NODE_NAMES or name.rpartition("/")[2] not in AZURE_NODE_FIELDS:
+            return False
+    return len(taken) < most
