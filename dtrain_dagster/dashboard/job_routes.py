@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.answers import answer_json, encode, read_number
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
@@ -54,7 +55,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
                 return answer(request, found)
             except FileNotFoundError:
                 return _refusal("there is no such file of this job", 404)
-            except (TraceError, ClusterError) as error:
+            except (TraceError, ClusterError, EngineUnreachableError) as error:
                 return _refusal(str(error), 500)
             except CANNOT_READ as error:
                 return _refusal(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)

@@ -63,7 +63,7 @@ def figure(page: Page, label: str) -> str:
 
 def points(page: Page, panel: str) -> list[int]:
     """How many points each trace of a panel has. (Playwright's own waiting would need a policy that lets it eval.)"""
-    traces = "(document.querySelector(selector).data || []).map(trace => trace.x.length)"
+    traces = "(document.querySelector(selector)?.data || []).map(trace => trace.x.length)"
     return page.evaluate(f"selector => {traces}", f"#panel-{panel} .chart")
 
 

@@ -99,7 +99,7 @@ function drawVerdict(verdict, isWhole) {
   if (!verdict) return;
   const lines = [...verdict.also.map(text => `also: ${text}`), ...verdict.advice];
   box.dataset.cause = verdict.cause;
-  box.title = isWhole ? "over the whole training, as its report says" : "in the latest steps";
+  box.querySelector("small").textContent = isWhole ? "Over the whole training." : "In the latest steps.";
   box.querySelector("strong").textContent = `${verdict.title}:`;
   box.querySelector("span").textContent = verdict.evidence;
   box.querySelector("details").hidden = !lines.length;

@@ -117,6 +117,7 @@ function timeTrace({ bars, threads }) {
   return [[{
     type: "bar", orientation: "h", base: bars.map(bar => bar.start), x: bars.map(bar => bar.milliseconds), width: 0.9,
     y: bars.map(bar => starts[bar.thread] + bar.depth), marker: { color: bars.map(bar => colourOf(bar.name)), line: { width: 0 } },
+    text: bars.map(bar => escaped(bar.name)), textposition: "inside", insidetextanchor: "start", constraintext: "inside", textangle: 0, insidetextfont: { color: theme() === "dark" ? "#0b0f14" : "#ffffff" },
     customdata: bars.map(bar => [escaped(bar.name), milliseconds(bar.milliseconds)]), showlegend: false,
     hovertemplate: "%{customdata[0]}<br>%{customdata[1]} from %{base:.2f} ms on<extra></extra>",
   }], { tickvals: starts, ticktext: threads.map(escaped) }];
@@ -140,6 +141,7 @@ function drawTrace() {
     layout.xaxis = { ...axis, title: { text: "ms" } };
     layout.yaxis = { ...axis, ...ticks, autorange: "reversed", showgrid: false };
     layout.dragmode = "zoom";
+    layout.uniformtext = { minsize: 11, mode: "hide" };
   } else {
     drawn = flameTrace(picture);
     layout.uniformtext = { minsize: 11, mode: "hide" };
