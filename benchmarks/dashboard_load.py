@@ -137,7 +137,7 @@ class Browser:
         rest.wait(max(0.0, begins - time.monotonic()))
         began = time.monotonic()
         page = f"/jobs/{self.job_id}"
-        for path in ("/", page, "/dashboard.css", "/job.css", "/plotly.js", "/job_charts.js", "/job.js"):
+        for path in ("/", "/dashboard.css", "/jobs.js", page, "/job.css", "/plotly.js", "/job_charts.js", "/job.js"):
             self._get(path)
         self._poll()
         self._get(f"{page}/facts.json")

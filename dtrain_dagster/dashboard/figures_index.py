@@ -63,10 +63,11 @@ class FiguresIndex:
         self.version = 0
         """A number that changes with any of the figures."""
 
-    def look(self, rows: Sequence[JobRow]) -> Mapping[str, KnownFigures]:
-        """Return what is known of these jobs, and begin to read what is due."""
+    def look(self, rows: Sequence[JobRow], are_all: bool = True) -> Mapping[str, KnownFigures]:
+        """Return what is known of these jobs, and begin to read what is due. ``are_all``: False while the list itself
+        is being read, which comes first."""
         with self._lock:
-            if self._reading is None:
+            if self._reading is None and are_all:
                 due = [row for row in rows if self._is_due(row)]
                 gone = self._known.keys() - {row.job_id for row in rows}
                 for job_id in gone:

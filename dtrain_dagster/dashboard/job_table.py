@@ -115,7 +115,7 @@ class JobTable:
         now = time.monotonic()
         if listing is self._seen[0] and now - self._looked_at < EVERY_SECONDS:
             return
-        known, version = self._figures.look(listing.rows), self._figures.version
+        known, version = self._figures.look(listing.rows, not listing.unread), self._figures.version
         self._looked_at = now
         if (listing, version) == self._seen:
             return

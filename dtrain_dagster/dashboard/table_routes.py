@@ -38,6 +38,8 @@ FILES = {
 def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
     """Return the routes of the pages and their figures. ``home``: where fleets are; None: there are none."""
     table = JobTable(board, home)
+    with suppress(OSError):  # who looks first waits less
+        board.listing(wait_seconds=0.0)
 
     def page(request: Request) -> Response:
         with suppress(OSError):  # the page asks again, and tells of it

@@ -161,7 +161,7 @@ def test_the_wheel_is_what_the_project_uses_and_dg_lists_the_component(project: 
     )
     package = Path(done.stdout.strip())
     assert package.is_relative_to(project.python.parents[1])
-    assert {"dashboard.css", "jobs.html", "job.js"} <= {file.name for file in (package / "static").iterdir()}
+    assert {"jobs.html", "jobs.js", "job.html", "job.js"} <= {file.name for file in (package / "static").iterdir()}
     done = project.dg("list", "components", "--json")
     assert done.returncode == 0, done.stdout
     assert "dtrain_dagster.components.TrainingPipeline" in done.stdout

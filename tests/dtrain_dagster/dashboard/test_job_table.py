@@ -171,6 +171,25 @@ def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path
     assert "cannot be read" in read_figures(rundir, ended, "dedicated", time.time()).verdict.words
 
 
+def test_a_running_job_has_its_dollars_so_far_and_at_the_end():
+    """With those of its probe in both, which are paid already."""
+    remote = f"memory://table-{time.time_ns()}/jobs"
+    rundir, now = write_run(remote, "live", told(40)), time.time()
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "node_count": 3, "submitted_at": now})
+    probe = {"node_id": 0, "sku": "Standard_NC6s_v3", "started_at": 0.0, "ended_at": 3600.0}
+    plan = {
+        "tier": "dedicated", "estimate": {"usd": {"expected": 20.0}}, "phases": {"finish": 60.0},
+        "work": {"steps": 10_000, "evaluations": 0, "checkpoints": 0},
+        "probes": [{"job_id": "probe", "usage": [probe]}],
+    }  # fmt: skip
+    rundir.write_json("plan.json", plan)
+    (live,) = rows_of(JobTable(JobBoard(remote, "dedicated"), None)).values()
+    assert live["usd"] == pytest.approx(4 * 3.06, abs=0.05), "three nodes and the probe, an hour each"
+    left = 9800 * 0.2 / 3600 * 3 * 3.06 + 60 / 3600 * 3 * 3.06
+    assert live["end"] - live["usd"] == pytest.approx(left, rel=0.1)
+    assert (live["of"], live["live"]) == (10_000, True)
+
+
 def test_a_running_job_has_the_verdict_of_its_own_page(tmp_path: Path):
     """It is the page's that changes slowly, so that no two pages contradict each other."""
     rundir = write_run(tmp_path, "live", told(10, slow=1))
