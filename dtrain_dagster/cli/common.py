@@ -6,6 +6,7 @@ Nothing is imported here before it is needed, so that ``--help`` answers at once
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def say(text: object, err: bool = False) -> None:
 
 def refuses(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that ends with `Refusal` for errors that a user can cause, or that a service or a storage
-    reports."""
+    reports, and on Ctrl-C with `EXIT_INTERRUPTED`."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
@@ -60,6 +61,9 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
             if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
                 raise Refusal(storage_trouble(error)) from None
             raise
+        except KeyboardInterrupt:  # a command that has begun a job says itself what became of it
+            say(f"{click.get_current_context().command_path}: ended by Ctrl-C", err=True)
+            sys.exit(EXIT_INTERRUPTED)
 
     return run
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.cli.job_facts import JobFacts
     from dtrain_dagster.cli.status import JobCourse
     from dtrain_dagster.settings.environment import Settings
+    from trainer.config import JobConfig
     from trainer.rundir import RunDir
 
 ARGUMENTS = "dtrain.arguments"
@@ -44,6 +45,11 @@ def command_again(arguments: Sequence[str], job_id: str = "", dataset: str = "")
     if job_id and not any(word == "--name" or word.startswith("--name=") for word in words[:end]):
         words[1:1] = ["--name", job_id]
     return shlex.join(["dtrain", *words])
+
+
+def dataset_name(job: JobConfig) -> str:
+    """Return the name of the dataset's folder, by which ``--dataset`` finds it; "" for one that is made. Pure."""
+    return "" if job.dataset.factory is not None else job.dataset.uri.rstrip("/").rpartition("/")[2]
 
 
 def say_how_to_go_on(settings: Settings, job_id: str, go_on: str, what: str = "go on") -> None:

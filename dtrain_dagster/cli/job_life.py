@@ -122,6 +122,12 @@ def announce(rundir: RunDir) -> None:
         say(studio, err=True)
 
 
+def describe_outcome(status: JobStatus) -> str:
+    """Return how a job has ended, and why where more than its state is known. Pure."""
+    why = f": {status.message}" if status.message not in ("", status.state.value) else ""
+    return f"job {status.job_id} {status.state}{why}"
+
+
 def end(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") -> None:
     """Print how the job ended, and exit as it did. ``go_on``: the command that goes on with it where it failed."""
     from dtrain_dagster.cli.going_on import say_how_to_go_on
@@ -129,7 +135,7 @@ def end(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") 
 
     if status.state == "succeeded":
         return
-    say(f"job {status.job_id} {status.state}: {status.message}", err=True)
+    say(describe_outcome(status), err=True)
     say_how_to_go_on(settings, status.job_id, go_on)
     final = rundir.read_json(STATUS) or {}
     sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

@@ -124,6 +124,7 @@ def watch(job_id: str) -> None:
       dtrain watch latest
     """
     from dtrain_dagster.cli.going_on import say_that_it_runs_on
+    from dtrain_dagster.cli.job_life import describe_outcome
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.cli.time_left import LeftClock, expect_finish
 
@@ -138,7 +139,7 @@ def watch(job_id: str) -> None:
         say_that_it_runs_on(settings, job_id)
         sys.exit(EXIT_INTERRUPTED)
     if status.state != "succeeded":
-        say(f"job {job_id} {status.state}: {status.message}", err=True)
+        say(describe_outcome(status), err=True)
         sys.exit(1)
 
 

@@ -21,7 +21,7 @@ from dtrain_dagster.cli.common import (
     refuses,
     say,
 )
-from dtrain_dagster.cli.going_on import command_again, typed_arguments
+from dtrain_dagster.cli.going_on import command_again, dataset_name, typed_arguments
 from dtrain_dagster.cli.job_life import ended_by_signals, new_job_id
 from dtrain_dagster.cli.job_names import complete_searches
 from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
@@ -199,7 +199,8 @@ def search(
     def measure() -> tuple[TrialSeconds, float]:
         return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
 
-    found = open_search(Path(settings.home), request, manager, env, measure)
+    with ended_by_signals(lambda: _say_that_none_was_begun(search_name, dataset_name(job))):
+        found = open_search(Path(settings.home), request, manager, env, measure)
     for sentence in (*found.plan.lines, f"dollars: {price_words(cluster.sku, settings.kind.buys_nodes)}"):
         say(sentence, err=True)
     if only_plan:
@@ -286,7 +287,7 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
                 warn(problem)
             bar.update(view.line(wanted), len(told), wanted.trials)
 
-        with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name)):
+        with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name, dataset_name(found.request.base))):
             source = found.run(watch)
     if tracker is not None and (problem := tracker.try_to_finish(source.trials, found.before_usd)):
         warn(problem)
@@ -301,13 +302,18 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
         say(sentence)
 
 
-def _say_that_trials_go_on(name: str) -> None:
+def _say_that_none_was_begun(name: str, dataset: str) -> None:
+    say("the measurement was ended, and no trial was begun; `dtrain jobs` has what it cost", err=True)
+    say(f"go on: {command_again(typed_arguments(), name, dataset)}", err=True)
+
+
+def _say_that_trials_go_on(name: str, dataset: str) -> None:
     say(
         f"the trials that run go on, each up to the dollars that it was promised: `dtrain fleet status {name}` shows "
         f"them, `dtrain fleet cancel {name}` ends them",
         err=True,
     )
-    say(f"go on: {command_again(typed_arguments(), name)}", err=True)
+    say(f"go on: {command_again(typed_arguments(), name, dataset)}", err=True)
 
 
 def trial_line(trial: Trial, sign: float) -> str:

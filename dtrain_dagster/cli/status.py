@@ -80,7 +80,8 @@ def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, 
     if presences := rundir.nodes():
         console.print(nodes_table(presences, now, stale))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
-    for line in filter(None, (status.message, studio)):
+    why = status.message if status.message != status.state.value else ""
+    for line in filter(None, (why, studio)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -133,7 +133,7 @@ def train(
       dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 -- --width 64
     """
-    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
+    from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
     from dtrain_dagster.cli.script_job import order_script, refuse_with_script, train_script
     from dtrain_dagster.cli.summary import print_summary
@@ -175,7 +175,7 @@ def train(
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     take_over(rundir)
-    again = command_again(typed_arguments(), "" if config and not name else job.job_id, _folder_name(job))
+    again = command_again(typed_arguments(), "" if config and not name else job.job_id, dataset_name(job))
     with cancelled_by_signals(
         manager, job.job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job.job_id, again)
     ):
@@ -191,11 +191,6 @@ def train(
         print_summary(settings, rundir)
     record_end(settings, cluster, project, job, rundir)
     end(settings, rundir, status, again)
-
-
-def _folder_name(job: JobConfig) -> str:
-    """Return the name of the dataset's folder, by which ``--dataset`` finds it; "" for one that is made."""
-    return "" if job.dataset.factory is not None else job.dataset.uri.rstrip("/").rpartition("/")[2]
 
 
 def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:

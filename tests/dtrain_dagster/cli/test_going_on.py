@@ -16,6 +16,7 @@ from told_events import told, write_run
 
 from dtrain_dagster.cli.going_on import command_again, describe_end, typed_arguments
 from dtrain_dagster.cli.job_facts import JobFacts
+from dtrain_dagster.cli.job_life import describe_outcome
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.status import read_course
 from dtrain_dagster.cli.time_left import LeftClock
@@ -97,14 +98,14 @@ def shell(tmp_path: Path) -> dict[str, str]:
     return own | {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "1"}
 
 
-def interrupted(folder: Path, env: dict[str, str], *words: str) -> tuple[int, str]:
-    """Return the exit code and messages of a command that gets Ctrl-C once its program has begun."""
+def interrupted(folder: Path, env: dict[str, str], *words: str, when: str = "begun") -> tuple[int, str]:
+    """Return the exit code and messages of a command that gets Ctrl-C once it, or its program, has printed this."""
     process = subprocess.Popen(
         [DTRAIN, *words], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout
-    while "begun" not in process.stdout.readline():
+    while when not in process.stdout.readline():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     err = process.communicate(timeout=120)[1]
@@ -142,3 +143,22 @@ def test_who_stops_watching_is_told_that_the_job_goes_on(tmp_path: Path, shell: 
         said = CliRunner().invoke(main, ["cancel", "bg"], env=shell).output
     assert said == "job bg: cancelled\n"
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_any_command_with_its_code_and_no_trace(tmp_path: Path, shell: dict[str, str]):
+    code, err = interrupted(tmp_path, shell, "dashboard", "--port", "0", when="http://")
+    assert (code, err.splitlines()[-1]) == (130, "dtrain dashboard: ended by Ctrl-C")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("", "job j cancelled"),
+        ("cancelled", "job j cancelled"),
+        ("rank 1 failed first", "job j cancelled: rank 1 failed first"),
+    ],
+)
+def test_the_outcome_says_nothing_twice(message: str, said: str):
+    assert describe_outcome(JobStatus(job_id="j", state=JobState.CANCELLED, message=message)) == said
