@@ -10,7 +10,7 @@ function table(label, heads, rows, foot) {
   const line = (cells, tag) => {
     const row = make("tr");
     row.append(...cells.map(cell => {
-      const { text = cell, className = "", nodes = [], small = "" } = typeof cell === "object" ? cell : {};
+      const { text = "", className = "", nodes = [], small = "" } = typeof cell === "object" ? cell : { text: cell };
       const isHead = tag === "th" && text !== ""; // a head without words is none
       const box = make(isHead ? "th" : "td", className, nodes.length ? undefined : text);
       box.append(...nodes);
@@ -157,7 +157,7 @@ function drawCheckpoints(checkpoints) {
     item.saved_at ? moment(item.saved_at) : "", { text: bytes(item.bytes), className: "number" },
     { text: String(item.generation), className: "number" }, item.folder,
   ]);
-  const heads = [{ text: "step", className: "number" }, "", "saved", { text: "size", className: "number" }, { text: "generation", className: "number" }, "folder in the run directory"];
+  const heads = [{ text: "step", className: "number" }, "use", "saved", { text: "size", className: "number" }, { text: "generation", className: "number" }, "folder in the run directory"];
   part.replaceChildren(card(make("h3", "", "Checkpoints that are kept"), table("checkpoints", heads, rows)));
 }
 
