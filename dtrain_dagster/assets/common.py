@@ -61,9 +61,9 @@ class LaunchpadOptions(dg.Config):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         for field in cls.model_fields.values():
-            # A field that is inherited has them already.
-            if (bounds := describe_bounds(field)) and not (field.description or "").endswith(f"({bounds})."):
-                field.description = f"{(field.description or '').strip().rstrip('.')} ({bounds})."
+            said, bounds = (field.description or "").strip().rstrip("."), describe_bounds(field)
+            if bounds and not said.endswith(f"({bounds})"):  # it is inherited with its description
+                field.description = f"{said} ({bounds})."
 
 
 def describe_bounds(field: FieldInfo) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
-SHOWN = ("mark", "nodes", "sku", "tier", "usd", "seconds")
+SHOWN = ("mark", "usd", "seconds", "nodes", "sku", "tier")
 """The columns of the table on the page; the file has all."""
 
 
@@ -43,7 +43,8 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         first = [choice for choice in table.rows[:MOST_ROWS] if not choice.is_planned]
         planned = [choice for choice in table.rows if choice.is_planned]
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
-        metadata["choices"] = best_rows([_row(choice) for choice in best], SHOWN)
+        shown = [_row(choice) | {"sku": choice.sku.removeprefix("Standard_")} for choice in best]
+        metadata["choices"] = best_rows(shown, SHOWN)
         folder, name = f"{storage_uri}/plans/{fingerprint}", "choices.csv"
         open_storage(folder).write(name, to_csv([_row(choice) for choice in table.rows]).encode())
         metadata["choices_file"] = dg.MetadataValue.path(f"{folder}/{name}")

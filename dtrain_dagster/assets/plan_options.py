@@ -76,8 +76,8 @@ class PlanOptions(LaunchpadOptions):
     stop_at_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """The cost in dollars, probe included, at which the training saves a checkpoint and stops. 0: never."""
     choose_nodes: bool = False
-    """Take the number of nodes, up to ``nodes``, that costs least within budget and deadline; each rank keeps its
-    batch."""
+    """Take the number of nodes, up to those of this run, that costs least within budget and deadline; each rank keeps
+    its batch."""
     probe: bool = True
     """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing runs
     before the plan is known."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
 
 RANK_COLUMNS = ("rank", "input_ms", "forward_ms", "backward_ms", "waiting_ms")
-NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent", "gpu_utilization")
+NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent")
 COLLECTIVE_COLUMNS = ("collective", "network_ms", "waiting_ms", "hidden_percent")
 """The columns of the tables on the page; the report has all."""
 
@@ -132,7 +132,8 @@ def report_performance(
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
     took, charts = sum_launches(usage), _charts(performance, usage, events)
     expected = plan.estimate.seconds
-    figures = _figures(performance)
+    has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
+    figures, gpu_columns = _figures(performance), ("gpu_utilization",) if has_gpus else ()
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
         **head_of_page(
@@ -154,7 +155,7 @@ def report_performance(
         f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         **figures,
         "wall_seconds": round(took.seconds, 1),
-        **_table("by_node", [_node_row(node) for node in performance.nodes], NODE_COLUMNS),
+        **_table("by_node", [_node_row(node) for node in performance.nodes], NODE_COLUMNS + gpu_columns),
         **_table(
             "by_collective",
             [_collective_row(item) for item in getattr(performance.communication, "collectives", ())],

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 SHOWN_IN_PLACE = 1000
 """Dagster's UI shows Markdown in place where it has fewer characters."""
-WIDTH, HEIGHT = 440, 84
+WIDTH, HEIGHT = 400, 84
 FOOT = 12
 """The height of the line of text below."""
 COLOURS = ("#4c8dff", "#e8793a", "#2fa55d", "#a475f9", "#e5534b", "#b08800", "#8b949e")

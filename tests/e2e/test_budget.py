@@ -79,7 +79,7 @@ def test_a_plan_that_does_not_fit_buys_nothing_and_one_that_may_choose_takes_wha
         assert made.success
     plan = metadata(made, "cost_estimate")
     [mine] = [row for row in plan["choices"] if "this plan" in row["mark"]]
-    same = [row for row in plan["choices"] if (row["sku"], row["tier"]) == ("Standard_NC6s_v3", "dedicated")]
+    same = [row for row in plan["choices"] if (row["sku"], row["tier"]) == ("NC6s_v3", "dedicated")]
     assert mine["nodes"] == min((row for row in same if row["nodes"] <= 2), key=lambda row: row["usd"])["nodes"]
     assert plan["training"]["world_size"] == mine["nodes"]
     assert plan["estimated_usd"] == pytest.approx(mine["usd"], abs=1e-3)

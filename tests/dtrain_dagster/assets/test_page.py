@@ -61,3 +61,10 @@ def test_nodes_that_there_cannot_be_are_refused_in_one_line() -> None:
     assert str(refused.value.description).count("\n") == 0
     assert "nodes" in str(refused.value.description)
     assert refused.value.allow_retries is False
+
+
+def test_bounds_are_told_once_also_of_inherited_fields() -> None:
+    for name, bounds in (("budget_usd", "(at least 0)."), ("nodes", "(at least 1, at most 256).")):
+        description = TrainingOptions.model_fields[name].description or ""
+        assert description.endswith(f" {bounds}"), description
+        assert description.count("at least") == 1
