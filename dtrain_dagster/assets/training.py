@@ -169,7 +169,8 @@ def carry_out(
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
         if choice.action in ("start", "restart"):
             refuse_dearer_nodes(context, project, plan, got)
-            job = planned_job(plan, choice, cluster, project, context.run.run_id)
+            study = pipeline.names.pipeline if context.has_partition_key else ""
+            job = planned_job(plan, choice, cluster, project, context.run.run_id, study)
             job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
             rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
             env = cluster.node_env(project)
@@ -245,15 +246,18 @@ def planned_job(
     cluster: GPUClusterResource,
     project: ProjectResource,
     run_id: str,
+    study: str = "",
 ) -> JobConfig:
-    """Return the `JobConfig` that carries out the plan."""
+    """Return the `JobConfig` that carries out the plan. ``study``: what it is one of several trainings of."""
     from dtrain_dagster.jobs.source_tags import source_tags  # not above: loading the definitions does without
+    from dtrain_dagster.registry.run_record import nested_in
 
-    run_dir = f"{project.jobs_uri}/{choice.job_id}"
-    # The workspace keeps few tags of a run, and knows its source by itself.
-    source = {} if project.tracks_in_workspace else source_tags("dagster: trained_checkpoint", Path.cwd())
+    run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
+    source: dict[str, str] = {}
+    if not project.tracks_in_workspace:  # which keeps few tags of a run, and knows its source by itself
+        source = source_tags("dagster: trained_checkpoint", Path.cwd()) | nested_in(uri, project.experiment, study)
     tracking = TrackingConfig(
-        mlflow_tracking_uri=cluster.registry(project).tracking_uri,
+        mlflow_tracking_uri=uri,
         mlflow_experiment=project.experiment,
         mlflow_run_name=choice.job_id,
         tags={**source, "dagster_run_id": run_id, "code_version": code_version()},

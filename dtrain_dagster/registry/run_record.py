@@ -6,6 +6,7 @@ server that cannot be reached fails nothing here: the figures are in the run dir
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, ensure_experiment
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -23,8 +24,10 @@ from trainer.secrets.redaction import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+PARENT_TAG, STUDY_TAG = "mlflow.parentRunId", "dtrain.study"
 REPORTS, PICTURES = "reports", "pictures"
 """Folders of a run's artifacts."""
+_log = logging.getLogger(__name__)
 
 
 def add_to_run(
@@ -53,6 +56,31 @@ def add_to_run(
     except (MlflowException, OSError, ValueError) as error:
         return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory has"
     return ""
+
+
+def nested_in(tracking_uri: str, experiment: str, study: str) -> dict[str, str]:
+    """Return the tag by which MLflow shows a run below that of a study, such as a walk forward, whose run is made with
+    its first training. {} without a study, and where MLflow cannot be reached: a training does not depend on it."""
+    from mlflow.exceptions import MlflowException
+
+    if not study:
+        return {}
+    try:
+        address = authorised(tracking_uri)
+        client = open_client(address)
+        experiment_id = ensure_experiment(client, experiment, address)
+        known = client.search_runs(
+            [experiment_id], f"tags.`{STUDY_TAG}` = '{study}'", order_by=["attributes.start_time ASC"], max_results=1
+        )
+        if known:
+            return {PARENT_TAG: known[0].info.run_id}
+        tags = {STUDY_TAG: study, NOTE_TAG: "A run for each training of it is nested here."}
+        made = client.create_run(experiment_id, run_name=study, tags=tags)
+        client.set_terminated(made.info.run_id)
+        return {PARENT_TAG: made.info.run_id}
+    except (MlflowException, OSError) as error:
+        _log.warning("the trainings of %s are not nested in MLflow: %s", study, redact(str(error)))
+        return {}
 
 
 def _run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:
