@@ -86,5 +86,6 @@ element("search").addEventListener("input", event => look({ text: event.target.v
 element("state").addEventListener("change", event => { event.target.blur(); look({ state: event.target.value }); });
 element("newer").addEventListener("click", () => look({ page: Math.max(0, list.page - 1) }));
 element("older").addEventListener("click", () => look({ page: list.page + 1 }));
+if (location.hash.length > 1) location.replace(`jobs/${encodeURIComponent(decodeURIComponent(location.hash.slice(1)))}`); // as of old
 setInterval(() => document.hidden || update(), POLL_MILLISECONDS);
 update();

@@ -50,7 +50,7 @@ function table(fleet) {
   element("rows").replaceChildren(...fleet.jobs.map(job => {
     const row = make("tr"), loss = job.valid_loss === null ? job.loss : job.valid_loss;
     const name = make("td"), link = make("a", job.job_id);
-    link.href = `./#${job.job_id}`;
+    link.href = `jobs/${encodeURIComponent(job.job_id)}`;
     name.append(link);
     const step = job.step === null ? "" : job.total_steps ? `${job.step}/${job.total_steps}` : `${job.step}`;
     row.append(name, make("td", job.state, job.state), ...[
