@@ -75,7 +75,7 @@ def dashboard(
     settings = read_settings()
     if job_id is not None:
         job_id = find_training(settings, job_id)
-    services = _services(settings, token, read_only)
+    services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), FleetBoard(settings.home), services)
     with listening(host, port) as bound:
