@@ -80,11 +80,10 @@ def account_of(
 ) -> JobAccount:
     """Return the account of a job as it stands. It has no rows where the price of its nodes is not known."""
     plan, launch = rundir.read_json(PLAN) or {}, rundir.read_json(LAUNCH) or {}
-    usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
-    usage += probe_usage_of(plan)
     events = [item for item in rundir.events() if item["kind"] != "node"]
     try:
-        tracker = CostTracker("", usage, plan.get("tier", default_tier))
+        usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
+        tracker = CostTracker("", [*usage, *probe_usage_of(plan)], plan.get("tier", default_tier))
     except (PriceError, ValueError):
         verdict = None if running else describe_diagnosis(diagnose(events), _advice(events, training))
         return JobAccount(basis="no price is known for its nodes", verdict=verdict)

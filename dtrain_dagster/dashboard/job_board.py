@@ -142,7 +142,10 @@ class OpenJob:
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole. The
         verdict on a job that has ended is that of its report: on the whole, and not on the latest steps."""
-        account = None if self.row.running or self.is_behind else self.account(now)
+        account = None
+        if not self.row.running and not self.is_behind:
+            with suppress(*CANNOT_READ):  # then the verdict on its latest steps stays
+                account = self.account(now)
         with self.lock:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))

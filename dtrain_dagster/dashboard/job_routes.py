@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dtrain_dagster.clusters.base import ClusterError
@@ -21,7 +22,7 @@ from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.log_pages import LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk, OrderRefusedError, judge_order
-from dtrain_dagster.dashboard.profiles import TraceError, TracePictures, list_traces, read_trace
+from dtrain_dagster.dashboard.profiles import TraceError, TracePictures, list_traces, trace_pieces
 from dtrain_dagster.support.audit import AuditError
 from dtrain_dagster.web.peer import is_peer_allowed
 
@@ -100,12 +101,13 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
     def trace_file(request: Request, found: OpenJob) -> Response:
         name = request.path_params["name"]
         headers = {"content-disposition": f'attachment; filename="{name}"'}
-        return Response(read_trace(found.rundir, name), media_type="application/json", headers=headers)
+        # In pieces, as fast as the browser takes them: whole, it would wait in memory for each slow one.
+        return StreamingResponse(trace_pieces(found.rundir, name), media_type="application/json", headers=headers)
 
     def orders(request: Request, found: OpenJob) -> Response:
         if services.desk is None:
             return _refusal("this dashboard takes no orders", 404)
-        described = services.desk.describe(found.rundir, found.row.job_id, found.row.state)
+        described = services.desk.describe(found.row.job_id, found.row.state)
         last = described["last"]
         return answer_json(request, encode(described | {"last": asdict(last) if last else None}), None)
 
@@ -113,9 +115,9 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         desk = services.desk
         if desk is None:
             return _refusal("this dashboard takes no orders", 404)
-        if refused := judge_order(
-            request.url.hostname or "", request.headers.get("authorization", ""), desk.token, _is_own_user(request)
-        ):
+        host, given = request.url.hostname or "", request.headers.get("authorization", "")
+        is_own = is_own_user(request.scope.get("client"), request.scope.get("server"))
+        if refused := judge_order(host, given, desk.token, is_own):
             return _refusal(refused, 401 if desk.token is not None else 403)
         asked = _asked(await request.body())
 
@@ -154,8 +156,13 @@ def _asked(body: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_own_user(request: Request) -> bool:
-    client, server = request.scope.get("client"), request.scope.get("server")
-    if not client or not server:
+def is_own_user(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> bool:
+    """Return whether a connection's client is a program of this process's user (or root) on this machine. Where the
+    system does not tell users, whether it is on this machine."""
+    if not client or not server or server[1] is None:
         return False
-    return is_peer_allowed((client[0], client[1]), (server[0], server[1]), frozenset())
+    try:
+        is_here = ipaddress.ip_address(client[0]).is_loopback
+        return is_here and is_peer_allowed((client[0], client[1]), (server[0], server[1]), frozenset())
+    except (ValueError, OSError):  # a socket without an address; one of IPv6, which is not looked up
+        return False

@@ -22,7 +22,7 @@ from dtrain_dagster.dashboard.job_row import DAMAGED
 from dtrain_dagster.jobs.orders import FOLDER
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK
-from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, parse_job
+from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, RunDir
 from trainer.secrets.redaction import redact
@@ -105,15 +105,27 @@ def order_command(
 
 def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     """The nodes are as many as were ordered: a run directory, which nodes write, must not raise their number."""
-    path = home / FOLDER / f"{job_id}.json"
-    try:
-        ranks = parse_job(path.read_text(), source=str(path), is_stored=True).training.world_size
-    except (ConfigError, OSError) as error:
-        raise OrderRefusedError(f"the order of job {job_id} cannot be read: {error}") from None
+    ordered = _read_order(home, job_id)
+    if ordered is None:
+        raise OrderRefusedError(f"the order of job {job_id} cannot be read")
+    ranks = ordered.training.world_size
     each = launch.get("processes_per_node")
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
     sized = ["--nodes", str(ranks // each), "--procs-per-node", str(each)]
-    return ["train", "--config", str(path), "--name", job_id, *sized, "--detach"]
+    return ["train", "--config", str(_order_file(home, job_id)), "--name", job_id, *sized, "--detach"]
+
+
+def _order_file(home: Path, job_id: str) -> Path:
+    return home / FOLDER / f"{job_id}.json"
+
+
+def _read_order(home: Path, job_id: str) -> JobConfig | None:
+    """Return the job as it was ordered from this home; None where it was not, or where its order cannot be read."""
+    path = _order_file(home, job_id)
+    try:
+        return parse_job(path.read_text(), source=str(path), is_stored=True)
+    except (ConfigError, OSError):
+        return None
 
 
 def _whole(value: Any, name: str, least: int, most: int) -> int:
@@ -131,15 +143,16 @@ class OrderDesk:
         self._states: dict[str, OrderState] = {}
         self._lock = threading.Lock()
 
-    def describe(self, rundir: RunDir, job_id: str, state: str) -> dict[str, Any]:
+    def describe(self, job_id: str, state: str) -> dict[str, Any]:
         """Return what the page needs for its buttons: which orders can be given, and the last one."""
-        found = allowed_orders(state, (self.home / FOLDER / f"{job_id}.json").exists(), _is_of_script(rundir))
+        ordered = _read_order(self.home, job_id)
+        found = allowed_orders(state, ordered is not None, ordered is not None and ordered.is_of_script)
         return {"allowed": found, "asks_token": self.token is not None, "last": self._states.get(job_id)}
 
     def give(self, rundir: RunDir, job_id: str, state: str, order: str, asked: Mapping[str, Any]) -> OrderState:
         """Start the command of an order, and return its state. Raise `OrderRefusedError` where it cannot be given, or
         where another order of this job is under way; `AuditError` where it cannot be recorded."""
-        if refused := self.describe(rundir, job_id, state)["allowed"].get(order):
+        if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
         made = OrderState(order=order, command=shlex.join(["dtrain", *arguments]), since=time.time())
@@ -174,10 +187,3 @@ class OrderDesk:
         )
         with self._lock:
             self._states[job_id] = ended
-
-
-def _is_of_script(rundir: RunDir) -> bool:
-    try:
-        return rundir.read_job().is_of_script
-    except (ConfigError, OSError, ValueError):
-        return False

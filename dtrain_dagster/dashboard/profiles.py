@@ -6,15 +6,19 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO
 
 from dtrain_dagster.dashboard.flame import picture_of
 from trainer.rundir import PROFILE, RunDir
+from trainer.storage.regular_files import open_regular
 
 MOST_TRACES = 100
 """The most traces that are listed: the newest."""
 TRACE_BYTES = 128 << 20
 """The largest trace that is drawn; a larger one is opened in Perfetto."""
+PIECE_BYTES = 256 << 10
 KEPT = 8
 """The pictures that are kept; a trace is written once and never changed."""
 _TRACE = re.compile(r"trace-r(\d{1,9})-s(\d{1,15})\.json")
@@ -50,6 +54,22 @@ def read_trace(rundir: RunDir, name: str) -> bytes:
     if not _TRACE.fullmatch(name):
         raise FileNotFoundError(name)
     return rundir.storage.read_bounded(f"{PROFILE}/{name}", TRACE_BYTES)
+
+
+def trace_pieces(rundir: RunDir, name: str) -> Iterator[bytes]:
+    """Return a trace as it was written, in pieces; on remote storage it is read first. Raise as `read_trace`."""
+    if not _TRACE.fullmatch(name):
+        raise FileNotFoundError(name)
+    if not rundir.storage.is_local:
+        return iter([read_trace(rundir, name)])
+    file = open_regular(str(rundir.storage.local_path()), f"{PROFILE}/{name}")
+    return _pieces(file)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 class TracePictures:

@@ -11,10 +11,11 @@ function table(label, heads, rows, foot) {
     const row = make("tr");
     row.append(...cells.map(cell => {
       const { text = cell, className = "", nodes = [], small = "" } = typeof cell === "object" ? cell : {};
-      const box = make(tag === "td" && row.childElementCount === 0 ? "td" : tag, className, nodes.length ? undefined : text);
+      const isHead = tag === "th" && text !== ""; // a head without words is none
+      const box = make(isHead ? "th" : "td", className, nodes.length ? undefined : text);
       box.append(...nodes);
       if (small) box.append(make("small", "", small));
-      if (tag === "th") box.scope = "col";
+      if (isHead) box.scope = "col";
       return box;
     }));
     return row;

@@ -2,7 +2,7 @@
 // operations that take the time.
 "use strict";
 
-const traces = { name: "", view: "flame", shown: false, picture: null, known: "" };
+const traces = { name: "", view: "flame", shown: false, picture: null, known: "", at: 0 };
 const VIEWS = { flame: "flame graph", time: "in order of time" };
 
 function buildTraces() {
@@ -50,7 +50,9 @@ function buildTraces() {
 const traceWords = ({ rank, step }) => `rank ${rank}, until step ${step.toLocaleString("en")}`;
 
 async function pollTraces() {
-  if (!traces.shown) return;
+  const waits = PAGE.orders && orders.last && orders.last.order === "trace" && performance.now() - traces.at > 1000;
+  if (!traces.shown || (traces.known && !waits && performance.now() - traces.at < 10000)) return;
+  traces.at = performance.now();
   const { body } = await ask(`${encodeURIComponent(job.id)}/traces.json`);
   const known = JSON.stringify(body);
   if (known === traces.known) return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -13,7 +14,7 @@ from told_events import HOSTILE, START, event, told, write_run
 
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.failure import describe_failure
-from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
 from dtrain_dagster.dashboard.job_settings import settings_of
 from dtrain_dagster.dashboard.judged_result import MODEL, result_of
@@ -245,6 +246,16 @@ def test_facts_of_a_damaged_file_take_only_their_own_part_away(tmp_path: Path) -
     assert [(item["step"], item["bytes"], item["marks"]) for item in facts["checkpoints"]] == [(5, 7, ("latest",))]
     assert facts["failure"]["title"] == "failed"
     assert "The checkpoint of step 5 is kept" in facts["failure"]["advice"]
+
+
+def test_a_strange_plan_takes_only_the_costs_away(tmp_path: Path) -> None:
+    rundir = write_run(tmp_path, "done", told(20), state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    rundir.write_json("plan.json", {"tier": "dedicated", "probes": [7]})
+    job = opened(tmp_path, "done")
+    with contextlib.suppress(*CANNOT_READ):
+        job.account(time.time())
+    assert job.snapshot(0, "", time.time())["verdict"]["title"].startswith("slow input on rank 1")
 
 
 def checkpoint(step: int) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
+from click.testing import CliRunner
 from told_events import told, write_run
 
+from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_routes import JobServices
+from dtrain_dagster.dashboard.job_routes import JobServices, is_own_user
 from dtrain_dagster.dashboard.log_pages import LogFiles
 from dtrain_dagster.dashboard.orders import (
     OrderDesk,
@@ -96,6 +98,14 @@ def keep(home: Path, job_id: str, ranks: int = 1) -> None:
     (home / "orders" / f"{job_id}.json").write_text(job.to_json())
 
 
+def test_who_is_not_on_this_machine_is_not_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system does not tell users, and whatever name the request gives."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert is_own_user(("127.0.0.1", 5000), ("127.0.0.1", 8060))
+    for stranger in (("10.0.0.7", 5000), ("testclient", 5000), None):
+        assert not is_own_user(stranger, ("127.0.0.1", 8060)), stranger
+
+
 # ---- over a real socket
 
 
@@ -173,6 +183,20 @@ def test_hostile_lines_and_paths_of_logs_stay_text(tmp_path: Path) -> None:
         assert requests.get(f"{url}/jobs/..%2fmine/logs.json", timeout=10).status_code == 404
         assert requests.get(f"{url}/jobs/mine/traces/..%2f..%2fjob.json", timeout=10).status_code == 404
         assert requests.get(f"{url}/jobs/mine/traces/job.json", timeout=10).status_code == 404
+        rundir.storage.write("profile/trace-r00000-s000001.json", b"x" * 1_000_000)
+        trace = requests.get(f"{url}/jobs/mine/traces/trace-r00000-s000001.json", timeout=10)
+        assert (len(trace.content), "attachment" in trace.headers["content-disposition"]) == (1_000_000, True)
+        drawn = requests.get(f"{url}/jobs/mine/traces/trace-r00000-s000001.json/picture.json", timeout=10)
+        assert (drawn.status_code, "Perfetto" in drawn.text) == (500, True)
+        assert requests.get(f"{url}/jobs/mine/traces/trace-r00000-s000002.json", timeout=10).status_code == 404
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.json()["lines"] == [[0, "</script><script>alert(1)</script>"], [0, "password=[secret]"]]
+
+
+def test_a_token_is_named_and_never_given_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    done = CliRunner().invoke(main, ["dashboard", "--port", "0", "--token", "PLANTEDPLANTED"])
+    assert (done.exit_code, "env:NAME" in done.output, "PLANTED" in done.output) == (2, True, False)
+    done = CliRunner().invoke(main, ["dashboard", "--port", "0", "--token", "env:NOT_SET_ANYWHERE"])
+    assert (done.exit_code, "NOT_SET_ANYWHERE" in done.output) == (2, True)
