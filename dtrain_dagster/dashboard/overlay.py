@@ -24,6 +24,9 @@ from trainer.rundir import JOB, LAUNCH, RESULT
 LEAST_RUNS, MOST_RUNS = 2, 8
 MOST_POINTS = 400
 """The most points of a curve; beyond, neighbours are merged into their means."""
+TEST, LAST = "test: ", ("steps", "took", "dollars")
+"""The first letters of metrics of the test split, and the results that stand below them. That a run was shorter or
+cheaper does not make it the better one: of these none is marked."""
 MOST_TEXT = 120
 LEFT_OUT = ("job_id", "run_dir", "schema_version", "tracking.", "dataset.uri", "training.master_", "training.tls.")
 """Fields of ``job.json`` that name a job or a place, and decide nothing of its result."""
@@ -152,6 +155,7 @@ def results(found: Sequence[Mapping[str, tuple[float | None, str, int]]]) -> lis
     ``found``: of each job by name the value, its text, and whether a lower or a higher one is better. Pure.
     """
     names = list(dict.fromkeys(name for item in found for name in item))
+    names.sort(key=lambda name: 1 if name.startswith(TEST) else 2 if name in LAST else 0)
     rows = []
     for name in names:
         values = [item.get(name, (None, "–", 0)) for item in found]
@@ -175,10 +179,10 @@ def _results_of(job: OpenJob, result: Mapping[str, Any]) -> dict[str, tuple[floa
     directions = dict(RESULTS)
     for name in [*directions, *(name for name in test if name not in directions)]:
         if is_number(test.get(name)):
-            found[f"test: {visible(str(name)).replace('_', ' ')}"] = _figure(test[name], directions.get(name, 0))
+            found[f"{TEST}{visible(str(name)).replace('_', ' ')}"] = _figure(test[name], directions.get(name, 0))
     found["steps"] = (None, f"{row.step:,}" if row.step is not None else "–", 0)
-    found["took"] = (took, format_duration(took), LOWER) if took is not None else (None, "–", 0)
-    found["dollars"] = (job.cost.usd, dollars(job.cost.usd), LOWER) if job.cost else (None, "–", 0)
+    found["took"] = (took, format_duration(took), 0) if took is not None else (None, "–", 0)
+    found["dollars"] = (job.cost.usd, dollars(job.cost.usd), 0) if job.cost else (None, "–", 0)
     return found
 
 

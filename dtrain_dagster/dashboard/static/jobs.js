@@ -4,6 +4,7 @@ import { ask, duration, element, make, many, moment, money, tellAge } from "./co
 import { arrange, COLUMNS, MOST_RUNS, readState, ROWS_AT_ONCE, sortedBy, tookSeconds, writeState } from "./table_state.js";
 
 const POLL_MILLISECONDS = 2000, HURRY_MILLISECONDS = 400; // the latter while jobs are being read
+const MOST_HURRIES = 25; // for figures only; those of thousands of jobs take minutes
 const STATES = ["running", "queued", "failed", "damaged", "cancelled", "succeeded"];
 const JOB_ID = /^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$/;
 const known = { token: "", version: 0, rows: new Map(), unread: 0, read: false };
@@ -236,9 +237,12 @@ async function poll() {
   }
 }
 
+let hurries = 0;
+
 async function keepUp() {
   if (!document.hidden) await poll();
-  const hurry = known.unread || [...known.rows.values()].some(row => row.unread);
+  const hurry = known.unread || (hurries < MOST_HURRIES && [...known.rows.values()].some(row => row.unread));
+  hurries += hurry ? 1 : 0;
   setTimeout(keepUp, hurry ? HURRY_MILLISECONDS : POLL_MILLISECONDS);
 }
 

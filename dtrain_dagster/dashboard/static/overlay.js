@@ -31,22 +31,25 @@ function change(patch) {
 const colour = number => COLOURS[theme()][number % COLOURS[theme()].length];
 const escaped = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
+const letterSize = () => parseFloat(getComputedStyle(document.body).fontSize);
+
 function traces() {
+  const scale = letterSize() / 14;
   return answer.runs.flatMap((run, number) => {
     const line = (curve, more) => curve.loss.length && curve[state.x] ? [{
       type: "scatter", x: curve[state.x], y: curve.loss, showlegend: false,
       hovertemplate: `${escaped(run.id)}, ${more.name}: %{y:.4~f}<extra></extra>`, ...more,
     }] : [];
-    const training = line(run.training, { name: "training", mode: "lines", opacity: 0.55, line: { color: colour(number), width: 1.2, dash: "dot" } });
+    const training = line(run.training, { name: "training", mode: "lines", opacity: 0.55, line: { color: colour(number), width: 1.3 * scale, dash: "dot" } });
     const validation = line(run.validation, {
-      name: "validation", mode: "lines+markers", line: { color: colour(number), width: 2 }, marker: { symbol: MARKS[number], size: 8 },
+      name: "validation", mode: "lines+markers", line: { color: colour(number), width: 2 * scale }, marker: { symbol: MARKS[number], size: 8 * scale },
     });
     return [...(state.show === "validation" ? [] : training), ...(state.show === "training" ? [] : validation)];
   });
 }
 
 function layout(drawn) {
-  const size = parseFloat(getComputedStyle(document.body).fontSize);
+  const size = letterSize();
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--border"), automargin: true };
   return {
     autosize: true, margin: { l: 5 * size, r: size, t: size, b: 3.5 * size }, hovermode: "closest", uirevision: state.x,

@@ -100,6 +100,8 @@ def test_the_best_is_marked_where_there_is_one():
         {"name": "rank ic", "values": ["0.1", "0.2", "–"], "best": [1]},
         {"name": "state", "values": ["failed", "–", "–"], "best": []},
     ]  # fmt: skip
+    mixed = results([{"steps": (None, "5", 0)}, {"test: loss": (1.0, "1.0", LOWER), "steps": (None, "6", 0)}])
+    assert [row["name"] for row in mixed] == ["test: loss", "steps"]
     same = results([{"loss": (1.0, "1.0", LOWER)}, {"loss": (1.0, "1.0", LOWER)}])
     assert same[0]["best"] == []
 
