@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
 
 PERFORMANCE_REPORT = "reports/performance_report.json"
-RANK_COLUMNS = ("rank", "input_ms", "forward_ms", "backward_ms", "waiting_ms")
+RANK_COLUMNS = ("rank", "forward_ms", "backward_ms", "waiting_ms")
 NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent")
 COLLECTIVE_COLUMNS = ("collective", "network_ms", "waiting_ms", "hidden_percent")
 """The columns of the tables on the page; the report has all."""
