@@ -33,7 +33,7 @@ from trainer.rundir import EVALUATION, RESULT, RunDir
 if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
 
-RANK_COLUMNS = ("rank", "input_ms", "forward_ms", "backward_ms", "waiting_ms")
+RANK_COLUMNS = ("rank", "forward_ms", "backward_ms", "waiting_ms")
 NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent")
 COLLECTIVE_COLUMNS = ("collective", "network_ms", "waiting_ms", "hidden_percent")
 """The columns of the tables on the page; the report has all."""

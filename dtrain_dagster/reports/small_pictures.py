@@ -20,6 +20,8 @@ COLOURS = ("#4c8dff", "#e8793a", "#2fa55d", "#a475f9", "#e5534b", "#b08800", "#8
 INK = "#8b949e"
 _SAFE = "/:,=';"
 """Letters that need no escape in an address within Markdown."""
+MOST_DOTS = 34
+"""The most dots; of more, an even selection."""
 MOST_POINTS = 22
 """The most points of a curve; beyond that, neighbours are merged into their means."""
 
@@ -89,7 +91,7 @@ def small_dots(points: Points, marked: tuple[float, float] | None, words: str) -
         )
         return f"M{4 + (WIDTH - 8) * across:.0f},{4 + (HEIGHT - FOOT - 12) * (1 - up):.0f}h0"
 
-    dots = "".join(dict.fromkeys(place(point) for point in kept[:34]))
+    dots = "".join(dict.fromkeys(place(point) for point in kept[:: math.ceil(len(kept) / MOST_DOTS)]))
     style = "stroke-linecap='round'"
     drawn = [f"<path d='{dots}' stroke='{INK}' stroke-width='5' {style}/>"]
     if marked is not None and min(marked) > 0:
