@@ -136,7 +136,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
         "cancel": ["job_id"],
         "summary": ["job_id"],
-        "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port"],
+        "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port", "--read-only", "--token"],
         "ui": ["--allow-host", "--allow-user", "--port", "--workspace", "-w"],
         "mlflow": ["--allow-host", "--allow-user", "--port"],
         "tensorboard": ["--allow-host", "--allow-user", "--port"],
