@@ -19,8 +19,8 @@ TRIALS = {
     "table": ("--table", "example"),
     "prices": (),
 }
-"""What a project begins with. Each makes a champion; a recurrent network on the bundled prices, which `--own-model`
-alone begins with, may or may not."""
+"""What a project begins with. Each makes a champion; the small network on the bundled prices, which `--own-model` alone
+begins with, may or may not."""
 
 
 @pytest.fixture(scope="module")
