@@ -23,7 +23,7 @@ from dtrain_dagster.settings.environment import load_settings
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 JOB = f"story-{int(time.time())}"
-SIZE = (1120, 720)
+SIZE = (1240, 620)
 WIDTH = 900
 """Pixels of the window, and of the picture's width."""
 FRAME_MILLISECONDS = 700
