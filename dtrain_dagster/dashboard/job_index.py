@@ -171,7 +171,7 @@ class JobIndex:
         # The newest first: readers look at these, should this take long.
         names = sorted((name for name, mark in marks.items() if self._is_due(name, mark)), key=lambda name: marks[name])
         names.reverse()
-        if not names and not gone:
+        if not names and not gone and self._listing.version:  # the first look tells that there is none
             return
         published = time.monotonic()
         with ThreadPoolExecutor(1 if self._storage.is_local else READERS) as pool:

@@ -166,7 +166,7 @@ function drawStates(states, total) {
   const there = STATES.filter(name => states[name] || name === state.state);
   const wanted = [["", `all ${many(total)}`], ...there.map(name => [name, `${name} ${many(states[name] || 0)}`])];
   const box = element("states"), buttons = [...box.children];
-  if (buttons.map(button => button.dataset.state).join() !== wanted.map(([name]) => name).join()) {
+  if (!buttons.length || buttons.map(button => button.dataset.state).join() !== wanted.map(([name]) => name).join()) {
     box.replaceChildren(...wanted.map(([name]) => {
       const button = make("button", { type: "button", "data-state": name });
       button.addEventListener("click", () => change({ state: name }));
