@@ -47,7 +47,7 @@ LOCKED := ./deploy/supply/install.sh $(BIN)/python
 HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
 
 $(VENV)/.ready: pyproject.toml $(LOCKS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11 to 3.13 is needed; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (once; about 2 minutes)"
 	@$(LOCKED) requirements.lock

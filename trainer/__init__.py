@@ -10,7 +10,11 @@ modules that compute, never by the contract, `documents`, `secrets` or `storage`
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+
+# Before any module imports MLflow, which reads it then: a training tells nobody's makers that it runs.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),

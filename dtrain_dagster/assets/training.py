@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
@@ -43,10 +43,6 @@ from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
-
-if TYPE_CHECKING:
-    pass
-
 
 CLUSTER_TAG = "dtrain/cluster"
 """The tag of an asset `gpu_cluster` that names the cluster: graphs on the same one are watched together."""

@@ -10,6 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import best_rows, head_of_page, links, round_figures
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.settings.notices import studio_url
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.evaluation.gate import score_of
 from trainer.rundir import LAUNCH, RunDir
@@ -55,8 +56,7 @@ def training_page(
         metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
         if text := written_text(evaluation):
             metadata["written_text"] = dg.MarkdownMetadataValue(text)
-    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
-    metadata |= links(dashboard=job_url, studio=studio if isinstance(studio, str) else "")
+    metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
     metadata["curves"] = _picture(training_charts.training_curves(steps, evaluations), "Training curves")
     if model.get("nll") is not None:
         metadata["skill"] = _picture(

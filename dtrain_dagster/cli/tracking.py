@@ -25,15 +25,18 @@ def with_tracking(
     from dtrain_dagster.jobs.progress import code_version
     from dtrain_dagster.jobs.source_tags import source_tags
 
-    is_stated = job.tracking.mlflow_tracking_uri is not None or any(item.startswith("tracking") for item in asked)
+    is_stated = job.tracking.mlflow_tracking_uri is not None or any(
+        item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked
+    )
     if is_stated or settings.command_tracking == "off":
         return job
+    stated = job.tracking.mlflow_experiment
     source = {} if project.tracks_in_workspace else source_tags("dtrain train", Path.cwd())
     tracking = replace(
         job.tracking,
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
-        mlflow_experiment=project.experiment,
-        mlflow_run_name=job.job_id,
+        mlflow_experiment=project.experiment if stated == TrackingConfig().mlflow_experiment else stated,
+        mlflow_run_name=job.tracking.mlflow_run_name or job.job_id,
         tags={**source, "code_version": code_version(), **job.tracking.tags},
     )
     return replace(job, tracking=tracking)

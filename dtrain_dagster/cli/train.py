@@ -34,6 +34,7 @@ from dtrain_dagster.cli.job_life import (
     take_over,
 )
 from dtrain_dagster.cli.job_names import complete_jobs
+from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -189,7 +190,10 @@ def train(
         status = watch_training(console(), manager, rundir, job.job_id, steps, clock)
     if status.state == "succeeded":
         print_summary(settings, rundir)
-    record_end(settings, cluster, project, job, rundir)
+    try:
+        record_end(settings, cluster, project, job, rundir)
+    except (ValueError, RuntimeError, OSError) as error:  # the job's own end is what counts
+        say(f"MLflow does not have all of {job.job_id}: {redact(str(error))}", err=True)
     end(settings, rundir, status, again)
 
 

@@ -115,11 +115,11 @@ def find_links(rundir: RunDir, launch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the addresses of pages about a job: on the dashboard, in Azure's studio, of the Dagster run that wants it.
     Nodes can write the run directory, so only addresses that can be nothing else are taken from it."""
     from dtrain_dagster.settings.environment import setting
-    from dtrain_dagster.settings.notices import job_page, notice_settings_or_defaults
+    from dtrain_dagster.settings.notices import job_page, notice_settings_or_defaults, studio_url
 
     links = [job_page(notice_settings_or_defaults().dashboard_url, str(launch.get("job_id", "")))]
-    studio, owner = launch.get("studio_url"), rundir.read_json(OWNER) or {}
-    if isinstance(studio, str) and studio.startswith("https://"):
+    owner = rundir.read_json(OWNER) or {}
+    if studio := studio_url(launch.get("studio_url")):
         links.append(studio)
     run_id = owner.get("dagster_run_id")
     if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id):

@@ -83,6 +83,8 @@ class OpenJob:
         self.lock = threading.Lock()
         """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
+        self.shown_at = -1e9
+        """When a page was last given its details, which have the verdict with hysteresis (`time.monotonic`)."""
 
     def refresh(self, now: float) -> OpenJob:
         """Read the events written since the last call, at most once a second, on remote storage once in ten; return
@@ -142,7 +144,7 @@ class OpenJob:
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole. The
         verdict on a job that has ended is that of its report: on the whole, and not on the latest steps."""
-        account = None
+        account, self.shown_at = None, time.monotonic()
         if not self.row.running and not self.is_behind:
             with suppress(*CANNOT_READ):  # then the verdict on its latest steps stays
                 account = self.account(now)

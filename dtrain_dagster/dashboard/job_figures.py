@@ -126,7 +126,7 @@ def _read(
     return JobFigures(
         verdict=verdict_of(row, status, result, launch, nodes, found),
         loss=progress.loss,
-        valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss),
+        valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss, before.valid_loss if before else None),
         test_loss=_number((result.get("test") or {}).get("loss")),
         usd=cost.usd if cost else None,
         usd_at_end=(cost.usd_at_end if row.running else cost.usd) if cost else None,

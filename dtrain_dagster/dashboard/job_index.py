@@ -150,7 +150,14 @@ class JobIndex:
         """Return the mark of an ended job's files, which is the same until the job is started again. Return None for
         other jobs, and on remote storage."""
         known = self._known.get(name)
-        return known.mark if known and known.mark and known.seen.settled else None
+        if not (known and known.mark and known.seen.settled):
+            return None
+        # The round may be long ago, as a job's page asks nobody for the list; so the files are looked at themselves.
+        return known.mark if self._mark_now(name) == known.mark else None
+
+    def _mark_now(self, name: str) -> Mark:
+        path = self._storage.path(name)
+        return (*_mark(path)[:1], *_mark(f"{path}/{STATUS}"))
 
     def _make_round(self) -> None:
         try:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-STUDIOS = ("ml.azure.com",)
+from dtrain_dagster.settings.notices import studio_url
+
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 
 
@@ -64,16 +64,6 @@ def links_of(
     if url := studio_url(launch.get("studio_url")):
         found.append(JobLink(label="Azure ML studio", url=url, note=""))
     return found
-
-
-def studio_url(url: Any) -> str:
-    """Return the address where it is one of a studio that is known; "" for any other."""
-    try:
-        parts = urlsplit(str(url or ""))
-        is_known = parts.scheme == "https" and parts.hostname in STUDIOS and parts.netloc == parts.hostname
-    except ValueError:
-        return ""
-    return str(url) if is_known else ""
 
 
 def experiment_of(tracking_uri: str, run_id: str) -> str:

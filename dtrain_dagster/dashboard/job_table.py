@@ -28,6 +28,8 @@ MOST_ANSWERS = 32
 """The most encoded answers that are kept."""
 MOST_GONE = 2000
 """The most deleted jobs that are remembered; a page that has missed one more gets the whole table again."""
+SHOWN_SECONDS = 30.0
+"""How long a job's page counts as open after it has asked for the job's figures; it asks every few seconds."""
 EVERY_SECONDS = 1.0
 """The least time between two looks at what has changed."""
 
@@ -145,7 +147,7 @@ class JobTable:
             "version": self._version,
             "whole": since == 0,
             "rows": [says for says, version in self._rows.values() if version > since],
-            "gone": [job_id for version, job_id in self._gone if version > since] if since else [],
+            "gone": [name for at, name in self._gone if 0 < since < at and name not in self._rows],
             "unread": unread,
         }
         return encode(answer)
@@ -153,5 +155,7 @@ class JobTable:
     def _read(self, row: JobRow, before: JobFigures | None) -> JobFigures:
         rundir = RunDir(f"{self._board.jobs_uri}/{row.job_id}")
         opened = self._board.opened(row.job_id)
-        shown = opened.dashboard.live_verdict if opened else None
+        # A page that was closed leaves its verdict as it was.
+        is_shown = opened is not None and time.monotonic() - opened.shown_at < SHOWN_SECONDS
+        shown = opened.dashboard.live_verdict if opened is not None and is_shown else None
         return read_figures(rundir, row, self._board.tier, time.time(), before, shown)

@@ -30,6 +30,8 @@ TAIL_BYTES = 512 << 10
 """The most bytes of each log that are read for its last lines, or for what is new."""
 SEARCH_BYTES = 64 << 20
 """The most bytes that one search reads, over all logs of a job."""
+MOST_KEPT = 8
+"""The most jobs whose logs are kept until a cluster is asked again."""
 CLUSTER_SECONDS = 10.0
 """Seconds for which what the cluster has said is shared."""
 _STAMP = re.compile(r"(?:\[|--- launch \d+, )?(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
@@ -98,7 +100,9 @@ class ClusterLogs:
                 parts = by_part(self._ask(job_id)).items()
                 said = [(part[0], line) for part, lines in parts for line in lines]
                 with self._lock:
-                    self._said = {job_id: (time.monotonic(), said)}  # one job's: nobody watches many
+                    self._said[job_id] = (time.monotonic(), said)
+                    while len(self._said) > MOST_KEPT:
+                        del self._said[next(iter(self._said))]
         lines, more = _chosen([item for item in said if node in (None, item[0])], text)
         return LogPage(lines=lines, cursor="", nodes=tuple(sorted({number for number, _ in said})), is_cut=more)
 

@@ -8,15 +8,17 @@ requests before.
 from __future__ import annotations
 
 import hmac
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dtrain_dagster.dashboard.job_row import DAMAGED
 from dtrain_dagster.jobs.orders import FOLDER
@@ -158,32 +160,37 @@ class OrderDesk:
         made = OrderState(order=order, command=shlex.join(["dtrain", *arguments]), since=time.time())
         with self._lock:
             under_way = [name for name, known in self._states.items() if known.code is None]
+            if order == CANCEL and job_id in under_way and self._states[job_id].order == TRACE:
+                under_way.remove(job_id)  # a trace of a job that hangs never comes, and the job costs on
             if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
                 which = self._states[job_id].order if job_id in under_way else f"{len(under_way)} orders"
                 raise OrderRefusedError(f"{which} is still under way: wait until it is done")
             self._states[job_id] = made
         try:
+            # A file, and no pipe: what the command says must not end it when the dashboard has ended.
+            output = tempfile.TemporaryFile()  # noqa: SIM115 - `_follow` closes it
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
                     [sys.executable, "-c", _DTRAIN, *arguments],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
         except Exception:
             with self._lock:
                 del self._states[job_id]
             raise
-        threading.Thread(target=self._follow, args=(job_id, made, process), name="order", daemon=True).start()
+        follower = threading.Thread(target=self._follow, args=(job_id, made, process, output), daemon=True)
+        follower.start()
         return made
 
-    def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes]) -> None:
-        said = b""
-        assert process.stdout is not None
-        for line in process.stdout:
-            said = (said + line)[-4 * MOST_SAID :]
+    def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+        code = process.wait()
+        with output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_SAID))
+            said = output.read()
         text = redact(said.decode(errors="replace").strip())[-MOST_SAID:]
         ended = replace(
-            made, ended_at=time.time(), code=process.wait(), said=visible(text.removeprefix("Error: "), keep_lines=True)
+            made, ended_at=time.time(), code=code, said=visible(text.removeprefix("Error: "), keep_lines=True)
         )
         with self._lock:
-            self._states[job_id] = ended
+            if self._states.get(job_id) is made:  # else another order took its place
+                self._states[job_id] = ended

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.dashboard.job_account import launched_usage
@@ -20,6 +21,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
 from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT
+from trainer.secrets.redaction import redact
 
 LEAST_RUNS, MOST_RUNS = 2, 8
 MOST_POINTS = 400
@@ -41,7 +43,8 @@ RESULTS: tuple[tuple[str, int], ...] = (
 def overlay(jobs: Sequence[OpenJob], tier: Tier) -> dict[str, Any]:
     """Return the data of the overlay's page. ``tier`` sets the price of a job without a plan."""
     now = time.time()
-    documents = [{name: job.rundir.read_json(name) or {} for name in (JOB, LAUNCH, RESULT)} for job in jobs]
+    names = (JOB, LAUNCH, RESULT, PLAN)
+    documents = [{name: redact(job.rundir.read_json(name) or {}) for name in names} for job in jobs]
     runs = [_run(job, found, tier, now) for job, found in zip(jobs, documents, strict=True)]
     return {
         "runs": runs,
@@ -57,7 +60,7 @@ def _run(job: OpenJob, found: Mapping[str, Mapping[str, Any]], tier: Tier, now: 
         curves = {name: list(tracks[name].rows) if name in tracks else [] for name in ("steps", "evaluations")}
     usage = launched_usage(nodes, found[LAUNCH], job.row.running, now, stale_seconds(job.rundir.storage))
     try:
-        paid = CostTracker("", usage, tier).nodes
+        paid = CostTracker("", usage, found[PLAN].get("tier", tier)).nodes
     except (PriceError, ValueError):
         paid = ()
     each = samples_per_step(found[RESULT], found[JOB].get("training") or {})

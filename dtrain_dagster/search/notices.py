@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtrain_dagster.clusters.job_notices import RETRIES
 from dtrain_dagster.clusters.notice_claims import send_once, send_safely
 from dtrain_dagster.search.check_space import shown_values
 from dtrain_dagster.search.jobs import trial_id
@@ -19,9 +20,15 @@ def tell_of_search(folder: RunDir, result: Mapping[str, Any], jobs_uri: str) -> 
     pictured = RunDir(f"{jobs_uri}/{trial_id(result['name'], best['trial'])}") if best else None
 
     def send(urls: Sequence[str]) -> None:
-        send_once(folder, "end", urls, lambda: write_notice(result), pictured)
+        send_once(
+            folder,
+            f"end-{len(result['trials'])}",
+            urls,  # it may be given more trials later
+            lambda: write_notice(result),
+            pictured,
+        )
 
-    send_safely(folder, send)
+    send_safely(folder, send, RETRIES)
 
 
 def write_notice(result: Mapping[str, Any]) -> tuple[str, str]:

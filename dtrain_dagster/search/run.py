@@ -175,7 +175,8 @@ class Search:
             runner = FleetRunner(self._manager, fleet, source, terms, self._told)
             runner.run(lambda: watch(self._view(source)))
         self._keep(source)
-        tell_of_search(RunDir(str(self.folder)), self.result(source), make_job.jobs_uri)
+        if not fleet.is_cancelled():  # somebody knows already, and may go on with it
+            tell_of_search(RunDir(str(self.folder)), self.result(source), make_job.jobs_uri)
         return source
 
     @property

@@ -4,13 +4,16 @@ them is a secret."""
 from __future__ import annotations
 
 import re
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.environment import PREFIX, SettingsError, read_environment
 
+STUDIOS = ("ml.azure.com",)
+"""The hosts of clouds' own pages of jobs."""
 MLFLOW_HERE = "http://127.0.0.1:5000"
 """Where `dtrain mlflow` serves MLflow's UI."""
 _ADDRESS = r"^https?://[^\s@?#]+$"
@@ -45,7 +48,19 @@ class NoticeSettings(BaseSettings):
 
 def job_page(dashboard_url: str, job_id: str) -> str:
     """Return the address of a job's page on the dashboard."""
-    return f"{dashboard_url.rstrip('/')}/#{quote(job_id)}"
+    return f"{dashboard_url.rstrip('/')}/jobs/{quote(job_id, safe='')}"
+
+
+def studio_url(url: Any) -> str:
+    """Return an address of a run directory, which nodes can write, if it is one of a studio that is known; "" for any
+    other. Pure."""
+    text = url if isinstance(url, str) else ""
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return ""
+    is_known = parts.scheme == "https" and parts.hostname in STUDIOS and parts.netloc == parts.hostname
+    return text if is_known and not any(letter.isspace() for letter in text) else ""  # urlsplit leaves out line ends
 
 
 def read_notice_settings() -> NoticeSettings:

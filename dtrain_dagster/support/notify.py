@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, resolve
 
 if TYPE_CHECKING:
-    from apprise import Apprise
     from apprise.plugins import NotifyBase
 
 PICTURE = "training.png"
@@ -74,7 +73,9 @@ def notify(urls: Sequence[str], title: str, body: str, picture: bytes | None = N
         kind = url.partition(":")[0]
         sender = apprise.Apprise()
         try:
-            reached = bool(sender.add(resolve(url))) and _send(sender, redact(title), redact(body), picture)
+            reached = bool(sender.add(resolve(url)))
+            for service in sender:  # a reference may hold several addresses; each is tried
+                reached &= _send(service, redact(title), redact(body), picture)
         except Exception as error:  # a plug-in's own errors, of any kind; a secret that cannot be read
             _log.warning("notification by %s failed: %s", kind, type(error).__name__)
             reached = False
@@ -83,12 +84,15 @@ def notify(urls: Sequence[str], title: str, body: str, picture: bytes | None = N
     return tuple(failed)
 
 
-def _send(sender: Apprise, title: str, body: str, picture: bytes | None) -> bool:
-    """Send to the one service of this sender; return whether its text has arrived.
+def _send(service: NotifyBase, title: str, body: str, picture: bytes | None) -> bool:
+    """Send to a service; return whether its text has arrived.
 
     Where text and picture are two requests, the picture follows the text, and is no reason to send that again.
     """
-    [service] = sender
+    from apprise import Apprise
+
+    sender = Apprise()
+    sender.add(service)
     if picture is None or not service.attachment_support:
         return bool(sender.notify(title=title, body=body))
     from apprise import AppriseAttachment

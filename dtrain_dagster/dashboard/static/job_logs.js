@@ -89,7 +89,8 @@ function drawNodes(nodes) {
 }
 
 async function pollLogs(anew) {
-  if (!logs.shown || (logs.asking && !anew) || (!logs.follow && !anew && logs.cursor)) return;
+  const what = JSON.stringify([logs.node, logs.text]), isSame = logs.drawn === what;
+  if (!logs.shown || (logs.asking && !anew) || (!logs.follow && !anew && isSame)) return;
   const asked = JSON.stringify([logs.node, logs.text, logs.cursor]);
   logs.asking = true;
   logs.asked = asked;
@@ -100,17 +101,19 @@ async function pollLogs(anew) {
     const { body } = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`);
     if (logs.asked !== asked) return;
     drawNodes(body.nodes);
-    const stay = !first && logs.atEnd === false;
+    const stay = isSame && logs.atEnd === false, top = box.scrollTop;
     const made = body.lines.map(lineOf);
-    if (first) box.replaceChildren(...made);
-    else box.append(...made);
+    if (!first) box.append(...made);
+    else if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) box.replaceChildren(...made);
+    logs.drawn = what;
+    if (stay) box.scrollTop = top;
     while (box.childElementCount > MOST_SHOWN) box.firstElementChild.remove();
     if (made.length && !stay) box.scrollTop = box.scrollHeight;
     logs.cursor = body.cursor;
     if (first) logs.cut = body.is_cut;
     const number = box.childElementCount.toLocaleString("en");
-    const what = logs.text ? `${number} lines with this text` : `${number} lines`;
-    element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${what}` : what : "nothing was printed yet";
+    const found = logs.text ? `${number} lines with this text` : `${number} lines`;
+    element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${found}` : found : "nothing was printed yet";
   } catch (error) {
     if (logs.asked !== asked) return;
     if (first) box.replaceChildren();

@@ -10,7 +10,7 @@ const ORDERS = {
   },
   resume: {
     button: "Resume…", title: "Resume this job?", does: "Resume the job",
-    text: "It goes on from its latest checkpoint, on as many nodes as were ordered. They cost what they cost before.",
+    text: "It goes on from its latest checkpoint, on as many nodes as were ordered, which are bought as the settings of this dashboard say.",
   },
   trace: { button: "Trace now", does: "Trace" },
 };
@@ -109,7 +109,8 @@ async function pollOrders() {
   const busy = body.last !== null && body.last.code === null;
   for (const [order, reason] of Object.entries(body.allowed)) {
     const button = element(`order-${order}`);
-    button.disabled = busy || Boolean(reason);
+    const waits = busy && !(button.id === "order-cancel" && body.last.order === "trace"); // a trace may never come
+    button.disabled = waits || Boolean(reason);
     button.title = reason;
     if (order !== "trace") button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
   }

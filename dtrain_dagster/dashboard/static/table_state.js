@@ -89,7 +89,8 @@ export function summary(rows) {
   for (const row of rows) states[row.state] = (states[row.state] || 0) + 1;
   const sum = values => values.length ? values.reduce((total, value) => total + value, 0) : undefined;
   return {
-    states, live: rows.some(row => row.live), usd: sum(known("usd")), end: sum(known("end")),
+    states, live: rows.some(row => row.live), usd: sum(known("usd")),
+    end: rows.every(row => row.usd === undefined || row.end !== undefined) ? sum(known("end")) : undefined,
     valid: known("valid").length ? Math.min(...known("valid")) : undefined,
     started: known("started").length ? Math.max(...known("started")) : undefined,
   };

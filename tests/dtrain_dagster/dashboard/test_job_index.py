@@ -110,6 +110,7 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest
     states, read = index.round()
     assert (states["live"], "live" in read, "a" in read) == ("succeeded", True, False)
     mark = index.index.mark("a")
+    assert mark is not None
     tell(tmp_path, "a", "running")  # started again
     states, read = index.round()
     assert (states["a"], "a" in read, "b" in read) == ("running", True, False)
@@ -257,3 +258,14 @@ def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Pat
             assert len(plain.content) > 100_000
         for query in ("page=-1", "page=9e9", "page=٣", "state=%00", "text=" + "x" * 10_000):
             assert ask(f"{url}/jobs.json?{query}").status_code == 200
+
+
+def test_a_resumed_job_has_no_mark_even_if_nobody_asks_for_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its own page asks for its figures only, and would be told for ever that nothing has changed."""
+    settle(monkeypatch)
+    write_run(tmp_path, "a", told(1), state="cancelled")
+    index = Counted(tmp_path)
+    index.round()
+    assert index.index.mark("a")
+    tell(tmp_path, "a", "running")
+    assert index.index.mark("a") is None

@@ -42,6 +42,9 @@ def test_an_address_may_be_kept_as_a_secret(hook: Hook, monkeypatch: pytest.Monk
     assert notify(["env:HOOK_OF_OURS", "env:NOT_SET_AT_ALL"], "it starts", "3 nodes") == ("env",)
     assert len(heard) == 1
     assert notify([], "a", "b") == ()
+    monkeypatch.setenv("HOOK_OF_OURS", f"{url} json://127.0.0.1:9/nobody {url}")
+    assert notify(["env:HOOK_OF_OURS"], "it ends", "3 nodes") == ("env",), "one of them is not reached"
+    assert [item["title"] for item in heard[1:]] == ["it ends", "it ends"]
 
 
 def test_a_picture_goes_with_the_text_or_after_it_and_is_no_reason_to_send_that_again() -> None:

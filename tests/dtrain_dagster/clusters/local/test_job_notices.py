@@ -241,7 +241,7 @@ def test_the_notice_has_links_and_a_picture_of_the_loss(
     tell_of_end(rundir)
     [notice] = hook.heard
     assert notice["message"].splitlines()[-2:] == [
-        "https://runs.example/dtrain/#job",
+        "https://runs.example/dtrain/jobs/job",
         f"https://dagster.example/runs/{run_id}",
     ]
     [picture] = notice["attachments"]
@@ -258,7 +258,7 @@ def test_a_link_that_a_node_has_written_is_not_sent(tmp_path: Path, hook: Hook) 
     rundir.write_json(OWNER, {"dagster_run_id": "../../elsewhere"})
     tell_of_end(rundir)
     [notice] = hook.heard
-    assert notice["message"].splitlines()[-1] == "http://127.0.0.1:8060/#job"
+    assert notice["message"].splitlines()[-1] == "http://127.0.0.1:8060/jobs/job"
     assert "elsewhere" not in notice["message"]
     assert "javascript" not in notice["message"]
 
