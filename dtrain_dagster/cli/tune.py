@@ -86,7 +86,7 @@ def tune(
       dtrain tune --config job.json --seconds 600 --out fast.json
       dtrain train --config job.json --settings fast.json
     """  # fmt: skip
-    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
+    from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
     from dtrain_dagster.planning.job_data import data_of
@@ -138,7 +138,7 @@ def tune(
         master_port=job.training.master_port,
     )
     try:
-        again = command_again(typed_arguments())
+        again = command_again(typed_arguments(), dataset=dataset_name(job))
         with cancelled_by_signals(
             manager, job_id, unless=False, then=lambda: say_how_to_go_on(settings, job_id, again, "tune again")
         ):

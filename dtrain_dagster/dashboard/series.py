@@ -38,6 +38,7 @@ from trainer.documents.events import (
     TimingEvent,
     read_event,
 )
+from trainer.secrets.redaction import redact
 
 VALUES = 60_000
 """The most rows times columns of all tracks of one kind: with many nodes, each has fewer rows."""
@@ -342,7 +343,7 @@ def sentences(item: dict[str, Any]) -> tuple[str, ...]:
         return known
     kind = item["kind"]
     if kind == "communication_error":
-        return (f"communication failed at step {item['step']} ({item['operation']}): {item['error']}",)
+        return (redact(f"communication failed at step {item['step']} ({item['operation']}): {item['error']}"),)
     if kind == "error":
-        return (str(item["message"]),)
+        return (redact(str(item["message"])),)
     return ()
