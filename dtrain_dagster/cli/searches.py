@@ -33,11 +33,18 @@ def searches(name: str | None, as_json: bool) -> None:
     """
     from dtrain_dagster.cli.search import summary, trials_table
     from dtrain_dagster.search.kept import read_search, search_names
+    from dtrain_dagster.search.space import SpaceError
 
     settings = read_settings()
     names = search_names(settings.home)
     if name is None:
-        _print_all([read_search(settings.home, each) for each in names], as_json)
+        found = []
+        for each in names:
+            try:
+                found.append(read_search(settings.home, each))
+            except SpaceError as error:  # of one search: the others are listed
+                say(f"{each} is left out: {error}", err=True)
+        _print_all(found, as_json)
         return
     if name == LATEST and names and LATEST not in names:
         name = names[0]

@@ -46,7 +46,7 @@ def is_due(row: JobRow, known: KnownFigures | None, age_seconds: float, ended_se
     """
     if known is None or (known.row != row and not row.running):
         return True
-    if not row.running and ended_seconds > SETTLING_SECONDS:
+    if not row.running and ended_seconds > SETTLING_SECONDS and not known.figures.is_failed:
         return False
     return age_seconds >= max(every if row.running else SETTLING_EVERY_SECONDS, known.took_seconds / READING_SHARE)
 

@@ -75,6 +75,8 @@ class JobFigures:
     nodes: int | None = None
     walk_forward: JobGroup | None = None
     """The walk forward that it is a year of."""
+    is_failed: bool = False
+    """Whether they could not be read, which may be so for a moment only."""
     live: LiveVerdict | None = None
     """What the next look at a running job settles its verdict with."""
 
@@ -98,7 +100,7 @@ def read_figures(
         return _read(rundir, row, tier, now, shown, before)
     except CANNOT_READ as error:
         words = f"its figures cannot be read: {visible(str(error))}"[:MOST_WORDS]
-        return JobFigures(verdict=Verdict(words=words, tone="bad"))
+        return JobFigures(verdict=Verdict(words=words, tone="bad"), is_failed=True)
 
 
 def _read(

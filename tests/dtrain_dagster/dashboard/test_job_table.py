@@ -92,6 +92,8 @@ def test_figures_are_read_again_only_where_they_can_have_changed():
     known, of_live = KnownFigures(ended, JobFigures(), 0.0, 0.01), KnownFigures(live, JobFigures(), 0.0, 0.01)
     assert is_due(ended, None, 0.0, 1e6, 2.0)
     assert not is_due(ended, known, 1e6, 1e6, 2.0)
+    failed = KnownFigures(ended, JobFigures(is_failed=True), 0.0, 0.1)
+    assert is_due(ended, failed, 1e6, 1e6, 2.0), "storage may answer by now"
     assert is_due(row(ended_at=1e9 + 70), known, 0.0, 1e6, 2.0), "it was started again, and has ended again"
     assert not is_due(ended, known, 10.0, 60.0, 2.0)
     assert is_due(ended, known, 40.0, 60.0, 2.0), "its report may have come since"
@@ -197,9 +199,12 @@ def test_a_running_job_has_the_verdict_of_its_own_page(tmp_path: Path):
     table = JobTable(board, None)
     opened = board.open("live", time.time())
     assert opened is not None
-    assert opened.dashboard.verdict({})["title"].startswith("slow input on rank 1")  # type: ignore[index]
+    shown = opened.snapshot(0, "", time.time())["verdict"]
+    assert shown["title"].startswith("slow input on rank 1")
     rundir.append_events(1, 0, 2, told(60, slow=2, first=10))
     assert "rank 1" in rows_of(table)["live"]["verdict"]
+    opened.shown_at -= 3600  # the page was closed an hour ago
+    assert "rank 2" in rows_of(JobTable(board, None))["live"]["verdict"]
 
 
 def test_a_hang_is_told_though_rank_0_is_silent(tmp_path: Path):
