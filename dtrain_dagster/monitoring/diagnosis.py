@@ -348,7 +348,8 @@ def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     rank = waited_for[0] if len(waited_for) == 1 else None
     node = nodes[rank] if rank is not None and rank < len(nodes) else None
     waited = max(float(item.get("waited_seconds") or 0.0) for item in reports)
-    share = waited / (waited + seconds_of(windows(events)))
+    whole = waited + seconds_of(windows(events))
+    share = waited / whole if whole > 0 else 0.0
     sentence = hang_verdict(reports)
     evidence = f"{sentence[0].upper()}{sentence[1:]}."
     return [Diagnosis(cause=SlowdownCause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
