@@ -106,7 +106,7 @@ def test_a_release_is_tried_then_made_and_a_file_that_is_not_packed_refuses_it(r
     ]  # fmt: skip
     with zipfile.ZipFile(dist / "dtrain-0.2.0-py3-none-any.whl") as wheel:
         assert b"Version: 0.2.0" in wheel.read("dtrain-0.2.0.dist-info/METADATA")
-        assert {"dtrain_dagster/settings/dagster.yaml", "dtrain_dagster/dashboard/static/dashboard.js"} <= set(
+        assert {"dtrain_dagster/settings/dagster.yaml", "dtrain_dagster/dashboard/static/jobs.js"} <= set(
             wheel.namelist()
         )
     assert "exists already" in release(repository, "0.2.0", code=2)
