@@ -401,10 +401,12 @@ def test_images_install_nothing_without_a_hash(image: str) -> None:
     """Neither torch nor what it brings, by whatever arguments they are built."""
     commands = re.sub(r"\\\n", " ", (AZURE / image).read_text())
     installs = re.findall(r"pip3? install [^&\n]*", commands)
-    assert len(installs) == 1
-    assert {"--require-hashes", "--no-deps"} <= set(installs[0].split())
-    [lock] = re.findall(r"^COPY deploy/azure/(\S+\.lock) /tmp/requirements\.lock$", commands, re.M)
-    assert "--requirement /tmp/requirements.lock" in installs[0]
+    assert len(installs) == 2, "the tool that writes the bill of materials, and the image's packages"
+    for install in installs:
+        assert {"--require-hashes", "--no-deps"} <= set(install.split())
+    assert "--requirement /tmp/supply.lock" in installs[0]
+    [lock] = set(re.findall(r"^COPY deploy/azure/(\S+\.lock) /tmp/requirements\.lock$", commands, re.M))
+    assert "--requirement /tmp/requirements.lock" in installs[1]
     locked = re.split(r"^(?=[A-Za-z0-9])", (AZURE / lock).read_text(), flags=re.M)[1:]
     assert len(locked) > 50
     assert [block for block in locked if not re.match(r"\S+==\S+ \\\n +--hash=sha256:[0-9a-f]{64}", block)] == []

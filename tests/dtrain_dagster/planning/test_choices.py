@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -274,9 +275,13 @@ def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str,
     assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
 
 
-def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json():
-    metadata = choices_metadata(table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0))
-    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_picture"}
+def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: Path):
+    whole = table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0)
+    metadata = choices_metadata(whole, "abc", str(tmp_path))
+    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_file", "choices_picture"}
+    file = Path(metadata["choices_file"].path)
+    assert file == tmp_path / "plans" / "abc" / "choices.csv"
+    assert len(file.read_text().splitlines()) == 1 + len(whole.rows), "all of them, below a head"
     rows = [record.data for record in metadata["choices"].records]
     [cheapest] = [row for row in rows if "cheapest" in row["mark"]]
     [planned] = [row for row in rows if "this plan" in row["mark"]]
@@ -284,7 +289,7 @@ def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json():
     assert f"Of all choices the cheapest is {cheapest['nodes']} × " in metadata["choice"]
     assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
     assert metadata["choices_picture"].md_str.startswith("![Cost against time")
-    none = choices_metadata(table_of(prices=[price_of(V100)]))
+    none = choices_metadata(table_of(prices=[price_of(V100)]), "abd", str(tmp_path))
     assert set(none) == {"choices_rest_on", "choices_not_available"}
     assert asdict(table_of())["rows"][0]["sku"] == T4
 
