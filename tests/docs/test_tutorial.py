@@ -28,8 +28,8 @@ def script_of(blocks: list[Block]) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.long  # five to ten minutes; each of its commands is parsed in the quick run (`test_commands`)
+@pytest.mark.timeout(1800)
 def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
     checkout = make_checkout(tmp_path / "dtrain")
     done = subprocess.run(
