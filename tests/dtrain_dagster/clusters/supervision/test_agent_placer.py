@@ -162,7 +162,14 @@ def test_a_machine_that_is_cut_off_but_reaches_the_storage_makes_way(make_job: C
     (job.folder / "engine" / f"{job.name(1)}.lost").touch()
     job.file("began-1-2")
     words = "--node 1 --incarnation 1"
-    job.wait(lambda: not any(words in " ".join(one.cmdline()) for one in job.processes()), "the end of what is cut off")
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return words in " ".join(process.cmdline())
+        except psutil.Error:  # it has just ended
+            return False
+
+    job.wait(lambda: not any(map(lives, job.processes())), "the end of what is cut off")
     assert "was given up for lost" in (job.engine.read_log(job.name(1)) or "")
     (job.folder / "go").touch()
     assert job.ends()["state"] == "succeeded"
