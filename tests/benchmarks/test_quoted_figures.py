@@ -109,6 +109,11 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         "(two rounds: {:.2f} and {:.2f})".format(*r["auto_vs_allreduce_100mbit_whole_run_rounds"])
     )),
     ("docs/proofs.md", "estimate", _of_20),
+    ("docs/proofs.md", "job_table", lambda r: (
+        f"The rows of {r['jobs']:,} jobs are drawn {r['rows_seconds'][0]:.1f} s after the address is given to a server "
+        f"that has just started, {min(r['rows_seconds'][1:]):.1f} to {max(r['rows_seconds'][1:]):.1f} s later on; the "
+        f"page has {r['page_bytes'] / 1000:.0f} kB"
+    )),
     ("docs/proofs.md", "sensors", lambda r: (
         "takes under 0.03 s with 10, 1,000 and 10,000 past jobs"
         if max(r[f"tick_seconds_{jobs}"] for jobs in (10, 1000, 10000)) < 0.03 else "a tick is slower than it says"
