@@ -75,14 +75,14 @@ LAUNCHPAD: tuple[tuple[str, type], ...] = (
 _BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "{} characters or more"}
 _USUAL = {
     "step": "Optimizer step, counted over the whole job.",
-    "epoch": "Epoch, counted from 1.",
+    "epoch": "Epoch, counted from 0 (people read it counted from 1).",
     "seconds": "Seconds that it took.",
     "loss": "Mean loss per sample.",
     "nodes": "Numbers of the nodes.",
     "node_id": "Number of the node.",
     "message": "What happened, in words.",
     "reason": "Why, in words.",
-    "learning_rate": "Learning rate of the last of these steps.",
+    "learning_rate": "Learning rate.",
     "grad_norm": "2-norm of the gradient before clipping.",
     "step_seconds": "Wall seconds of one step.",
     "eta_seconds": "Seconds until the last step, by the pace so far.",

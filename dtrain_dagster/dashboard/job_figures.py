@@ -64,7 +64,6 @@ class JobFigures:
     """The last training loss."""
     valid_loss: float | None = None
     """The best validation loss; of a job that runs, the latest."""
-    test_loss: float | None = None
     usd: float | None = None
     """The dollars so far."""
     usd_at_end: float | None = None
@@ -72,7 +71,6 @@ class JobFigures:
     price_words: str = ""
     """The basis of the dollars."""
     total_steps: int | None = None
-    nodes: int | None = None
     walk_forward: JobGroup | None = None
     """The walk forward that it is a year of."""
     is_failed: bool = False
@@ -129,12 +127,10 @@ def _read(
         verdict=verdict_of(row, status, result, launch, nodes, found),
         loss=progress.loss,
         valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss, before.valid_loss if before else None),
-        test_loss=_number((result.get("test") or {}).get("loss")),
         usd=cost.usd if cost else None,
         usd_at_end=(cost.usd_at_end if row.running else cost.usd) if cost else None,
         price_words=cost.words if cost else "",
         total_steps=planned if isinstance(planned, int) else pace.total_steps,
-        nodes=launch.get("node_count"),
         walk_forward=_walk_forward(rundir, plan),
         live=live,
     )

@@ -4,8 +4,8 @@
 
 const MANY = 12; // lines of a chart: more have no legend, and tell their name where one points at them
 const COLOURS = {
-  light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a"],
-  dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#8b949e"],
+  light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#7d5600", "#0e7490", "#57606a"],
+  dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#a3adb8"],
 };
 const SEGMENTS = {
   input: "#d4a72c", forward: "#6cb6ff", backward: "#316dca", communication: "#986ee2", waiting: "#e5534b",
