@@ -135,11 +135,11 @@ function drawCost(account) {
     return;
   }
   const number = text => ({ text, className: "number" });
-  const heads = ["cause", number("node-time"), number("share"), "", number("dollars"), "what for"];
+  const heads = ["cause", number("dollars"), number("share"), { className: "wide" }, number("node-time"), "what for"];
   const rows = account.rows.map(row => [
-    row.cause, number(row.duration), number(`${(100 * row.share).toFixed(1)} %`), { nodes: [shareBar(row.share)] }, number(row.usd), row.meaning,
+    row.cause, number(row.usd), number(`${(100 * row.share).toFixed(1)} %`), { nodes: [shareBar(row.share)], className: "wide" }, number(row.duration), { text: row.meaning, className: "meaning" },
   ]);
-  const foot = ["the bill", number(account.duration), number("100 %"), "", number(account.total), account.basis];
+  const foot = ["the bill", number(account.total), number("100 %"), { className: "wide" }, number(account.duration), { text: account.basis, className: "meaning" }];
   const notes = [account.goodput, account.estimate, ...account.notes].filter(Boolean);
   part.replaceChildren(card(make("h3", "", "What the dollars bought"), table("ledger", heads, rows, foot), ...notes.map(text => make("p", "quiet", text))));
 }
@@ -154,8 +154,8 @@ function drawCheckpoints(checkpoints) {
   const rows = checkpoints.map(item => [
     { text: item.step.toLocaleString("en"), className: "number" },
     { nodes: item.marks.map(mark => make("span", "mark", meaning[mark] || mark)) },
-    item.saved_at ? moment(item.saved_at) : "", { text: bytes(item.bytes), className: "number" },
-    { text: String(item.generation), className: "number" }, item.folder,
+    { text: item.saved_at ? moment(item.saved_at) : "", className: "whole" }, { text: bytes(item.bytes), className: "number" },
+    { text: String(item.generation), className: "number" }, { text: item.folder, className: "whole" },
   ]);
   const heads = [{ text: "step", className: "number" }, "use", "saved", { text: "size", className: "number" }, { text: "generation", className: "number" }, "folder in the run directory"];
   part.replaceChildren(card(make("h3", "", "Checkpoints that are kept"), table("checkpoints", heads, rows)));
