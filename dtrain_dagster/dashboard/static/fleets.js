@@ -126,8 +126,10 @@ async function look() {
     if (names.join("\n") !== known.join("\n")) {
       element("names").replaceChildren(...names.map(name => new Option(name, name)));
     }
-    element("empty").hidden = names.length > 0;
-    element("empty").textContent = "no fleets yet: dtrain fleet run FILE begins one";
+    const isEmpty = names.length === 0;
+    element("empty").hidden = !isEmpty;
+    element("empty").textContent = "no fleets yet: `dtrain fleet run FILE` begins one";
+    for (const part of ["choice", "fleet"]) element(part).hidden = isEmpty;
     const name = names.includes(wanted()) ? wanted() : names[0];
     if (name) {
       element("names").value = name;
