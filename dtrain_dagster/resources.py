@@ -98,8 +98,8 @@ class ProjectResource(dg.ConfigurableResource):
         return job_page(self.dashboard_url, job_id)
 
     def trainer_env(self) -> dict[str, str]:
-        """Return the environment of the trainer's processes: the shard cache (``DTRAIN_CACHE`` where it is set), and the
-        folder that holds a user's own modules."""
+        """Return the environment of the trainer's processes: the shard cache, which ``DTRAIN_CACHE`` may put elsewhere,
+        and the folder that holds a user's own modules."""
         paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return {
             "DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or self.cache_dir,

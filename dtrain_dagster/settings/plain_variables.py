@@ -1,9 +1,9 @@
 """Environment variables that are read as they are, without a class of settings.
 
 What people may set belongs here with its meaning, by group, and so does what processes hand on to each other, with the
-reason why nobody sets it by hand. Variables with a type, bounds and a check are fields of the classes beside this module
-(`dtrain_dagster.settings.environment.Settings` and those of each cluster), and do not belong here. A test finds each
-variable that the code reads, and demands it in one of these places.
+reason why nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
+`dtrain_dagster.settings.environment.Settings` and of the classes of each cluster. A test finds each variable that the
+code reads, and demands it in one of these places.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ OF_OTHER_PROGRAMS = VariableGroup(
         "RAY_AUTH_TOKEN": PlainVariable("The token by which it knows them", "drawn at random"),
         "RAY_USAGE_STATS_ENABLED": PlainVariable("Whether that Ray sends figures to its makers", "`0`"),
         "KUBECONFIG": PlainVariable(
-            "Kubeconfig, where `DTRAIN_KUBERNETES_KUBECONFIG` is unset", "`~/.kube/config`; in a pod its service account"
+            "Kubeconfig, where `DTRAIN_KUBERNETES_KUBECONFIG` is unset",
+            "`~/.kube/config`; in a pod its service account",
         ),
         "AZURE_STORAGE_ACCOUNT_URL": PlainVariable(
             "Storage account of `DTRAIN_STORAGE`: `https://account.blob.core.windows.net`"

@@ -1,4 +1,4 @@
-"""Each environment variable that the code reads is in the reference, or on the list of those that nobody sets by hand."""
+"""Each environment variable that the code reads is in the reference, or on the list of those that nobody sets."""
 
 from __future__ import annotations
 
