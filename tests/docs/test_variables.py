@@ -18,6 +18,8 @@ _READ = {"get", "setdefault", "pop", "getenv"}
 _IN_SHELL = re.compile(r"\$\$?\{?([A-Z][A-Z0-9_]+)\b|^([A-Z][A-Z0-9_]+) \?=", flags=re.MULTILINE)
 _SET_IN_SHELL = re.compile(r"(?:^|\s)(?:export |local |ARG |define )?([A-Z][A-Z0-9_]+) ?:?=", flags=re.MULTILINE)
 _OF_EVERY_SHELL = {"HOME", "PATH", "SHELLFLAGS"}
+_LIST = ROOT / "dtrain_dagster" / "settings" / "plain_variables.py"
+"""What is only listed there is not read there."""
 
 
 def literals(node: ast.AST) -> set[str]:
@@ -72,7 +74,8 @@ class Module:
 
 def read_by_python(folders: Iterable[Path]) -> dict[str, str]:
     """Return the variables that modules read, each with one of these modules."""
-    trees = {path: ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py"))}
+    paths = (path for folder in folders for path in sorted(folder.rglob("*.py")) if path != _LIST)
+    trees = {path: ast.parse(path.read_text()) for path in paths}
     names = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in trees}
     constants: dict[tuple[str, str], set[str]] = defaultdict(set)
     for path, tree in trees.items():
