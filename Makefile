@@ -49,7 +49,7 @@ HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswi
 $(VENV)/.ready: pyproject.toml $(LOCKS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11 to 3.13 is needed; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing packages (once; about 2 minutes)"
+	@echo "installing packages (once; a few minutes)"
 	@$(LOCKED) requirements.lock
 	@if test -z "$$TORCH_INDEX"; then $(LOCKED) requirements-torch.lock; \
 	  else echo "torch comes from TORCH_INDEX: by its version, without a hash, since each index builds its own"; \

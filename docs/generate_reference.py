@@ -39,6 +39,7 @@ from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.notices import NoticeSettings
+from dtrain_dagster.settings.plain_variables import GROUPS
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings
@@ -112,6 +113,10 @@ def settings_page() -> str:
             for name, field in kind.model_fields.items()
         )
         text += f"\n## {title}\n\n" + (f"{remark}\n\n" if remark else "") + table(rows, name="variable")
+    for group in GROUPS:
+        lines = (f"| `{name}` | {cell(it.meaning)} | {cell(it.default)} |\n" for name, it in group.variables.items())
+        text += f"\n## {group.title}\n\n{group.remark}\n\n| variable | meaning | default |\n|---|---|---|\n"
+        text += "".join(lines)
     return text
 
 

@@ -98,11 +98,11 @@ class ProjectResource(dg.ConfigurableResource):
         return job_page(self.dashboard_url, job_id)
 
     def trainer_env(self) -> dict[str, str]:
-        """Return the environment of the trainer's processes: the shard cache, and the folder that holds a user's own
-        modules."""
+        """Return the environment of the trainer's processes: the shard cache, which ``DTRAIN_CACHE`` may put elsewhere,
+        and the folder that holds a user's own modules."""
         paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return {
-            "DTRAIN_CACHE": self.cache_dir,
+            "DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or self.cache_dir,
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
             **allowed_modules(),
         }
@@ -176,7 +176,7 @@ class GPUClusterResource(dg.ConfigurableResource):
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
         if self.traits.is_this_machine:
             return project.trainer_env()
-        return {"DTRAIN_CACHE": NODE_CACHE, **allowed_modules()}
+        return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules()}
 
     def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
         """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is

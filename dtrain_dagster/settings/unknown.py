@@ -9,26 +9,14 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from dtrain_dagster.settings.environment import PREFIX, Settings
+from dtrain_dagster.settings.plain_variables import GROUPS, INTERNAL
 
-OF_PROCESSES = (
-    *(
-        "CACHE",
-        "CLOCK",
-        "FAULTS",
-        "HOST",
-        "INCARNATION",
-        "INTERFACE",
-        "JOB_TOKEN",
-        "LAUNCH",
-        "LAUNCH_NUMBER",
-        "LAUNCH_SECRET_FILE",
-        "LAUNCH_SECRET_URI",
-    ),
-    *("PEER_GRACE_SECONDS", "PRESENCE", "RELEASES_NODES", "STOP_GRACE_SECONDS"),
-    *("DESCRIBE_JOB", "PART_OF", "RUN_DIR", "SCRIPT_FOLDER", "SET"),
-)
-"""Names after the prefix that processes of jobs read, and no settings have."""
 _log = logging.getLogger(__name__)
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a variable's name begins like those of this project."""
+    return name.startswith(PREFIX)
 
 
 def known_variables() -> set[str]:
@@ -41,7 +29,7 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.slurm import SlurmSettings
     from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
-    names = {f"{PREFIX}{name}" for name in OF_PROCESSES}
+    names = {name for name in (*INTERNAL, *(each for group in GROUPS for each in group.variables)) if is_ours(name)}
     kinds = (
         *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings),
         *(SlurmSettings, WalkForwardSettings),
@@ -60,7 +48,7 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
     referred = {part.removeprefix("env:") for part in parts if part.startswith("env:")}
     said = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in names and name not in referred:
+        if is_ours(name) and name not in names and name not in referred:
             ends = sorted(each.removeprefix(PREFIX) for each in names)
             close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.75)
             listed = "the settings are listed in docs/reference/settings.md"
@@ -73,6 +61,6 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
 def warn_of_unknown_variables() -> None:
     """Log a warning for each of them, once in a process."""
     mine = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
-    if any(name.startswith(PREFIX) and name not in mine for name in os.environ):
+    if any(is_ours(name) and name not in mine for name in os.environ):
         for sentence in find_unknown_variables(os.environ, known_variables()):
             _log.warning(sentence)

@@ -62,10 +62,10 @@ PAGES = [
         "--trials 40 --budget 5": "--trials 3 --budget 5 --set training.epochs=1 --name NAME"}),
     Page("large-models.md"),
     Page("own-model-and-data.md", "", {"--your-own-arguments": ""}, slice(0, 1)),
-    Page("own-model-and-data.md", "", {"epochs: 2": "epochs: 1", "source .venv/bin/activate": ""}, slice(4, 5)),
+    Page("own-model-and-data.md", "", {"epochs: 2": "epochs: 1", "source .venv/bin/activate": ""}, slice(8, 9)),
     Page("own-model-and-data.md", f"python - <<'EOF'{VISITS}EOF\nmkdir my_texts; cp -r docs/*.md my_texts", {
-        '{"width": 256, "layers": 6}\'': '{"width": 32, "layers": 1}\' --set training.max_steps=5'}, slice(6, 8)),
-    Page("own-model-and-data.md", f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(8, 9)),
+        '{"width": 256, "layers": 6}\'': '{"width": 32, "layers": 1}\' --set training.max_steps=5'}, slice(4, 6)),
+    Page("own-model-and-data.md", f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(6, 7)),
     Page("prices.md", filled={"dtrain prices refresh": "true"}),
     Page("tuning.md", filled={"tune --dataset latest --nodes 3": "tune --dataset latest --nodes 2 --seconds 60"}),
 ]  # fmt: skip

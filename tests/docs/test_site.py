@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -16,19 +14,6 @@ import pytest
 
 from tests.docs.blocks import ROOT
 from tests.e2e.chromium import CHROMIUM, chromium
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", f"{folder}-doctrees",
-         str(ROOT / "docs"), str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return folder
 
 
 class Targets(HTMLParser):

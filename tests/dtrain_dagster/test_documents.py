@@ -39,7 +39,7 @@ def test_modules_that_are_named_exist(document: Path):
 
 
 def test_the_gate_is_described_by_its_own_words():
-    text = " ".join((ROOT / "docs/model.md").read_text().replace("\n> ", " ").split())
+    text = " ".join((ROOT / "docs/gate.md").read_text().replace("\n> ", " ").split())
     assert RULE in text
     assert POINT_RULE in text
 

@@ -99,6 +99,17 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
     assert load_settings().endpoint == "quotes"
 
 
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_nodes_keep_their_copies_of_datasets_where_the_user_says(monkeypatch, kind):
+    monkeypatch.setenv("DTRAIN_CLUSTER", kind)
+    monkeypatch.delenv("DTRAIN_CACHE", raising=False)
+    made = build_resources(load_settings())
+    usual = made["cluster"].node_env(made["project"])["DTRAIN_CACHE"]
+    assert usual == (made["project"].cache_dir if kind == "local" else "/tmp/dtrain-cache")
+    monkeypatch.setenv("DTRAIN_CACHE", "/scratch/mine")
+    assert made["cluster"].node_env(made["project"])["DTRAIN_CACHE"] == "/scratch/mine"
+
+
 def test_azure_is_asked_for_what_can_be_bought_and_a_v100_stands_in_elsewhere(monkeypatch):
     assert load_settings().gpu_type == "Standard_NC6s_v3"
     on_azure(monkeypatch)

@@ -1,0 +1,181 @@
+"""Environment variables that are read as they are, without a class of settings.
+
+What people may set belongs here with its meaning, by group, and so does what processes hand on to each other, with the
+reason why nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
+`dtrain_dagster.settings.environment.Settings` and of the classes of each cluster. A test finds each variable that the
+code reads, and demands it in one of these places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlainVariable:
+    """A variable that people may set."""
+
+    meaning: str
+    """What it decides, as one cell of a table."""
+    default: str = ""
+    """What counts where it is unset, in words or as code."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariableGroup:
+    """Variables that are set at the same place."""
+
+    title: str
+    remark: str
+    variables: Mapping[str, PlainVariable]
+
+
+OF_NODES = VariableGroup(
+    "The processes of a training",
+    "Set them where you start the training, or on a node: on SLURM in a line of `DTRAIN_SLURM_SETUP`, on Ray in the "
+    "environment of `ray start`.",
+    {
+        "DTRAIN_CACHE": PlainVariable(
+            "Folder of a node's copies of datasets. It must be your own, on a file system that keeps owners and modes",
+            "`cache` in the home; on nodes of other machines `/tmp/dtrain-cache`; under torchrun `dtrain` in "
+            "`XDG_CACHE_HOME`, else `dtrain-cache-<uid>` in the folder for temporary files",
+        ),
+        "DTRAIN_STOP_GRACE_SECONDS": PlainVariable(
+            "Seconds from SIGTERM to SIGKILL, in which a process that is asked to end can save a checkpoint", "`8`"
+        ),
+        "DTRAIN_PEER_GRACE_SECONDS": PlainVariable(
+            "Seconds that the other processes of a node have to log why one of them failed, before they are ended",
+            "`10`",
+        ),
+        "DTRAIN_HOST": PlainVariable(
+            "Address or name at which the other nodes reach this one, different on each node; see "
+            "[Addresses](../clusters.md#addresses)",
+            "found by itself",
+        ),
+        "DTRAIN_INTERFACE": PlainVariable(
+            "Interface whose address that is, such as `ib0`; a node that has no such interface does not start",
+            "`GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`, where one is set",
+        ),
+        "DTRAIN_LAUNCH_SECRET_FILE": PlainVariable(
+            "For a start by hand (`torchrun`, `srun`): a file of mode 0600 with 64 hexadecimal digits, the same on all "
+            "nodes, by which ranks prove who they are. A cluster of dtrain makes one for each launch",
+            "connections are not authenticated",
+        ),
+    },
+)
+"""Variables of this project that the processes of a job read."""
+OF_OTHER_PROGRAMS = VariableGroup(
+    "Variables of other programs",
+    "dtrain reads these names of other programs and libraries, with their usual meaning. Variables that only such a "
+    "library reads are in its own documentation.",
+    {
+        "DAGSTER_HOME": PlainVariable(
+            "Folder of Dagster's runs, schedules and settings", "`dagster` in the home, for commands of make and dtrain"
+        ),
+        "MLFLOW_DISABLE_TELEMETRY": PlainVariable("Whether MLflow sends nothing to its makers", "`true`"),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": PlainVariable(
+            "How often the trainer asks an MLflow server again that does not answer", "`3`"
+        ),
+        "MLFLOW_TRACKING_URI": PlainVariable(
+            "MLflow server of a script with `HorovodTrainer` or another trainer by a framework's name that asks for "
+            "MLflow"
+        ),
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": PlainVariable("Whether MLflow draws bars of progress", "`false`"),
+        "OMP_NUM_THREADS": PlainVariable(
+            "CPU threads of a rank, unless `DTRAIN_THREADS_PER_RANK` says it", "cores / ranks"
+        ),
+        "CUDA_VISIBLE_DEVICES": PlainVariable("GPUs of this machine that its ranks may use", "all"),
+        "GLOO_SOCKET_IFNAME": PlainVariable("As `DTRAIN_INTERFACE`, where that is unset"),
+        "NCCL_SOCKET_IFNAME": PlainVariable("As `DTRAIN_INTERFACE`, where neither of the two is set"),
+        "CXX": PlainVariable("C++ compiler that `training.compile` uses on a CPU", "`g++`"),
+        "XDG_CACHE_HOME": PlainVariable("Folder below which caches are kept", "see `DTRAIN_CACHE`"),
+        "TORCH_EXTENSIONS_DIR": PlainVariable(
+            "Folder of what DeepSpeed compiles", "`dtrain/torch_extensions` below `XDG_CACHE_HOME` or `~/.cache`"
+        ),
+        "DS_ACCELERATOR": PlainVariable("Device that DeepSpeed computes on", "`cpu` without a GPU of NVIDIA's"),
+        "DS_BUILD_OPS": PlainVariable("Whether DeepSpeed compiles its parts when it is imported", "`0`"),
+        "RAY_ADDRESS": PlainVariable(
+            "Ray cluster that a script with `RayTrainer` uses", "a Ray is started on this machine"
+        ),
+        "RAY_AUTH_MODE": PlainVariable("How the Ray that `RayTrainer` starts knows its clients", "`token`"),
+        "RAY_AUTH_TOKEN": PlainVariable("The token by which it knows them", "drawn at random"),
+        "RAY_USAGE_STATS_ENABLED": PlainVariable("Whether that Ray sends figures to its makers", "`0`"),
+        "KUBECONFIG": PlainVariable(
+            "Kubeconfig, where `DTRAIN_KUBERNETES_KUBECONFIG` is unset",
+            "`~/.kube/config`; in a pod its service account",
+        ),
+        "AZURE_STORAGE_ACCOUNT_URL": PlainVariable(
+            "Storage account of `DTRAIN_STORAGE`: `https://account.blob.core.windows.net`"
+        ),
+        "AZURE_STORAGE_CONNECTION_STRING": PlainVariable(
+            "The same with a key, for Azurite and other storage that knows no identities; it comes first"
+        ),
+        "AZURE_CLIENT_ID": PlainVariable("Client id of the managed identity to use", "the system-assigned one"),
+        "AZURE_KEY_VAULT_SUFFIX": PlainVariable(
+            "End of the names of key vaults, in another cloud than the public one", "`vault.azure.net`"
+        ),
+        "ARM_CLOUD_METADATA_URL": PlainVariable(
+            "Description of another cloud, by which `dtrain azure doctor` knows its registries"
+        ),
+    },
+)
+"""Variables of other programs that people set, and that this project looks at."""
+OF_MAKE = VariableGroup(
+    "make and the scripts of deploy",
+    "Set them in front of the command or behind it: `make run PYTHON=python3.12`.",
+    {
+        "PYTHON": PlainVariable("Interpreter that `.venv` is made with: 3.11 to 3.13", "`python3`"),
+        "TORCH_INDEX": PlainVariable(
+            "Address of a further package index for torch, for a CPU build; torch is then pinned without a hash"
+        ),
+        "SELECT": PlainVariable("Assets that `make run` materializes", "`not group:studies`"),
+        "PORT": PlainVariable("Port of `make ui`, and of an endpoint's container", "`3000`; `5001`"),
+        "TEST_WORKERS": PlainVariable("Processes of `make test`", "`4`"),
+        "VERSION": PlainVariable("Version that `make release` makes"),
+        "DRY_RUN": PlainVariable("With any value `make release` only shows what it would do"),
+        "WORKERS": PlainVariable("Processes of an endpoint's container", "`1`"),
+        "DTRAIN_TEST_CACHE": PlainVariable(
+            "Folder in which programs are kept that tests have built or fetched", "`~/.cache/dtrain-tests`"
+        ),
+        "DTRAIN_KUBERNETES_BINARIES": PlainVariable("Folder with built programs of Kubernetes, for `make kube`"),
+        "DTRAIN_HOROVOD_SOURCE": PlainVariable("Horovod's source, `horovod-0.28.1.tar.gz`, where there is no network"),
+        "HOROVOD_GPU_OPERATIONS": PlainVariable("`NCCL` builds Horovod for GPUs", "for CPUs"),
+        "MAKEFLAGS": PlainVariable("Options of make when Horovod is built", "`-j` with the number of cores"),
+    },
+)
+"""Variables that the Makefile and the scripts below deploy read, besides those above."""
+GROUPS = (OF_NODES, OF_OTHER_PROGRAMS, OF_MAKE)
+"""All groups, in the order of the page that lists them."""
+
+_TOLD = "the process that starts a rank or a node tells it its place; set by hand it would be another job's"
+_ORDERED = "`dtrain train --script` talks by it to the script that it describes or starts"
+_READ_ONLY = "dtrain tells a program by it where its run directory is: a program reads it, and nobody sets it"
+_LAUNCHER = "the launcher sets it (torchrun, SLURM, Open MPI, Horovod, Ray, TensorFlow's, Azure ML)"
+_OURS = "dtrain sets it, for a library in the same process or in one that it starts"
+INTERNAL: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("DTRAIN_INCARNATION", "DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_LAUNCH_NUMBER", "DTRAIN_PART_OF"), _TOLD
+    ),
+    **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI"), _TOLD),
+    **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
+    "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
+    "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
+    "DTRAIN_FAULTS": "tests and benchmarks plant faults by it",
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), _LAUNCHER),
+    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "HOROVOD_RANK"), _LAUNCHER),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), _LAUNCHER),
+    **dict.fromkeys(("SLURM_NODEID", "SLURMD_NODENAME", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _LAUNCHER),
+    **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), _LAUNCHER),
+    **dict.fromkeys(("OMPI_COMM_WORLD_LOCAL_SIZE", "MLFLOW_RUN_ID", "DEFAULT_IDENTITY_CLIENT_ID"), _LAUNCHER),
+    **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"), _LAUNCHER),
+    "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in every pod",
+    "AZUREML_MODEL_DIR": "Azure ML sets it to where the model lies",
+    **dict.fromkeys(("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCHINDUCTOR_CACHE_DIR"), _OURS),
+    "DRAY_SESSION": "dtrain marks by it the processes of a Ray that it starts",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
+    **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),
+    **dict.fromkeys(("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"), _OURS),
+    "PYTHONPATH": "Python's own; dtrain adds the folder in which it was started for the nodes",
+}
+"""Variables that nobody sets by hand, each with the reason."""
