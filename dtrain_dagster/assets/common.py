@@ -28,6 +28,7 @@ from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.step_model import Strategy
@@ -157,6 +158,11 @@ def head_of_page(verdict: str, picture: str, figures: Mapping[str, Any]) -> dict
     return head | {name: value for name, value in figures.items() if value is not None}
 
 
+def page_of(head: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a page with what it begins with, and below it the rest that is not there yet."""
+    return {**head, **{name: value for name, value in rest.items() if name not in head}}
+
+
 def best_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> dg.TableMetadataValue:
     """Return the first rows as a table. ``columns``: those that are shown; all, where none are given."""
     shown = [{name: row[name] for name in columns or row if name in row} for row in rows[:MOST_ROWS]]
@@ -173,6 +179,21 @@ def with_rest(rows: Sequence[Mapping[str, Any]], name: str, sums: Sequence[str])
     others: dict[str, Any] = dict.fromkeys(rows[0], "")
     others |= {name: f"{len(rest)} others"} | {column: sum(row[column] for row in rest) for column in sums}
     return [*kept, others]
+
+
+def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
+    """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
+    from dtrain_dagster.costs.export import to_csv
+
+    open_storage(folder).write(name, to_csv(rows).encode())
+    return dg.MetadataValue.path(f"{folder}/{name}")
+
+
+def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
+    """Return large charts (title → SVG), which the UI shows behind a link."""
+    from dtrain_dagster.reports.training_charts import markdown_image
+
+    return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 
 def links(**addresses: str) -> dict[str, dg.UrlMetadataValue]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, head_of_page, plan_of, read_finished, with_rest
+from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_of, read_finished, with_rest
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
@@ -205,8 +205,8 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "ledger": _table(causes, "cause", ("cause", "usd", "percent", "node_seconds")),
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "by_node": _table(nodes, "node", ("node", "purpose", "seconds", "usd")),
-        "bought": _picture(ledger_charts.ledger_chart(bill.found, words), "What the dollars bought"),
-        "over_time": _picture(ledger_charts.over_time_chart(bill.found, low_to_high, words), "Cost over time"),
+        "bought": charts({"What the dollars bought": ledger_charts.ledger_chart(bill.found, words)}),
+        "over_time": charts({"Cost over time": ledger_charts.over_time_chart(bill.found, low_to_high, words)}),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
         **{name: dg.MetadataValue.path(f"{rundir.uri}/{REPORTS}/{name}.csv") for name in CSV_FILES},
         "price": bill.plan.price_note,
@@ -327,9 +327,3 @@ def _table(rows: "Rows", name: str, columns: Sequence[str]) -> dg.TableMetadataV
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Decimal) else value
-
-
-def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    from dtrain_dagster.reports.training_charts import markdown_image
-
-    return dg.MarkdownMetadataValue(markdown_image(svg, title))

@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import MOST_ROWS, LaunchpadOptions, best_rows, head_of_page, refusing_mistakes
+from dtrain_dagster.assets.common import MOST_ROWS, LaunchpadOptions, best_rows, charts, head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
@@ -170,8 +170,6 @@ def show_dataset(
     """Return a dataset as an asset, once it is where the nodes read it."""
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
-    from dtrain_dagster.reports.small_pictures import small_bar
-    from dtrain_dagster.reports.training_charts import markdown_image
 
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
@@ -184,19 +182,14 @@ def show_dataset(
     for ticker, reason in built.excluded.items():
         context.log.warning(f"{ticker} is left out: {reason}")
     manifest = built.manifest()
-    rows, splits = preview_rows(built.uri), built.samples
-    counts = ", ".join(f"{count:,} of {split}" for split, count in splits.items())
+    rows = preview_rows(built.uri)
     return dg.MaterializeResult(
         value=built,
         data_version=dg.DataVersion(built.dataset_id),
         metadata={
-            **head_of_page(
-                f"{built.rows:,} rows give samples: {counts}" + ("" if built.built else "; it was there already"),
-                small_bar({split: float(count) for split, count in splits.items()}),
-                {f"{split}_samples": count for split, count in splits.items()},
-            ),
+            **dataset_head(built, "" if built.built else "; it was there already"),
             "preview": _preview(rows),
-            "charts": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
+            "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
             "dagster/row_count": built.rows,
             "dagster/column_schema": dg.TableSchema(
                 [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
@@ -211,6 +204,18 @@ def show_dataset(
             "path": dg.MetadataValue.path(built.uri),
             "read_by_nodes_at": shared_uri,
         },
+    )
+
+
+def dataset_head(built: BuiltDataset, note: str) -> dict[str, Any]:
+    """Return what the page of a dataset begins with. ``note``: the end of the verdict."""
+    from dtrain_dagster.reports.small_pictures import small_bar
+
+    counts = ", ".join(f"{count:,} of {split}" for split, count in built.samples.items())
+    return head_of_page(
+        f"{f'{built.rows:,} rows give samples' if built.rows else 'Samples'}: {counts}{note}",
+        small_bar({split: float(count) for split, count in built.samples.items()}),
+        {f"{split}_samples": count for split, count in built.samples.items()},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.dataset import dataset_head
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource, project_resource
@@ -90,10 +91,10 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
         value=taken,
         data_version=dg.DataVersion(taken.dataset_id),
         metadata={
+            **dataset_head(taken, f"; a dataset of {manifest.get('kind', 'windows')}"),
+            **({"dagster/row_count": taken.rows} if taken.rows else {}),
             "dataset_id": taken.dataset_id,
             "kind": manifest.get("kind", "windows"),
-            **({"dagster/row_count": taken.rows} if taken.rows else {}),
-            **{f"{split}_samples": count for split, count in taken.samples.items()},
             "path": dg.MetadataValue.path(taken.uri),
             "read_by_nodes_at": taken.shared_uri,
         },

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import MOST_ROWS, best_rows
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, charts, table_file
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
@@ -32,10 +31,8 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
     of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
     empty."""
-    from dtrain_dagster.costs.export import to_csv
     from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
-    from dtrain_dagster.reports.training_charts import markdown_image
 
     metadata: dict[str, Any] = {}
     if table.rows:
@@ -45,12 +42,9 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
         shown = [_row(choice) | {"sku": choice.sku.removeprefix("Standard_")} for choice in best]
         metadata["choices"] = best_rows(shown, SHOWN)
-        folder, name = f"{storage_uri}/plans/{fingerprint}", "choices.csv"
-        open_storage(folder).write(name, to_csv([_row(choice) for choice in table.rows]).encode())
-        metadata["choices_file"] = dg.MetadataValue.path(f"{folder}/{name}")
-        metadata["choices_picture"] = dg.MarkdownMetadataValue(
-            markdown_image(choices_chart(table), "Cost against time of every choice")
-        )
+        rows = [_row(choice) for choice in table.rows]
+        metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
+        metadata["choices_picture"] = charts({"Cost against time of every choice": choices_chart(table)})
     metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
     if table.not_available:
         missing = [{"sku": item.sku, "tier": tier_words(item.tier), "why": item.why} for item in table.not_available]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.common import LaunchpadOptions, best_rows, head_of_page, links, page_of, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training import totals_metadata
@@ -28,14 +28,12 @@ from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, r
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.support.formatting import in_block, in_markdown
+from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
 PROGRAM = "program_run"
 OBSERVE_EVERY_SECONDS = 5.0
-MOST_FILES = 50
-"""The most files of the run directory that the metadata list."""
 
 
 class Engine(StrEnum):
@@ -125,16 +123,39 @@ def run_program(
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),
         metadata={
-            "job_id": job_id,
-            "run_dir": dg.MetadataValue.path(rundir.uri),
-            "engine": config.engine.value,
-            "processes": nodes * processes,
+            **program_page(rundir, config, nodes, processes, paid(manager, job_id, tier), project.job_url(job_id)),
             "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
-            "files": dg.MarkdownMetadataValue(files_table(files_of(rundir))),
-            **paid(manager, job_id, tier),
             **provisioning(manager),
         },
     )
+
+
+def program_page(
+    rundir: RunDir, config: ProgramOptions, nodes: int, processes: int, totals: Mapping[str, Any], job_url: str
+) -> dict[str, Any]:
+    """Return the page of a program that has ended well. ``processes``: on each node; ``totals``: of `paid`."""
+    from dtrain_dagster.planning.progress_words import count_nodes
+
+    took = f" in {format_duration(totals['wall_seconds'])}" if "wall_seconds" in totals else ""
+    cost = f", {dollars(totals['cost_usd'])}" if "cost_usd" in totals else ""
+    head = head_of_page(
+        f"The program has ended well on {count_nodes(nodes)}{took}{cost}.",
+        "",
+        {name: totals.get(name) for name in ("wall_seconds", "node_hours", "cost_usd")},
+    )
+    files = sorted(files_of(rundir), key=lambda item: -item[1])
+    largest = [{"file": visible(name), "bytes": size} for name, size in files]
+    rest: dict[str, Any] = {
+        **({"largest_files": best_rows(largest)} if files else {}),
+        **links(dashboard=job_url),
+        "files": len(files),
+        "run_dir": dg.MetadataValue.path(rundir.uri),
+        "job_id": rundir.uri.rsplit("/", 1)[-1],
+        "engine": config.engine.value,
+        "processes": nodes * processes,
+        **totals,
+    }
+    return page_of(head, rest)
 
 
 def follow_program(
@@ -208,10 +229,3 @@ def files_of(rundir: RunDir) -> list[tuple[str, int]]:
     if not folder.is_dir():
         return []
     return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
-
-
-def files_table(files: Sequence[tuple[str, int]]) -> str:
-    """Return files and their bytes as a Markdown table. Pure."""
-    rows = [f"| {in_markdown(name)} | {size:,} |" for name, size in files[:MOST_FILES]]
-    more = [f"| … and {len(files) - MOST_FILES} more | |"] if len(files) > MOST_FILES else []
-    return "\n".join(["| file | bytes |", "|---|---|", *rows, *more])

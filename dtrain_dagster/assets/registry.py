@@ -21,6 +21,7 @@ from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_o
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
@@ -189,7 +190,7 @@ def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
         return {}
     return {
         "model_page": f"{mlflow_url}/#/models/{quote(model.name, safe='')}/versions/{model.version}",
-        "run_page": f"{mlflow_url}/#/runs/{model.run_id}",
+        "run_page": run_page(mlflow_url, model.run_id),
     }
 
 

@@ -13,18 +13,18 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, hardware_mark
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
+from dtrain_dagster.assets.scaling_page import scaling_page
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Study
-    from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint
+    from dtrain_dagster.monitoring.scaling_points import Mode
 
 FOLDER = "studies"
 """The folder beside the jobs in which studies are kept."""
@@ -89,15 +89,16 @@ def study_scaling(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the study of a plan's training. ``samples``: of each split."""
+    from dtrain_dagster.dashboard.job_groups import group_page
     from dtrain_dagster.monitoring import scaling, scaling_points
     from dtrain_dagster.planning import probe
-    from dtrain_dagster.reports import scaling_charts, training_charts
 
     counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
     if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * LOG_EVERY:
         raise dg.Failure(
             f"scaling_study: nodes = {config.nodes} and steps = {config.steps} cannot be measured; nodes go from 1 to "
-            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}"
+            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}",
+            allow_retries=False,
         )
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, cluster.node_count)
@@ -128,24 +129,12 @@ def study_scaling(
     # Local nodes share this machine: more of them than cores is a shortage of cores, not a cost of distribution.
     cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if is_this_machine else None
     study = scaling.study(points, cores)
-    uri = f"{project.shared_uri}/{FOLDER}/{mark}.json"
+    folder = f"{project.shared_uri}/{FOLDER}"
     text = json.dumps(scaling.scaling_document(study), allow_nan=False)
-    open_storage(f"{project.shared_uri}/{FOLDER}").write(f"{mark}.json", text.encode())
-    rows = [dg.TableRecord(row(point)) for point in points]
-    pictures = [training_charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
-    if study.curves:
-        picture = scaling_charts.modelled_chart(study)
-        pictures.append(training_charts.markdown_image(picture, "Scaling as modelled"))
+    open_storage(folder).write(f"{mark}.json", text.encode())
+    addresses = {"dashboard": group_page(project.dashboard_url, "scaling study", mark)}
     return dg.MaterializeResult(
-        metadata={
-            "verdict": study.verdict,
-            "measured": dg.TableMetadataValue(rows, dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
-            "pictures": dg.MarkdownMetadataValue("\n\n".join([f"**{study.verdict}**", *pictures])),
-            "study": dg.MetadataValue.path(uri),
-            "beyond_the_measured": study.withheld or scaling_charts.tell_error(study),
-            **({} if study.error is None else {"model_error_percent": round(100 * study.error, 1)}),
-            "no_strong_scaling_with_nodes": uneven,
-        },
+        metadata=scaling_page(study, folder, mark, uneven, addresses),
         check_results=[model_check(study)],
     )
 
@@ -180,21 +169,6 @@ def short_job(
     job_id = f"scaling-{mark}-{mode}-{nodes}of{most}-{steps}"
     fields = {"job_id": job_id, "run_dir": f"{jobs_uri}/{job_id}", "tracking": {"tensorboard": False}}
     return parse_job(json.dumps({**plan.sections, "training": training, **fields}), source="the plan")
-
-
-def row(point: "ScalingPoint") -> dict[str, Any]:
-    """Return a measured point as a table's row for people."""
-    return {
-        "scaling": point.mode,
-        "nodes": point.nodes,
-        "global batch": point.global_batch,
-        "ms a step": round(1000 * point.step_seconds, 2),
-        "samples/s": round(point.samples_per_second, 1),
-        "communication": f"{point.network_seconds / point.step_seconds:.1%}",
-        "waiting": f"{point.waiting_seconds / point.step_seconds:.1%}",
-        "communication / compute": round(point.communication_to_compute, 3),
-        "cost of an epoch": dollars(point.usd_per_epoch),
-    }
 
 
 def model_check(study: "Study") -> dg.AssetCheckResult:

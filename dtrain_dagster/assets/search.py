@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,13 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.search_page import search_page
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.settings.notices import run_page
 from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
@@ -151,12 +153,29 @@ def search_space(
     with refusing_mistakes():
         search = open_search(Path(project.home), request, manager, env, lambda: (expected, 0.0), context.log.info)
         context.log.info(f"search {request.name}: {'; '.join(search.plan.lines)}")
-        source = follow_search(context, search, project)
-    return show_search(search, source, plan)
+        source, run_id = follow_search(context, search, project)
+    return show_search(search, source, plan, pages_of(project, search, source, run_id))
 
 
-def follow_search(context: dg.AssetExecutionContext, search: "Search", project: ProjectResource) -> "TrialSource":
-    """Run a search to its end, tell how it stands, and write its trials to MLflow as they end."""
+def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
+    """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
+    ``run_id``: "" where there is none."""
+    from dtrain_dagster.dashboard.job_groups import group_page
+    from dtrain_dagster.search.jobs import trial_id
+
+    name, best = search.request.name, source.best
+    return {
+        "best_job": project.job_url(trial_id(name, best.number)) if best else "",
+        "all_jobs": group_page(project.dashboard_url, "search", name),
+        "run_page": run_page(project.mlflow_url, run_id),
+    }
+
+
+def follow_search(
+    context: dg.AssetExecutionContext, search: "Search", project: ProjectResource
+) -> "tuple[TrialSource, str]":
+    """Run a search to its end, tell how it stands, and write its trials to MLflow as they end. Return its trials, and
+    the id of its run in MLflow, "" where it has none."""
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
 
@@ -181,7 +200,7 @@ def follow_search(context: dg.AssetExecutionContext, search: "Search", project: 
     source = search.run(watch)
     if tracker is not None and (problem := tracker.try_to_finish(source.trials, search.before_usd)):
         context.log.warning(problem)
-    return source
+    return source, tracker.run_id if tracker is not None else ""
 
 
 def request_of(
@@ -232,51 +251,12 @@ def mark_of(request: "SearchRequest", plan: TrainingPlan) -> str:
     return hashlib.sha256(what.encode()).hexdigest()[:10]
 
 
-def show_search(search: "Search", source: "TrialSource", plan: TrainingPlan) -> dg.MaterializeResult:
-    """Return the asset of a search that is over, with its pictures."""
-    from dtrain_dagster.reports import search_charts
-    from dtrain_dagster.reports.training_charts import markdown_image
-
-    settings, trials = search.request.settings, source.trials
-    metric, sign, result = settings.metric, settings.sign, search.result(source)
-    pictures = [
-        markdown_image(search_charts.history_chart(trials, sign, metric), "History"),
-        markdown_image(search_charts.dollars_chart(trials, sign, metric), "Score against dollars"),
-        markdown_image(search_charts.curves_chart(trials, sign, metric), "Learning curves"),
-        markdown_image(search_charts.coordinates_chart(source.space, trials, sign, metric), "Parallel coordinates"),
-    ]
-    if result["importance"]:
-        pictures.append(markdown_image(search_charts.importance_chart(result["importance"], metric), "Importance"))
-    rows = [
-        dg.TableRecord(
-            {
-                **row,
-                "score": "" if row["score"] is None else f"{row['score']:.6g}",
-                "usd": dollars(row["usd"]),
-                "values": json.dumps(row["values"]),
-            }
-        )
-        for row in result["trials"]
-    ]
-    best = result["best"]
+def show_search(
+    search: "Search", source: "TrialSource", plan: TrainingPlan, addresses: Mapping[str, str]
+) -> dg.MaterializeResult:
+    """Return the asset of a search that is over. ``addresses``: the pages of the web about it, by their names."""
+    result, seconds = search.result(source), time.time() - search.began_at
     return dg.MaterializeResult(
-        value={"name": search.request.name, "settings_file": result["settings_file"], "best": best},
-        metadata={
-            "search": search.request.name,
-            f"best_{metric}": best["score"] if best else "no trial was evaluated",
-            "best_trial": best["trial"] if best else "none",
-            "best_values": dg.JsonMetadataValue(best["values"] if best else {}),
-            "cost": dollars(result["usd"]),
-            "cost_usd": result["usd"],
-            "planned": "\n".join(search.plan.lines),
-            "price": plan.price_words,
-            "trials": dg.TableMetadataValue(rows, dg.TableSchema([dg.TableColumn(name) for name in rows[0].data]))
-            if rows
-            else "none",
-            "improvements": dg.JsonMetadataValue(result["improvements"]),
-            "pictures": dg.MarkdownMetadataValue("\n\n".join(pictures)),
-            "settings_file": dg.MetadataValue.path(search.best_file) if best else "none",
-            "ended": result["ended"] or "after its last trial",
-            "seconds": round(time.time() - search.began_at, 1),
-        },
+        value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},
+        metadata=search_page(search, source, plan.price_words, seconds, addresses),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, head_of_page, links, round_figures
+from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, round_figures
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.settings.notices import studio_url
 from dtrain_dagster.support.formatting import in_markdown
@@ -57,12 +57,12 @@ def training_page(
         if text := written_text(evaluation):
             metadata["written_text"] = dg.MarkdownMetadataValue(text)
     metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
-    metadata["curves"] = _picture(training_charts.training_curves(steps, evaluations), "Training curves")
+    metadata["curves"] = charts({"Training curves": training_charts.training_curves(steps, evaluations)})
     if model.get("nll") is not None:
-        metadata["skill"] = _picture(
-            training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"
+        metadata["skill"] = charts(
+            {"Skill against the baselines": training_charts.skill_chart(model, evaluation["baselines"])}
         )
-        metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
+        metadata["calibration"] = charts({"Calibration": training_charts.calibration_chart(evaluation["calibration"])})
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
     rest: dict[str, Any] = {
@@ -76,7 +76,7 @@ def training_page(
         **totals,
         **{f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)},
     }
-    return metadata | {name: value for name, value in rest.items() if name not in metadata}
+    return page_of(metadata, rest)
 
 
 def _score_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
@@ -104,9 +104,3 @@ def membership_table(history: Sequence[Generation]) -> str:
         mode = "parameter server" if item.topology == "star" else "all-reduce"
         rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {in_markdown(item.reason)} |")
     return "\n".join(rows)
-
-
-def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    from dtrain_dagster.reports.training_charts import markdown_image
-
-    return dg.MarkdownMetadataValue(markdown_image(svg, title))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.common import LaunchpadOptions, best_rows, head_of_page, links, page_of, refusing_mistakes
 from dtrain_dagster.assets.dataset import opened_engine, show_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions, with_nodes_of_run
@@ -25,6 +25,7 @@ from dtrain_dagster.data.prices import PricesRef
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
@@ -226,7 +227,6 @@ def judge_year(
     from dtrain_dagster.assets.common import plan_of
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.registry.year_scores import score_run
-    from trainer.evaluation.walk_forward import judge_years
 
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
@@ -248,22 +248,57 @@ def judge_year(
         is_warm=plan.job["training"].get("start_from") is not None,
         settings=settings_of(plan, dataset.manifest()),
     )
-    judged = judge_years([scores])["all"]
-    return dg.MaterializeResult(
-        value=found,
-        metadata={
-            "days": judged["days"],
-            "windows": judged["windows"],
+    return dg.MaterializeResult(value=found, metadata=year_page(found, project.job_url(job.job_id)))
+
+
+def year_page(year: TrainedYear, job_url: str) -> dict[str, Any]:
+    """Return the page of a finished year. ``job_url``: of its training on the dashboard."""
+    from dtrain_dagster.reports.small_pictures import small_ranks
+    from trainer.evaluation.gate import is_beyond_chance
+    from trainer.evaluation.walk_forward import judge_years
+
+    document = judge_years([year.scores])
+    judged, best = document["all"], document["best_baseline"]
+    gains, verdict = judged["gains"], f"NLL {judged['nll']:.4f} in {year.scores.year}"
+    if best:
+        gain = gains[best]
+        chance = (
+            ""
+            if gain["t"] is None
+            else f" (t {gain['t']:.1f}{'' if is_beyond_chance(gain['t']) else ', within chance'})"
+        )
+        verdict += f": {gain['nats']:+.4f} nats over the best baseline, {best}{chance}"
+    others = sorted(judged["baselines"].items(), key=lambda item: item[1])
+    rows = [
+        {
+            "baseline": name,
+            "nll": round(nll, 4),
+            "model_gain": round(gains[name]["nats"], 4),
+            "t": "–" if gains[name]["t"] is None else round(gains[name]["t"], 1),
+        }
+        for name, nll in others
+    ]
+    head = head_of_page(
+        f"{verdict}; {dollars(year.usd)} ({year.price_words}).",
+        small_ranks({"this model": judged["nll"], **judged["baselines"]}, "this model"),
+        {
             "nll": round(judged["nll"], 6),
-            "coverage_90": round(judged["coverage_90"], 4),
-            **{f"gain_over_{name}": round(gain["nats"], 6) for name, gain in judged["gains"].items()},
-            **{
-                f"t_over_{name}": round(gain["t"], 2) for name, gain in judged["gains"].items() if gain["t"] is not None
-            },
-            "cost_usd": round(usd, 6),
-            "job_id": job.job_id,
+            f"gain_over_{best}": round(gains[best]["nats"], 6) if best else None,
+            "cost_usd": round(year.usd, 6),
         },
     )
+    rest: dict[str, Any] = {
+        **({"baselines": best_rows(rows)} if rows else {}),
+        **links(dashboard=job_url),
+        "days": judged["days"],
+        "windows": judged["windows"],
+        "coverage_90": round(judged["coverage_90"], 4),
+        **{f"gain_over_{name}": round(gain["nats"], 6) for name, gain in gains.items()},
+        **{f"t_over_{name}": round(gain["t"], 2) for name, gain in gains.items() if gain["t"] is not None},
+        "job_id": year.job_id,
+        "run_dir": dg.MetadataValue.path(year.run_dir),
+    }
+    return page_of(head, rest)
 
 
 def settings_of(plan: TrainingPlan, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import table_schema
+from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, table_file
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.walk_forward import TrainedYear
 from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path, walk_forward_names
-from dtrain_dagster.resources import project_resource
+from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
 from trainer.evaluation.gate import is_beyond_chance
@@ -19,6 +19,8 @@ from trainer.storage.open import open_storage
 
 SHOWN = ("ridge", "har_x", "ewma")
 """The baselines in tables and pictures, the hardest to beat first; the JSON has all of them."""
+COLUMNS = ("year", "nll", "over ridge", "over HAR-X", "coverage", "cost")
+"""The columns of the table on the page; the file has all."""
 REGIME_WORDS = (
     "A day is turbulent where the index's volatility over the 22 days up to it is above the median of all days before."
 )
@@ -58,19 +60,18 @@ def build_walk_forward_report(pipeline: Pipeline, partitions: dg.PartitionsDefin
         # Dagster gives one value where there is one partition, and else a value for each.
         found = list(years.values()) if isinstance(years, dict) else [years]
         keys = [int(key) for key in partitions.get_partition_keys()]
-        return report_years(context, found, keys, Path(project_resource(context, names).storage_uri), names)
+        return report_years(context, found, keys, project_resource(context, names), names)
 
     return walk_forward_report
 
 
 def report_years(
-    context: dg.AssetExecutionContext, years: Sequence[TrainedYear], wanted: Sequence[int], folder: Path,
+    context: dg.AssetExecutionContext, years: Sequence[TrainedYear], wanted: Sequence[int], project: ProjectResource,
     names: GraphNames,
 ) -> dg.MaterializeResult:  # fmt: skip
-    """Return the report of these years, of all that are ``wanted``. Its JSON is kept below ``folder``, on this machine:
-    a gate may rest on it. Raise `dagster.Failure` where there is no year yet."""
-    from dtrain_dagster.reports.training_charts import markdown_image
-    from dtrain_dagster.reports.walk_forward_charts import walk_forward_chart
+    """Return the report of these years, of all that are ``wanted``. Its JSON is kept on this machine: a gate may rest
+    on it. Raise `dagster.Failure` where there is no year yet."""
+    from dtrain_dagster.dashboard.job_groups import group_page
 
     if not years:
         raise dg.Failure(
@@ -79,37 +80,14 @@ def report_years(
             allow_retries=False,
         )
     document = report_document(years, wanted)
-    path = report_path(folder, names)
+    path = report_path(Path(project.storage_uri), names)
     open_storage(str(path.parent)).write(path.name, json.dumps(document, indent=1, allow_nan=False).encode())
     for sentence in document["notes"]:
         context.log.info(sentence)
-    common = set.intersection(*(set(item.scores.baselines) for item in years))
-    pictures = {}
-    if shown := [name for name in SHOWN if name in common]:
-        chart = walk_forward_chart([item.scores for item in years], shown)
-        pictures["picture"] = dg.MarkdownMetadataValue(markdown_image(chart, "Gain over each baseline, year by year"))
-    rows = [dg.TableRecord(row) for row in year_rows(document)]
     gate = document["gate"]
+    address = group_page(project.dashboard_url, "walk forward", walk_forward_names(names).pipeline)
     return dg.MaterializeResult(
-        metadata={
-            "verdict": document["notes"][0],
-            "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in document["notes"])),
-            **pictures,
-            "by_year": dg.TableMetadataValue(rows, table_schema(rows)),
-            "all_years": dg.MarkdownMetadataValue(gain_table(document)),
-            "years": len(document["years"]),
-            "missing_years": dg.JsonMetadataValue(document["missing_years"]),
-            "nll": round(document["all"]["nll"], 6),
-            "coverage_90": round(document["all"]["coverage_90"], 4),
-            **{
-                f"{kind}_over_{name}": round(gain[part], 6)
-                for name, gain in document["all"]["gains"].items()
-                for kind, part in (("gain", "nats"), ("t", "t"))
-                if gain[part] is not None
-            },
-            "total_usd": round(document["usd"]["total"], 6),
-            "report": dg.MetadataValue.path(str(path)),
-        },
+        metadata=report_page(years, document, path, {"dashboard": address}),
         check_results=[
             dg.AssetCheckResult(
                 check_name="walk_forward_gate",
@@ -119,6 +97,48 @@ def report_years(
             )
         ],
     )
+
+
+def report_page(
+    years: Sequence[TrainedYear], document: Mapping[str, Any], path: Path, addresses: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the page of a report, after its table of all years was written beside the JSON at ``path``.
+    ``addresses``: the pages of the web about it, by their names."""
+    from dtrain_dagster.reports.small_pictures import small_curves
+    from dtrain_dagster.reports.walk_forward_charts import NAMES, summed_gains, walk_forward_chart
+
+    scores, best, together = [item.scores for item in years], document["best_baseline"], document["all"]
+    shown = [name for name in SHOWN if all(name in item.baselines for item in scores)]
+    gained = {f"over {NAMES[name]}": summed_gains(scores, name) for name in shown}
+    rows, title = year_rows(document), "Gain over each baseline, year by year"
+    head = head_of_page(
+        document["notes"][0],
+        small_curves(gained, same_scale=True),
+        {
+            "nll": round(together["nll"], 6),
+            f"gain_over_{best}": round(together["gains"][best]["nats"], 6) if best else None,
+            "total_usd": round(document["usd"]["total"], 6),
+        },
+    )
+    rest: dict[str, Any] = {
+        "by_year": best_rows([rows[-1], *reversed(rows[:-1])], COLUMNS),
+        **links(**addresses),
+        **({"charts": charts({title: walk_forward_chart(scores, shown)})} if shown else {}),
+        "all_years": dg.MarkdownMetadataValue(gain_table(document)),
+        "by_year_file": table_file(str(path.parent), f"{path.stem}.csv", rows),
+        "report": dg.MetadataValue.path(str(path)),
+        "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in document["notes"])),
+        "years": len(document["years"]),
+        "missing_years": dg.JsonMetadataValue(document["missing_years"]),
+        "coverage_90": round(together["coverage_90"], 4),
+        **{
+            f"{kind}_over_{name}": round(gain[part], 6)
+            for name, gain in together["gains"].items()
+            for kind, part in (("gain", "nats"), ("t", "t"))
+            if gain[part] is not None
+        },
+    }
+    return page_of(head, rest)
 
 
 def report_document(years: Sequence[TrainedYear], wanted: Sequence[int]) -> dict[str, Any]:
@@ -191,12 +211,14 @@ def notes(document: Mapping[str, Any]) -> list[str]:
 
 def year_rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each year, and a last one for all of them. Pure."""
+    from dtrain_dagster.reports.walk_forward_charts import NAMES
+
     rows = []
     for year, part in [*document["by_year"].items(), ("all", document["all"])]:
         row: dict[str, Any] = {"year": year, "windows": part["windows"], "nll": round(part["nll"], 4)}
         for name in SHOWN:
             gain = part["gains"].get(name)
-            row[f"over {name}"] = "–" if gain is None else in_words(gain)
+            row[f"over {NAMES[name]}"] = "–" if gain is None else in_words(gain)
         usd = document["usd"]["total"] if year == "all" else document["usd"]["by_year"][year]
         row |= {"coverage": f"{part['coverage_90']:.1%}", "cost": dollars(usd)}
         rows.append(row | {"job": document["jobs"].get(year, "")})

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from dtrain_dagster.costs.plan import PLANNED_FOR
 from dtrain_dagster.fleet.records import FOLDER as FLEETS
@@ -60,6 +61,12 @@ def group_of(job_id: str, fleets: Mapping[str, JobGroup]) -> JobGroup | None:
     if match := _PROBE.fullmatch(job_id):
         return JobGroup(kind="probes", name=match[1], label=f"{match[2]} nodes" if match[2] != "1" else "1 node")
     return None
+
+
+def group_page(dashboard_url: str, kind: GroupKind, name: str) -> str:
+    """Return the address of the table of jobs with this group alone, unfolded. Pure."""
+    key = JobGroup(kind=kind, name=name, label="").key
+    return f"{dashboard_url.rstrip('/')}/#q={quote(name, safe='')}&open={quote(key, safe='/')}"
 
 
 def walk_forward_group(plan: Mapping[str, Any], job: Mapping[str, Any], test_year: str) -> JobGroup:

@@ -130,8 +130,7 @@ def coordinates_chart(space: Space, trials: Sequence[Trial], sign: float, metric
                 va="center",
             )  # fmt: skip
     label(axis, f"Values of each trial; the best by {metric} in orange, on the right by rank", "", "")
-    names = [item.name.removeprefix("training.").replace("model.args.", "model ") for item in shown]
-    axis.set_xticks(range(len(shown) + 1), [*names, f"{metric} (rank)"])
+    axis.set_xticks(range(len(shown) + 1), [*(item.short_name for item in shown), f"{metric} (rank)"])
     axis.tick_params(axis="x", labelsize=8)
     axis.set_yticks([])
     axis.grid(visible=False)

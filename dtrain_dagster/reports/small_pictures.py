@@ -22,25 +22,28 @@ _SAFE = "/:,=';"
 """Letters that need no escape in an address within Markdown."""
 MOST_DOTS = 34
 """The most dots; of more, an even selection."""
-MOST_POINTS = 22
-"""The most points of a curve; beyond that, neighbours are merged into their means."""
+MOST_POINTS = 44
+"""The most points of all curves together; beyond that, neighbours are merged into their means."""
 
 Points = Sequence[tuple[float, float]]
 
 
-def small_curves(curves: Mapping[str, Points]) -> str:
-    """Return Markdown with lines over a common horizontal axis, each scaled to its own height, with its first and last
-    value; "" where no curve has two points."""
-    drawn = {name: _merged(_finite(points)) for name, points in curves.items()}
+def small_curves(curves: Mapping[str, Points], *, same_scale: bool = False) -> str:
+    """Return Markdown with lines over a common horizontal axis, each with its first and last value; "" where no curve
+    has two points. ``same_scale``: whether they share the vertical axis; else each is scaled to its own height."""
+    most = MOST_POINTS // max(2, len(curves))
+    drawn = {name: _merged(_finite(points), most) for name, points in curves.items()}
     drawn = {name: points for name, points in drawn.items() if len(points) > 1}
     if not drawn:
         return ""
     left = min(points[0][0] for points in drawn.values())
     right = max(points[-1][0] for points in drawn.values())
+    everything = [value for points in drawn.values() for _, value in points]
     parts: list[str] = []
     words: list[tuple[str, str]] = []
     for (name, points), colour in zip(drawn.items(), COLOURS, strict=False):
-        low, high = min(value for _, value in points), max(value for _, value in points)
+        scale = everything if same_scale else [value for _, value in points]
+        low, high = min(scale), max(scale)
         places = [
             (
                 round(WIDTH * (at - left) / ((right - left) or 1.0)),
@@ -138,9 +141,9 @@ def _finite(points: Points) -> Points:
     return [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
 
 
-def _merged(points: Points) -> Points:
-    """Return at most `MOST_POINTS` points, and the last one as it is."""
-    size = math.ceil(len(points) / MOST_POINTS)
+def _merged(points: Points, most: int) -> Points:
+    """Return at most this many points, and the last one as it is."""
+    size = math.ceil(len(points) / most)
     if size <= 1:
         return points
     groups = [points[first : first + size] for first in range(0, len(points) - 1, size)]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, svg
+from trainer.evaluation.scores import Array
 from trainer.evaluation.walk_forward import YearScores, gain_over
 
 if TYPE_CHECKING:
@@ -67,9 +69,20 @@ def _draw_years(axis: Axes, years: Sequence[YearScores], name: str, offset: floa
     )  # fmt: skip
 
 
-def _draw_sum(axis: Axes, years: Sequence[YearScores], name: str, colour: str) -> None:
-    days = np.concatenate([item.days for item in years])
+def summed_gains(years: Sequence[YearScores], name: str) -> list[tuple[float, float]]:
+    """Return the gain over a baseline of all days up to each, added up, in nats as a mean over tickers; days are
+    numbers of days since 1970. Pure."""
+    days, total = _summed(sorted(years, key=lambda item: item.year), name)
+    return list(zip(days.astype(float).tolist(), total.tolist(), strict=True))
+
+
+def _summed(years: Sequence[YearScores], name: str) -> tuple[NDArray[np.datetime64], Array]:
     total = np.cumsum(np.concatenate([item.baselines[name] - item.nll for item in years]))
+    return np.concatenate([item.days for item in years]), total
+
+
+def _draw_sum(axis: Axes, years: Sequence[YearScores], name: str, colour: str) -> None:
+    days, total = _summed(years, name)
     starts = np.cumsum([0, *(len(item.days) for item in years[:-1])])
     pairs = zip(starts[1:], years, years[1:], strict=False)
     gaps = [start for start, before, item in pairs if item.year > before.year + 1]

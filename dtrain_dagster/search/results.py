@@ -141,6 +141,25 @@ def as_row(trial: Trial, sign: float) -> dict[str, Any]:
     }
 
 
+def flat_rows(space: Space, trials: Sequence[Trial], sign: float) -> list[dict[str, Any]]:
+    """Return a row for each trial with a column for each parameter, "" where a trial does not have it."""
+    return [
+        {name: value for name, value in as_row(trial, sign).items() if name != "values"}
+        | {item.name: trial.values.get(item.name, "") for item in space.parameters}
+        for trial in trials
+    ]
+
+
+def best_first(trials: Sequence[Trial], sign: float) -> list[Trial]:
+    """Return the trials by their best score, those without one last."""
+
+    def place(trial: Trial) -> tuple[bool, float, int]:
+        score = trial.best(sign)
+        return score is None, 0.0 if score is None else sign * score, trial.number
+
+    return sorted(trials, key=place)
+
+
 def result_document(
     trials: Sequence[Trial], settings: SearchSettings, before_usd: float, extra: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     <home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
     <home>/searches/<name>/study.db      its trials (`dtrain_dagster.search.study`)
+    <home>/searches/<name>/trials.csv    all trials with a column for each parameter; written at the end
     <home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
     <home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
     <home>/fleets/<name>/…               its jobs and dollars (`dtrain_dagster.fleet.records`)
@@ -22,6 +23,7 @@ from typing import Any
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
+from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetLimits
@@ -32,7 +34,7 @@ from dtrain_dagster.search.jobs import TrialJobs, trial_id
 from dtrain_dagster.search.notices import tell_of_search
 from dtrain_dagster.search.places import FOLDER
 from dtrain_dagster.search.plan import RESULT, past_searches, plan_search
-from dtrain_dagster.search.results import importances, result_document, settings_document
+from dtrain_dagster.search.results import flat_rows, importances, result_document, settings_document
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
@@ -44,7 +46,7 @@ from trainer.documents.places import PlaceError, checked_id
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
-SEARCH, BEST = "search.json", "best.json"
+SEARCH, BEST, TRIALS = "search.json", "best.json", "trials.csv"
 UNASKED = 2.0
 """Times what its trials cost to their ends that a search may cost to which nobody gave a budget."""
 MARGIN_SECONDS = 30.0
@@ -207,6 +209,16 @@ class Search:
         """Return the address of the settings of the best trial, which is there once a search has found one."""
         return f"{self.folder}/{BEST}"
 
+    @property
+    def trials_file(self) -> str:
+        """Return the address of the table of all trials."""
+        return f"{self.folder}/{TRIALS}"
+
+    @property
+    def result_file(self) -> str:
+        """Return the address of the result."""
+        return f"{self.folder}/{RESULT}"
+
     def result(self, source: TrialSource) -> dict[str, Any]:
         """Return the result as plain data."""
         request = self.request
@@ -222,6 +234,8 @@ class Search:
     def _keep(self, source: TrialSource) -> None:
         """Write the result, and the settings of the best trial."""
         self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
+        rows = flat_rows(source.space, source.trials, self.request.settings.sign)
+        self._storage.write(TRIALS, to_csv(rows).encode())
         if source.best is not None:
             request = self.request
             document = settings_document(request.name, source.space, request.settings, source.best, request.base)

@@ -51,6 +51,11 @@ def job_page(dashboard_url: str, job_id: str) -> str:
     return f"{dashboard_url.rstrip('/')}/jobs/{quote(job_id, safe='')}"
 
 
+def run_page(mlflow_url: str, run_id: str) -> str:
+    """Return the address of a run in MLflow's UI; "" where either is not known."""
+    return f"{mlflow_url}/#/runs/{quote(run_id, safe='')}" if mlflow_url and run_id else ""
+
+
 def studio_url(url: Any) -> str:
     """Return an address of a run directory, which nodes can write, if it is one of a studio that is known; "" for any
     other. Pure."""

@@ -92,7 +92,7 @@ def test_two_years_are_trained_and_a_failed_one_is_made_again_alone(
         kept = json.loads((tmp_path / "home" / "storage" / "walk_forward" / "stock.json").read_text())
         assert set(kept["all"]["gains"]) == {"constant", "last_value", "ewma", "har", "har_x", "ridge"}
         assert kept["by_year"].keys() == made.keys()
-        assert "![Gain over each baseline" in report["picture"]
+        assert "![Gain over each baseline" in report["charts"]
         assert kept["differences"] == []
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.program import Engine, ProgramOptions, files_table
+from dtrain_dagster.assets.common import MOST_ROWS
+from dtrain_dagster.assets.program import Engine, ProgramOptions, program_page
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset, build_training_assets
 from trainer.frameworks.catalogue import FRAMEWORKS
@@ -64,7 +65,7 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
         told = metadata_of(first)
         assert told["engine"] == "torchrun"
         assert "rank 1 of 2 --epochs 3" in told["log"]
-        assert "| weights.txt | 1 |" in told["files"]
+        assert {"file": "weights.txt", "bytes": 1} in [record.data for record in told["largest_files"]]
         assert told["cost_usd"] > 0
         assert told["node_hours"] > 0
         again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))
@@ -147,7 +148,14 @@ def test_it_goes_together_with_other_graphs(program: dg.Definitions, tmp_path: P
     }
 
 
-def test_many_files_are_not_all_listed():
-    table = files_table([(f"f{number}|", 1000) for number in range(53)])
-    assert table.count("\n") == 52
-    assert table.endswith("| … and 3 more | |")
+def test_the_largest_of_many_files_are_listed_under_the_verdict(tmp_path: Path):
+    for number in range(53):
+        (tmp_path / f"f{number}").write_bytes(bytes(number))
+    (tmp_path / "a\u202eb\udcff").write_bytes(bytes(99))
+    totals = {"launches": 1, "wall_seconds": 65.0, "node_hours": 0.04, "cost_usd": 0.1}
+    page = program_page(RunDir(str(tmp_path)), ProgramOptions(), 2, 1, totals, "http://127.0.0.1:8060/jobs/a")
+    assert list(page)[:6] == ["verdict", "wall_seconds", "node_hours", "cost_usd", "largest_files", "dashboard"]
+    assert page["verdict"] == "The program has ended well on 2 nodes in 1 min 05 s, $0.1000."
+    rows = [record.data for record in page["largest_files"].records]
+    assert rows[:2] == [{"file": r"a\u202eb\udcff", "bytes": 99}, {"file": "f52", "bytes": 52}]
+    assert (len(rows), page["files"]) == (MOST_ROWS, 54)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
 from played_search import PRICE, USUAL, play, source_of
 from small_job import write_dataset
 
-from dtrain_dagster.assets.search import show_search
+from dtrain_dagster.assets.search_page import search_page, trial_rows, verdict_of
 from dtrain_dagster.pipelines import Cluster, build_training_assets
+from dtrain_dagster.search.results import flat_rows
 from dtrain_dagster.search.run import Search, SearchRequest
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
+from tests.dtrain_dagster.page_order import check_order
 from trainer.config import DatasetRef, JobConfig
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "model.args.channels": [8, 16]}
@@ -33,11 +35,11 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
         usd_per_node_hour=PRICE,
     )  # fmt: skip
     search = Search(tmp_path, request, None, {}, USUAL, before_usd=0.25)  # type: ignore[arg-type]
-    plan = SimpleNamespace(price_words="stand-in price")
-    page = show_search(search, source, plan)  # type: ignore[arg-type]
-    assert page.metadata is not None
-    assert page.metadata["best_trial"] == source.best.number  # type: ignore[union-attr]
-    assert page.metadata["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials))
+    addresses = {"dashboard": "http://127.0.0.1:8060/#q=played", "run_page": ""}
+    page = search_page(search, source, "stand-in price", 1.0, addresses)
+    check_order(page, links=1)
+    assert page["best_trial"] == source.best.number  # type: ignore[union-attr]
+    assert page["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials), abs=1e-6)
     for _ in range(2):
         tracker = SearchTracker(f"sqlite:///{tmp_path}/mlflow.db", "studies", "played", "loss", 1.0)
         assert tracker.try_to_write(source.trials[:3]) == ""
@@ -54,6 +56,37 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
     curve = client.get_metric_history(nested["0"].info.run_id, "loss")
     assert [item.value for item in sorted(curve, key=lambda item: item.step)] == list(first.scores)
     assert nested["0"].data.params["training.schedule"] == first.values["training.schedule"]
+
+
+def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> None:
+    settings = SearchSettings(trials=14, parallel=2, sampler=Sampler.RANDOM)
+    source = play(source_of(settings), [])
+    rows = trial_rows(source.space, source.trials, 1.0, "loss", {"training.schedule": 0.9})
+    scores = sorted(score for trial in source.trials if (score := trial.best(1.0)) is not None)
+    assert [row["loss"] for row in rows] == [f"{score:.6g}" for score in scores[:10]]
+    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "schedule", "learning_rate", "weight_decay"]
+    of_higher = trial_rows(source.space, source.trials, -1.0, "accuracy", {})
+    best = [trial.best(-1.0) for trial in source.trials]
+    assert of_higher[0]["accuracy"] == f"{max(score for score in best if score is not None):.6g}"
+    flat = flat_rows(source.space, source.trials, 1.0)
+    assert [row["trial"] for row in flat] == list(range(14))
+    assert {"state", "score", "usd", "reason", *(item.name for item in source.space.parameters)} <= flat[0].keys()
+
+
+def test_the_verdict_of_a_search_says_what_was_best_and_what_all_cost() -> None:
+    best = {"trial": 3, "score": 0.25, "evaluations": "9/9"}
+    result: dict[str, Any] = {
+        "metric": "loss", "best": best, "trials": [{"reason": ""}] * 5, "usd": 0.5, "ended": "",
+        "counts": {"complete": 2, "pruned": 2, "failed": 1},
+    }  # fmt: skip
+    assert verdict_of(result, "stand-in price") == (
+        "Trial 3 of 5 is the best: loss 0.25 after 9/9 evaluations; 2 ended early and 1 failed; all 5 trials cost "
+        "$0.5000 (stand-in price)."
+    )
+    ended = verdict_of({**result, "ended": "no further trial is worth it"}, "list")
+    assert ended.endswith("; the search ended early: no further trial is worth it.")
+    none = {**result, "best": None, "trials": [{"reason": "out of memory"}], "counts": {"failed": 1}}
+    assert verdict_of(none, "list") == "No trial was evaluated (out of memory); it cost $0.5000 (list)."
 
 
 @pytest.mark.long
@@ -76,6 +109,7 @@ def test_the_page_of_a_search_shows_what_was_found_and_what_it_cost(
     config = {"ops": {"walks__hyperparameter_search": {"config": {"space": SPACE, "trials": 4, "pruner": "asha"}}}}
     done = whole.resolve_job_def("search").execute_in_process(run_config=config, instance=instance)
     [made] = done.asset_materializations_for_node("walks__hyperparameter_search")
+    check_order(made.metadata, links=3)
     page = {name: value.value for name, value in made.metadata.items()}
     pictures = page["pictures"]
     for title in ("History", "Score against dollars", "Learning curves", "Parallel coordinates"):
@@ -83,8 +117,9 @@ def test_the_page_of_a_search_shows_what_was_found_and_what_it_cost(
     value = done.output_for_node("walks__hyperparameter_search")
     found = json.loads(Path(value["settings_file"]).read_text())
     assert found["training"]["learning_rate"] == value["best"]["values"]["training.learning_rate"]
-    assert page["best_loss"] == value["best"]["score"]
-    assert len(page["trials"].records) == 4
+    assert page["best_loss"] == pytest.approx(value["best"]["score"], abs=1e-6)
+    assert len(page["best_trials"].records) == page["trials"] == 4
+    assert len(Path(page["all_trials"]).read_text().splitlines()) == 1 + 4
     assert page["cost_usd"] > 0
 
     from mlflow import MlflowClient
@@ -96,8 +131,8 @@ def test_the_page_of_a_search_shows_what_was_found_and_what_it_cost(
     [parent] = [run for run in runs if "dtrain.trial" not in run.data.tags and "dtrain.search" in run.data.tags]
     nested = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert {run.data.tags["dtrain.trial"] for run in nested} == {"0", "1", "2", "3"}
-    assert parent.data.metrics["best_loss"] == pytest.approx(page["best_loss"])
-    assert sum(run.data.metrics["usd"] for run in nested) == pytest.approx(page["cost_usd"])
+    assert parent.data.metrics["best_loss"] == pytest.approx(page["best_loss"], abs=1e-6)
+    assert sum(run.data.metrics["usd"] for run in nested) == pytest.approx(page["cost_usd"], abs=1e-6)
 
     again = whole.resolve_job_def("search").execute_in_process(run_config=config, instance=instance)
     assert again.output_for_node("walks__hyperparameter_search") == value  # nothing was trained again

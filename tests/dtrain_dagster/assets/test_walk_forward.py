@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dtrain_dagster.assets.pipeline import STOCK
-from dtrain_dagster.assets.walk_forward import TrainedYear, start_of, year_partitions
+from dtrain_dagster.assets.walk_forward import TrainedYear, start_of, year_page, year_partitions
 from dtrain_dagster.assets.walk_forward_gate import (
     judge_by_walk_forward,
     read_report,
@@ -21,7 +21,7 @@ from dtrain_dagster.assets.walk_forward_gate import (
     report_path,
     training_settings,
 )
-from dtrain_dagster.assets.walk_forward_report import report_document, year_rows
+from dtrain_dagster.assets.walk_forward_report import report_document, report_page, year_rows
 from dtrain_dagster.automation.capacity_queue import PARTITION_TAG, new_ticket
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -32,6 +32,7 @@ from dtrain_dagster.sensors.queue import _request
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.walk_forward import WalkForwardSettings, read_walk_forward
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from tests.dtrain_dagster.page_order import HEAD, check_order, kind_of
 from trainer.evaluation.gate import Gate
 from trainer.evaluation.walk_forward import YearScores
 
@@ -84,6 +85,31 @@ def test_a_report_tells_missing_years_and_every_dollar() -> None:
     assert [row["year"] for row in year_rows(document)] == ["2001", "2003", "all"]
     assert "at least 5 are judged" in document["gate"]["reasons"][0]
     json.dumps(document, allow_nan=False)
+
+
+def test_a_report_is_shown_in_the_order_of_reading_with_all_years_first(tmp_path: Path) -> None:
+    years = [trained(year) for year in range(2000, 2015)]
+    document = report_document(years, range(2000, 2015))
+    path = tmp_path / "stock.json"
+    page = report_page(years, document, path, {"dashboard": "http://127.0.0.1:8060/#q=walk_forward"})
+    check_order(page, links=1)
+    assert page["verdict"] == document["notes"][0]
+    shown = [record.data["year"] for record in page["by_year"].records]
+    assert shown == ["all", *map(str, range(2014, 2005, -1))], "the newest of fifteen years"
+    assert len((tmp_path / "stock.csv").read_text().splitlines()) == 1 + 15 + 1
+    best = document["best_baseline"]
+    assert page[f"gain_over_{best}"] == round(document["all"]["gains"][best]["nats"], 6)
+    assert page["total_usd"] == 0.25 * 15
+
+
+def test_a_year_is_shown_in_the_order_of_reading_the_hardest_baseline_first() -> None:
+    page = year_page(trained(2003), "http://127.0.0.1:8060/jobs/job-2003")
+    kinds = [kind_of(name, value) for name, value in page.items()]
+    assert kinds[: len(HEAD) + 1] == [*HEAD, "link"]
+    scores = [record.data["nll"] for record in page["baselines"].records]
+    assert scores == sorted(scores)
+    assert page["verdict"].startswith(f"NLL {page['nll']:.4f} in 2003: +0.0")
+    assert page["verdict"].endswith("; $0.2500 (stand-in price).")
 
 
 def test_five_years_of_one_kind_pass_and_of_two_kinds_do_not() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.scaling import model_check, short_job, short_runs
+from dtrain_dagster.assets.scaling_page import fastest_and_cheapest, scaling_page
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.monitoring.scaling import (
@@ -34,6 +35,7 @@ from dtrain_dagster.reports.drawing import COLOURS
 from dtrain_dagster.reports.scaling_charts import measured_chart, modelled_chart
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.page_order import check_order
 from trainer.config import DatasetRef, JobConfig
 from trainer.performance.link import Link
 
@@ -269,3 +271,29 @@ def test_an_inner_link_helps_only_as_far_as_it_reaches() -> None:
     assert all_reduce_seconds(10**8, 8, both) == pytest.approx(all_reduce_seconds(10**8, 8, both.inner), rel=0.01)
     assert all_reduce_seconds(10**8, 16, both) > 1.2 * all_reduce_seconds(10**8, 8, both)
     assert predict(ScalingModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1
+
+
+def test_a_study_is_shown_in_the_order_of_reading_and_its_file_has_all_rows(tmp_path: Path) -> None:
+    points = [point_of(world, mode) for mode, most in (("weak", 3), ("strong", 2)) for world in range(1, most + 1)]
+    points.append(replace(points[2], mode="strong"))  # with all nodes the two are one and the same
+    result = study(points, cores=None)
+    page = scaling_page(result, str(tmp_path), "mark", [4], {"dashboard": "http://127.0.0.1:8060/#q=mark"})
+    check_order(page, links=1)
+    assert page["verdict"].startswith("Fastest on 3 nodes (weak scaling): ")
+    shown = [record.data["samples/s"] for record in page["measured"].records]
+    assert shown == sorted(shown, reverse=True)
+    assert len((tmp_path / "mark.csv").read_text().splitlines()) == 1 + len(points)
+    assert page["speed_up"] == pytest.approx(3 * efficiency(points, "weak")[3], abs=1e-3)
+    assert page["model_error_percent"] == round(100 * (result.error or 0.0), 1)
+    withheld = study(points[:2], cores=None)
+    page = scaling_page(withheld, str(tmp_path), "mark", [], {"dashboard": ""})
+    check_order(page, links=0)
+    assert withheld.withheld == page["beyond_the_measured"]
+    assert withheld.withheld not in page["verdict"], "it is said once"
+
+
+def test_one_number_of_nodes_is_compared_with_nothing() -> None:
+    only = [point_of(2, "weak"), point_of(2, "strong")]
+    assert fastest_and_cheapest(only).startswith("On 2 nodes (weak scaling): ")
+    cheap = [replace(point_of(1, "weak"), usd_per_epoch=0.001), point_of(2, "weak")]
+    assert "; cheapest on 1 node (weak scaling): " in fastest_and_cheapest(cheap)

@@ -50,6 +50,20 @@ def test_a_curve_ends_at_its_last_value_and_leaves_out_what_is_no_number() -> No
     assert "loss 4 → 1" in "".join(picture.itertext())
 
 
+def test_curves_of_one_scale_are_as_high_as_their_values() -> None:
+    steep, flat = [(0.0, 0.0), (1.0, 4.0)], [(0.0, 0.0), (1.0, 2.0)]
+
+    def ends(same_scale: bool) -> list[int]:
+        picture = read(small_curves({"steep": steep, "flat": flat}, same_scale=same_scale))
+        return [int(line.attrib["points"].rpartition(",")[2]) for line in picture.findall("{*}polyline")]
+
+    assert ends(same_scale=False) == [2, 2]
+    top, middle = ends(same_scale=True)
+    assert (top, middle) == (2, 34)
+    three = read(small_curves({name: LONG for name in ("one", "two", "three")}, same_scale=True))
+    assert len(three.findall("{*}polyline")) == 3
+
+
 def test_there_is_no_picture_of_nothing() -> None:
     assert small_curves({"loss": [(1.0, 2.0)], "other": [(0.0, math.inf), (1.0, math.nan)]}) == ""
     assert small_bar({}) == small_bar({"a": 0.0}) == ""
