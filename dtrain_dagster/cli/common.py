@@ -56,7 +56,7 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except (ValueError, RuntimeError, OSError) as error:  # kinds of which all these are
-            if isinstance(error, _expected()):
+            if isinstance(error, expected_errors()):
                 raise Refusal(str(error)) from None
             if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
                 raise Refusal(storage_trouble(error)) from None
@@ -77,7 +77,8 @@ def storage_trouble(error: OSError) -> str:
     )
 
 
-def _expected() -> tuple[type[Exception], ...]:
+def expected_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that a user can cause, or that a service or a storage reports."""
     from dtrain_dagster.clusters.base import ClusterError
     from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
     from dtrain_dagster.costs.prices import PriceError

@@ -1,6 +1,8 @@
 """The fields of what ``--json`` prints: name → meaning. Names are stable; new ones may be added.
 
-Times are Unix seconds, durations seconds, dollars US dollars at list price. What is not known is null.
+``nodes[].node`` is a field of each item of the list ``nodes``. ``causes.*`` is any entry of the object ``causes``,
+whose names are data. Times are Unix seconds, durations seconds, dollars US dollars at list price, where a field does
+not say otherwise. What is not known is null.
 """
 
 from __future__ import annotations
@@ -41,6 +43,12 @@ STATUS = {
     "presences[].exit_codes": "the exit codes of its processes",
     "studio_url": "its page at the service that runs it",
 }
+LOG_LINE = {
+    "time": "the time that the line begins with, as its node wrote it: `2026-11-26 14:25:01.250000`, in the node's own "
+    "time zone; null where it begins with none",
+    "node": "the node whose file of the job's `logs` has the line, counted from 0",
+    "text": "the line",
+}
 HEALTH = {
     "cluster": "name of the cluster",
     "healthy": "whether all of it is well",
@@ -53,20 +61,33 @@ HEALTH = {
 }
 SUMMARY = {
     "job": "name of the job",
-    "figures": "the lines of the summary by name, as a person reads them: trained, took, cost, gate…",
+    "figures": "the lines of the summary, as a person reads them",
+    "figures.*": "one of them, by its name: trained, took, cost, gate…",
     "steps": "steps that were trained",
     "epochs": "epochs that were trained",
     "world_size": "ranks that trained",
     "seconds": "for how long at least one node was there, over all launches",
     "node_hours": "hours of all its nodes, over all launches",
     "usd": "dollars of its own nodes, over all launches",
-    "test": "the scores of the model on the test split, by name",
-    "baselines": "the scores of each baseline on the test split",
+    "test": "the scores of the model on the test split",
+    "test.*": "a score, by its name",
+    "baselines": "the scores of baselines on the test split",
+    "baselines.*": "those of a baseline, by its name",
+    "baselines.*.*": "a score, by its name",
     "gate_passed": "whether the model passed the gate; null where there is no baseline",
-    "registered": "name, version and alias of the registered model; null where it was not registered",
+    "registered": "the registered model; null where it was not registered",
+    "registered.name": "its name",
+    "registered.version": "its version",
+    "registered.alias": "its alias",
 }
 COST = {
-    "metrics": "totals, by name: dollars, node-hours, dollars per epoch, the error of the estimate",
+    "metrics": "totals",
+    "metrics.cluster_name": "name of the cluster",
+    "metrics.total_cost_usd": "dollars of the job and of its probe",
+    "metrics.cost_per_node_hour": "dollars of a node-hour, mean over all that were paid",
+    "metrics.training_duration_hours": "hours in which at least one node was paid, over all launches",
+    "metrics.cost_per_epoch": "dollars of an epoch; 0 where none was trained",
+    "metrics.estimated_total_cost": "dollars that were estimated, those of the probe included; 0 without an estimate",
     "total_usd": "dollars of the job and of its probe",
     "training_usd": "dollars of its own nodes, over all launches",
     "probe_usd": "dollars of the probe that its plan rests on",
@@ -98,9 +119,35 @@ COST = {
     "goodput": "the share of the node-time that trained; null for a program that is no training",
     "notes": "what limits the figures, as sentences",
     "running": "whether the job still costs money",
-    "energy": "kWh, CO2 and what they rest on",
-    "launches": "time, node-hours and dollars of all launches, and of the last one",
+    "energy": "the electricity of the job",
+    "energy.kwh": "kilowatt-hours",
+    "energy.kg_co2e": "kilograms of CO2 equivalent; null where the grid is not known",
+    "energy.basis": "what was measured, and what was assumed",
+    "energy.source": "source and year of the grid's intensity, or why there is none",
+    "energy.measured_share": "the share of the node-time in which the GPUs' power was measured",
+    "launches": "the job's own nodes over all launches",
+    "launches.launches": "how often it was started",
+    "launches.seconds": "seconds in which at least one node was there",
+    "launches.node_hours": "hours of all nodes",
+    "launches.usd": "dollars of them",
+    "launches.last": "the same fields of the last launch; null for a job with one launch",
+    "launches.last.*": "one of them, by its name",
     "reconciliation": "the comparison with what was billed; only with --usage-export",
+    "reconciliation.rows": "an item for each meter and day",
+    "reconciliation.rows[].day": "the day, in UTC",
+    "reconciliation.rows[].meter": "the meter",
+    "reconciliation.rows[].billed_usd": "dollars that were billed",
+    "reconciliation.rows[].ours_usd": "dollars that were computed; null for what is not counted here",
+    "reconciliation.rows[].difference_usd": "the difference",
+    "reconciliation.rows[].why": "why they differ, in words",
+    "reconciliation.rows[].complete": "whether the service has had the time to bill the whole day",
+    "reconciliation.billed_usd": "dollars that were billed, of all rows",
+    "reconciliation.ours_usd": "dollars that were computed, of all rows",
+    "reconciliation.summary": "the result, as sentences",
+    "reconciliation.uncompared": "an item for each reason for which rows of the export are not compared",
+    "reconciliation.uncompared[].what": "the reason",
+    "reconciliation.uncompared[].rows": "how many rows",
+    "reconciliation.uncompared[].billed_usd": "dollars of them",
 }
 PRICE = {
     "sku": "name of the SKU",
@@ -115,7 +162,13 @@ PRICE = {
     "speed": "speed relative to Standard_NC6s_v3",
     "speed_note": "what that rests on",
     "retired_on": "the day on which the SKU is retired; null where none is known",
-    "usd_per_hour": "the price by tier, with its date and source; a tier that is not offered is absent",
+    "usd_per_hour": "the prices of the tiers that are offered",
+    "usd_per_hour.*": "that of a tier, by its name",
+    "usd_per_hour.*.usd_per_hour": "dollars per node and hour",
+    "usd_per_hour.*.recorded_on": "the day of the price, or its month",
+    "usd_per_hour.*.how": "recorded (the service's answer), read (somebody's list), rule (computed from another) or "
+    "asked (refreshed)",
+    "usd_per_hour.*.source": "where it comes from",
 }
 PRICES_REFRESHED = {
     "file": "where the prices were written",
@@ -147,7 +200,7 @@ FLEET_JOB = {
     "promised_usd": "what it may cost when its nodes stop by themselves",
     "launches": "how often it was started",
     "reason": "why it ended",
-    "presence": "from when to when each of its nodes was there",
+    "presence": "pairs of times: from when to when each of its nodes was there",
     "why": "why it is where it is, in a line",
 }
 FLEET = {
@@ -174,8 +227,14 @@ FLEET_COST = {
     "node_seconds": "seconds of all nodes",
     "usd": "dollars of them",
     "budget_usd": "the dollars that all jobs may cost together",
-    "causes": "node_seconds and usd by cause",
-    "jobs": "node_seconds and usd by job",
+    "causes": "the same by cause",
+    "causes.*": "of a cause, by its name",
+    "causes.*.node_seconds": "seconds of all nodes",
+    "causes.*.usd": "dollars of them",
+    "jobs": "the same by job",
+    "jobs.*": "of a job, by its name",
+    "jobs.*.node_seconds": "seconds of its nodes",
+    "jobs.*.usd": "dollars of them",
 }
 TRIAL = {
     "trial": "number of the trial",
@@ -184,7 +243,8 @@ TRIAL = {
     "evaluations": "evaluations that it had, of those to its end",
     "usd": "what it cost",
     "node_seconds": "seconds of its nodes",
-    "values": "the value of each parameter",
+    "values": "the parameters",
+    "values.*": "the value of a parameter, by its name",
     "reason": "why it ended early",
 }
 SEARCH_RESULT = {
@@ -195,14 +255,19 @@ SEARCH_RESULT = {
     "sampler": "what chooses the values of trials",
     "seed": "the seed",
     "budget_usd": "the dollars that all trials may cost together",
-    "planned": "at_most_usd and expected_usd, as planned before the first trial",
+    "planned": "what was planned before the first trial",
+    "planned.at_most_usd": "the most dollars",
+    "planned.expected_usd": "the expected dollars",
     "ended": "why it ended before all trials; empty where it did not",
     "settings_file": "the settings of the best trial, for `dtrain train --settings`",
-    "importance": "the share of each parameter in what made scores differ",
-    "best": "the best trial, as an item of trials",
+    "importance": "the parameters in what made scores differ; empty where too few trials were scored",
+    "importance.*": "the share of a parameter, by its name",
+    "best": "the best trial, with the fields of an item of trials; null where none was scored",
+    **{f"best.{name}": meaning for name, meaning in TRIAL.items()},
     "trials": "an item for each trial",
     **{f"trials[].{name}": meaning for name, meaning in TRIAL.items()},
-    "counts": "how many trials ended in which state",
+    "counts": "the trials by the state in which they ended",
+    "counts.*": "how many ended in a state, by its name",
     "usd": "dollars of all trials and of the measurement before",
     "measuring_usd": "dollars of the measurement before the first trial",
     "improvements": "an item for each trial that was the best so far",
@@ -214,7 +279,12 @@ SEARCH_RESULT = {
     "improvements[].usd_per_gain": "dollars for an improvement by 1, at the price of this one",
 }
 SEARCH_PLAN = {
-    "plan": "only with --plan, beside the name: what the search is expected to cost, and the sentences on it",
+    "plan": "only with --plan, beside the name: what the search is expected to cost",
+    "plan.trial_usd": "dollars of a trial that is trained to its end",
+    "plan.at_most_usd": "the most dollars",
+    "plan.expected_usd": "the expected dollars",
+    "plan.seconds": "expected seconds to the last trial",
+    "plan.lines": "the same, as sentences",
 }
 KEPT_SEARCH = {
     "name": "name of the search",
@@ -229,13 +299,33 @@ KEPT_SEARCH = {
 }
 DOCTOR = {
     "buys": "what the command changes, in a sentence",
-    "counts": "how many lines have which verdict",
+    "counts": "the lines by their verdict",
+    "counts.ok": "how many are ok",
+    "counts.warning": "how many are warnings",
+    "counts.missing": "how many things are missing",
     "lines": "an item for each thing that was looked at",
     "lines[].check": "what was looked at",
     "lines[].verdict": "ok, warning or missing",
     "lines[].seen": "what was seen",
     "lines[].remedy": "how to mend it",
     "lines[].command": "the command that mends it",
+}
+CHECK = {
+    "usable": "whether the cluster can be used; where it cannot, the exit code is 2",
+    "message": "what it answered, or what is wrong and what to do about it",
+}
+SLURM_CHECK = {
+    **CHECK,
+    "version": "the version of SLURM; null where it does not answer",
+    "host": "the machine on which its commands are run; null: this one",
+}
+KUBERNETES_CHECK = {
+    **CHECK,
+    "namespace": "the namespace that takes nodes; null where none does",
+}
+RAY_CHECK = {
+    **CHECK,
+    "machines": "how many machines of the cluster answer; null where it does not",
 }
 ACCOUNT = {
     "job": "name of the job",
@@ -252,6 +342,7 @@ DATASET = {
     "dataset_id": "id of the dataset, for `dtrain train --dataset`",
     "built": "whether it was built now, rather than being there already",
     "samples": "samples by split",
+    "samples.*": "those of a split, by its name",
     "folder": "where it lies",
 }
 

@@ -1,4 +1,5 @@
-"""The option ``--json``: one JSON document on standard output, whose fields are stable and documented.
+"""The option ``--json``: one JSON document on standard output, or one on each line, whose fields are stable and
+documented.
 
 The documentation of the fields stands with the option, and `dtrain_dagster.cli.reference` prints it. Nothing is
 imported here before it is needed.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import click
@@ -20,8 +21,8 @@ class JsonOption(click.Option):
     def __init__(self, *args: Any, fields: Mapping[str, str], **options: Any) -> None:
         super().__init__(*args, **options)
         self.fields = dict(fields)
-        """Name → meaning. ``nodes[].node`` is a field of each item of the list ``nodes``; a document that is a list
-        itself has fields that begin with ``[]``."""
+        """Name → meaning, in the form of `dtrain_dagster.cli.json_fields`; a document that is a list itself has fields
+        that begin with ``[]``."""
 
 
 def json_option(fields: Mapping[str, str], help_text: str = "Print one JSON document instead.") -> Callable[..., Any]:
@@ -42,17 +43,22 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def fields_of(document: Any, prefix: str = "") -> set[str]:
-    """Return the names of a document's fields as `JsonOption.fields` writes them; those within a mapping, whose names
-    are data, are not told apart from it. Pure."""
+def print_json_line(document: Any) -> None:
+    """Print a document on one line, at once: whoever reads it may follow something that grows."""
+    click.echo(json.dumps(_finite(document), allow_nan=False))
+
+
+def fields_of(document: Any, told: Collection[str], prefix: str = "") -> set[str]:
+    """Return the names of a document's fields, as `JsonOption.fields` writes them. ``told``: the names that are
+    documented; by them an object whose names are data is known. Pure."""
     if isinstance(document, list):
-        return set().union(*(fields_of(item, f"{prefix}[]") for item in document)) if document else set()
-    if not isinstance(document, dict):
+        return set().union(*(fields_of(item, told, f"{prefix}[]") for item in document))
+    if not isinstance(document, Mapping):
         return set()
     found = set()
     for name, value in document.items():
         path = f"{prefix}.{name}" if prefix else name
-        found |= {path}
-        if isinstance(value, list):
-            found |= fields_of(value, path)
+        if f"{prefix}.*" in told and path not in told:
+            path = f"{prefix}.*"
+        found |= {path, *fields_of(value, told, path)}
     return found

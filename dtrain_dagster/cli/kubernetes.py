@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import refuses, say
+from dtrain_dagster.cli.cluster_check import tell_check
+from dtrain_dagster.cli.common import refuses
+from dtrain_dagster.cli.json_fields import KUBERNETES_CHECK
+from dtrain_dagster.cli.json_output import json_option
 
 
 @click.group()
@@ -16,8 +20,9 @@ def kubernetes() -> None:
 
 
 @kubernetes.command()
+@json_option(KUBERNETES_CHECK)
 @refuses
-def check() -> None:
+def check(as_json: bool) -> None:
     """Tell whether this cluster takes nodes; create nothing.
 
     It asks the cluster of DTRAIN_KUBERNETES_* whether it answers, has the namespace, and lets this identity start and
@@ -26,14 +31,18 @@ def check() -> None:
     \b
     Examples:
       dtrain kubernetes check
+      dtrain kubernetes check --json | jq .usable
     """
     from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
     from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
     from dtrain_dagster.settings.kubernetes import read_kubernetes_options
 
-    options = KubernetesOptions.read(read_kubernetes_options())
-    KubernetesEngine(options, "", lambda launch, node_id, incarnation: ()).check()
-    say(f"namespace {options.namespace} takes nodes from this identity")
+    def look() -> tuple[str, dict[str, Any]]:
+        options = KubernetesOptions.read(read_kubernetes_options())
+        KubernetesEngine(options, "", lambda launch, node_id, incarnation: ()).check()
+        return f"namespace {options.namespace} takes nodes from this identity", {"namespace": options.namespace}
+
+    tell_check(look, KUBERNETES_CHECK, as_json)
 
 
 @kubernetes.command("train-job")

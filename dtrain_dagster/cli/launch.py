@@ -5,6 +5,8 @@ A training that the trainer knows is `dtrain_dagster.cli.train`. Nothing is impo
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
@@ -60,7 +62,7 @@ def launch(
     """
     from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import runnable
-    from dtrain_dagster.cli.terminal import stream_job
+    from dtrain_dagster.cli.terminal import print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.settings.engines import read_engine_options
@@ -99,5 +101,5 @@ def launch(
             say(f"follow it: dtrain logs --follow {job_id}", err=True)
             return
         announce(rundir)
-        status = stream_job(console(), manager, job_id, follower)
+        status = stream_job(partial(print_lines, console()), manager, job_id, follower)
     end(settings, rundir, status)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import click
 
@@ -166,8 +167,9 @@ def status(job_id: str | None, as_json: bool) -> None:
 @click.option("--node", type=click.IntRange(min=0), metavar="K", help="Of this node alone, counted from 0.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
+@json_option(json_fields.LOG_LINE, "Print one JSON document for each line instead.")
 @refuses
-def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
+def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json: bool) -> None:
     """Print what the processes of a job have printed.
 
     With --follow, Ctrl-C ends the following, not the job.
@@ -176,23 +178,30 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
     Examples:
       dtrain logs latest --tail 20
       dtrain logs latest --follow --node 1
+      dtrain logs latest --json | jq -r 'select(.node == 1).text'
     """
     from dtrain_dagster.cli.going_on import say_that_it_runs_on
-    from dtrain_dagster.cli.terminal import stream_job
+    from dtrain_dagster.cli.terminal import print_json_lines, print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
 
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
     job_id = find_job(settings, job_id)
-    if not follow:
+    if not follow and not as_json:
         say(manager.job_logs(job_id, node_id=node, tail=tail))
         return
     manager.job_status(job_id)
     follower = follow_logs(manager, run_dir(settings, job_id), settings.kind.shares_home)
     if tail is not None:
         follower.skip_to_end(keep_lines=tail)
+    if not follow:
+        if node is not None:
+            manager.job_logs(job_id, node_id=node, tail=0)  # refuses a node that has no log
+        print_json_lines(follower.read(node, to_the_end=True))
+        return
+    show = print_json_lines if as_json else partial(print_lines, console())
     try:
-        stream_job(console(), manager, job_id, follower, node)
+        stream_job(show, manager, job_id, follower, node)
     except KeyboardInterrupt:
         say_that_it_runs_on(settings, job_id)
         sys.exit(EXIT_INTERRUPTED)

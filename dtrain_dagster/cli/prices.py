@@ -144,7 +144,7 @@ def price_document(row: SkuPrice) -> dict[str, Any]:
     from dataclasses import asdict
 
     figures = {tier: asdict(figure) for tier, figure in row.figures.items()}
-    names = [name for name in json_fields.PRICE if name != "usd_per_hour"]
+    names = [name for name in json_fields.PRICE if name.partition(".")[0] != "usd_per_hour"]
     return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
 
 

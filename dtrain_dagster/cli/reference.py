@@ -133,8 +133,9 @@ def _introduction() -> str:
     return (
         f"{split_help(main)[0]}\n\n{listed}\n\n| exit code | meaning |\n|---|---|\n{codes}\n\n"
         "`train` and `launch` end with the code of the process that failed first. Of what `--json` prints, times are "
-        "Unix seconds, durations seconds, and dollars US dollars at list price; what is not known is null. Names of "
-        "fields stay; new ones may be added.\n"
+        "Unix seconds, durations seconds, and dollars US dollars at list price, where a field does not say otherwise; "
+        "what is not known is null. `nodes[].node` is a field of each item of the list `nodes`, and `causes.*` any "
+        "entry of the object `causes`, whose names are data. Names of fields stay; new ones may be added.\n"
     )
 
 

@@ -4,11 +4,14 @@ Each command imports what it needs, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from dtrain_dagster.cli.cluster_check import tell_check
 from dtrain_dagster.cli.common import refuses, say
 from dtrain_dagster.cli.job_names import find_job, job_argument
-from dtrain_dagster.cli.json_fields import ACCOUNT
+from dtrain_dagster.cli.json_fields import ACCOUNT, SLURM_CHECK
 from dtrain_dagster.cli.json_output import json_option, print_json
 
 
@@ -18,13 +21,15 @@ def slurm() -> None:
 
 
 @slurm.command()
+@json_option(SLURM_CHECK)
 @refuses
-def check() -> None:
+def check(as_json: bool) -> None:
     """Tell whether SLURM's commands answer; submit nothing.
 
     \b
     Examples:
       dtrain slurm check
+      dtrain slurm check --json | jq .usable
     """
     from pathlib import Path
 
@@ -32,9 +37,13 @@ def check() -> None:
     from dtrain_dagster.clusters.slurm.options import SlurmOptions
     from dtrain_dagster.settings.slurm import read_slurm_options
 
-    options = SlurmOptions.read(read_slurm_options())
-    version = SlurmEngine(options, Path(), lambda launch, node_id, incarnation: ()).check()
-    say(f"{version} answers{f' on {options.host}' if options.host else ''}")
+    def look() -> tuple[str, dict[str, Any]]:
+        options = SlurmOptions.read(read_slurm_options())
+        version = SlurmEngine(options, Path(), lambda launch, node_id, incarnation: ()).check()
+        where = f" on {options.host}" if options.host else ""
+        return f"{version} answers{where}", {"version": version, "host": options.host}
+
+    tell_check(look, SLURM_CHECK, as_json)
 
 
 @slurm.command()

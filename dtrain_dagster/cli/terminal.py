@@ -6,17 +6,18 @@ On a terminal it has colours and is updated in place; in a file or a pipe it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.cli.json_output import print_json_line
 from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
-from dtrain_dagster.jobs.log_follower import LogFollower
+from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import JobProgress, follow_job
 from dtrain_dagster.planning.progress_words import count_nodes, describe_training
 from dtrain_dagster.planning.projection import TimeLeft
@@ -40,13 +41,21 @@ def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
         console.print(prefix.append(visible(line), style="default"), soft_wrap=True, highlight=False)
 
 
+def print_json_lines(lines: Iterable[tuple[int, str]]) -> None:
+    """Print a JSON document per line, with the fields of `dtrain_dagster.cli.json_fields.LOG_LINE`."""
+    for node_id, line in lines:
+        print_json_line({"time": time_in(line), "node": node_id, "text": line})
+
+
 def stream_job(
-    console: Console, manager: GPUClusterManager, job_id: str, follower: LogFollower, node_id: int | None = None
-) -> JobStatus:
-    """Print the logs as they grow, until the job has ended, and return its status."""
+    show: Callable[[Iterable[tuple[int, str]]], None], manager: GPUClusterManager, job_id: str, follower: LogFollower,
+    node_id: int | None = None,
+) -> JobStatus:  # fmt: skip
+    """Have ``show`` print the logs, pairs of node and line, as they grow, until the job has ended, and return its
+    status."""
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads everything
-        print_lines(console, follower.read(node_id, to_the_end=status.state.is_final))
+        show(follower.read(node_id, to_the_end=status.state.is_final))
         if status.state.is_final:
             return status
         time.sleep(follower.poll_seconds)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from dtrain_dagster.jobs.log_follower import by_part
+from dtrain_dagster.jobs.log_follower import by_part, time_in
 from trainer.documents.reader import LOG_BYTES
 from trainer.node.line_log import logs_of, open_log, readable
 from trainer.printable import visible
@@ -34,7 +34,6 @@ MOST_KEPT = 8
 """The most jobs whose logs are kept until a cluster is asked again."""
 CLUSTER_SECONDS = 10.0
 """Seconds for which what the cluster has said is shared."""
-_STAMP = re.compile(r"(?:\[|--- launch \d+, )?(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +112,8 @@ def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
     last: dict[int, str] = {}
     keyed = []
     for node, line in lines:
-        if match := _STAMP.match(line):
-            last[node] = f"{match[1]}-{match[2]}-{match[3]} {match[4]}.{match[5] or '':0<6}"
-        keyed.append((last.get(node, ""), node, line))
+        last[node] = time_in(line) or last.get(node, "")
+        keyed.append((last[node], node, line))
     keyed.sort(key=lambda item: item[0])
     return [(node, line) for _, node, line in keyed]
 

@@ -21,6 +21,7 @@ _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
 """The line that begins the output of a launch or a rank (`clusters.azure_ml.job_records`): each part grows at its own
 end."""
+_STAMP = re.compile(r"(?:\[|--- launch \d+, )?(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 
 Part = tuple[int, str, str]
 """A node, and the lines that name the launch and the rank, where there are such."""
@@ -142,3 +143,11 @@ def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
             break
         alike += 1
     return after[alike:]
+
+
+def time_in(line: str) -> str | None:
+    """Return the time that a line begins with, as ``2026-11-26 14:25:01.250000`` in the time zone of whoever wrote it;
+    None where it begins with none. Pure."""
+    if not (match := _STAMP.match(line)):
+        return None
+    return f"{match[1]}-{match[2]}-{match[3]} {match[4]}.{match[5] or '':0<6}"

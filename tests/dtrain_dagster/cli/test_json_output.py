@@ -12,38 +12,41 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from told_home import JOBS, LONG, write_home
+from told_json import TOLD, fields_in
+from told_json import printed as printed_by
 
-from dtrain_dagster.cli.json_output import JsonOption, fields_of, print_json
+from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.reference import walk_commands
+from trainer.rundir import LOGS, RunDir
 
-TOLD = {
-    words: option.fields
-    for words, command in walk_commands()
-    for option in command.params
-    if isinstance(option, JsonOption)
-}
-"""Words of a command → the fields that it documents."""
-ELSEWHERE = {"dtrain search", "dtrain prices refresh", "dtrain slurm account", "dtrain endpoint check"}
-"""Commands that train, or ask a service."""
+ELSEWHERE = {"dtrain search", "dtrain prices refresh", "dtrain endpoint check"}
+"""Commands that train, or ask a service: `test_json_of_trainings.py`."""
+ON_SLURM = {"dtrain slurm account"}
+"""A command that needs an accounting: `tests/engines/test_slurm_accounting.py`."""
 READS: list[tuple[str, str]] = [
     ("dtrain jobs", ""),
     ("dtrain status", LONG),
     ("dtrain status", ""),
+    ("dtrain logs", "nightly"),
     ("dtrain summary", "train-6f66"),
     ("dtrain cost", "nightly"),
     ("dtrain searches", ""),
     ("dtrain searches", "latest"),
     ("dtrain fleet status", "weekend"),
+    ("dtrain fleet status", ""),
     ("dtrain fleet cost", "week"),
     ("dtrain prices list", ""),
     ("dtrain prices show", "Standard_NC6s_v3"),
     ("dtrain azure doctor", ""),
     ("dtrain data rows", "table.parquet --target price"),
     ("dtrain data tokens", "texts --context 8"),
+    ("dtrain slurm check", ""),
+    ("dtrain kubernetes check", ""),
+    ("dtrain ray check", ""),
 ]
-FREE = {"metrics", "energy", "launches", "periods", "presence", "reconciliation", "plan", "values", "planned"}
-"""Fields whose own names are data, or depend on the job."""
+CODES = {"dtrain azure doctor": 1, "dtrain slurm check": 2, "dtrain kubernetes check": 2, "dtrain ray check": 2}
+"""Without a subscription and without clusters."""
 
 
 @pytest.fixture
@@ -60,31 +63,45 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(words: str, arguments: str = "") -> Any:
-    done = CliRunner().invoke(main, [*words.split()[1:], *arguments.split(), "--json"])
-    assert done.exit_code == (1 if words == "dtrain azure doctor" else 0), done.output
-    return json.loads(done.stdout)
+    return printed_by(words, arguments, CODES.get(words, 0))
 
 
 def test_each_command_that_lists_or_shows_has_a_document_and_a_test():
-    assert {words for words, _ in READS} | ELSEWHERE == TOLD.keys()
-    shows = {"jobs", "status", "cost", "summary", "searches", "list", "show", "doctor"}
+    assert {words for words, _ in READS} | ELSEWHERE | ON_SLURM == TOLD.keys()
+    shows = {"jobs", "status", "cost", "summary", "searches", "list", "show", "doctor", "check", "logs"}
     for words, command in walk_commands():
         if words.rpartition(" ")[2] in shows and not isinstance(command, click.Group):
             assert words in TOLD, f"{words} has no --json"
 
 
 @pytest.mark.parametrize(("words", "arguments"), READS)
-def test_the_fields_are_those_that_are_told(home: Path, words: str, arguments: str):
-    found, told = fields_of(printed(words, arguments)), set(TOLD[words])
-    undocumented = {name for name in found if name not in told and name.removeprefix("[].").split(".")[0] not in FREE}
-    undocumented = {name for name in undocumented if not name.endswith("[]")}
-    assert {name for name in undocumented if name not in told} == set(), words
-    for name in told:
-        if words == "dtrain fleet status" or "[]" not in name.removeprefix("[]."):
-            continue
-        parent = name.removeprefix("[].").split("[]")[0]
-        if any(each.startswith(f"{parent}[]") for each in found):
-            assert name in found, f"{words}: {name} is told and not there"
+def test_each_field_that_is_printed_is_told(home: Path, words: str, arguments: str):
+    assert fields_in(words, [printed(words, arguments)]) - set(TOLD[words]) == set()
+
+
+def test_lines_of_logs_have_node_and_time(home: Path):
+    rundir = RunDir(str(home / "home" / "storage" / "jobs" / "night"))
+    for node, lines in enumerate((["2026-11-26 14:25:01,25 a", "b \x1b[31m"], ["c"])):
+        rundir.storage.write(f"{LOGS}/node-{node}.log", "\n".join(lines).encode())
+    rows = [
+        {"time": "2026-11-26 14:25:01.250000", "node": 0, "text": "2026-11-26 14:25:01,25 a"},
+        {"time": None, "node": 0, "text": "b \x1b[31m"},
+        {"time": None, "node": 1, "text": "c"},
+    ]
+    assert printed("dtrain logs", "night") == printed("dtrain logs", "night --follow") == rows
+    assert printed("dtrain logs", "night --tail 1") == rows[1:]
+    assert printed("dtrain logs", "night --node 1") == rows[2:]
+    refused = CliRunner().invoke(main, ["logs", "night", "--node", "2", "--json"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "has no log of a node 2" in refused.stderr
+
+
+def test_a_cluster_that_cannot_be_used_is_an_answer_for_a_program_and_an_error_for_a_person(home: Path):
+    answer = printed("dtrain slurm check")
+    assert (answer["usable"], answer["version"]) == (False, None)
+    person = CliRunner().invoke(main, ["slurm", "check"])
+    assert (person.exit_code, person.stdout) == (2, "")
+    assert answer["message"] in person.stderr
 
 
 def test_what_is_not_known_is_null_and_never_a_word_that_json_does_not_have(capsys: pytest.CaptureFixture[str]):
