@@ -238,6 +238,9 @@ class DistributedTrainingConfig:
     `trainer.observability.trace`."""
     profile_from_step: int = Field(default=0, ge=0)
     """Steps to be done before that trace begins; where a start has done more already, it begins at once."""
+    profile_python: bool = True
+    """That trace also holds the Python functions that call the operations, and is about twice as large
+    (docs/monitoring.md)."""
 
     @field_validator("tls")
     @classmethod

@@ -260,14 +260,16 @@ class RunDir:
             return iter(())
         return self.storage.names(folder)
 
-    def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
-        """Ask a running job to trace its next steps on these ranks. Raise FileExistsError where a request is waiting,
-        which a training job takes within seconds; ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
+    def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,), python: bool = True) -> None:
+        """Ask a running job to trace its next steps on these ranks; ``python``: with the Python functions that call the
+        operations. Raise FileExistsError where a request is waiting, which a training job takes within seconds;
+        ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
         from trainer.config import MOST_TRACED_STEPS
 
         if not 1 <= steps <= MOST_TRACED_STEPS:
             raise ValueError(f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps")
-        self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
+        asked = {"steps": steps, "ranks": list(ranks), **({} if python else {"python": False})}
+        self.storage.create(PROFILE_REQUEST, json.dumps(asked).encode())  # older nodes know no "python"
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
         """Return (folder, step) of the checkpoint that ``checkpoints/LATEST.json`` names; None if there is none."""

@@ -162,6 +162,12 @@ def watch(job_id: str) -> None:
     help="Rank to trace. May be repeated.  [default: 0]",
 )
 @click.option(
+    "--python/--no-python",
+    default=True,
+    show_default=True,
+    help="Also trace the Python functions that call the operations; the trace is twice as large.",
+)
+@click.option(
     "--wait",
     type=click.FloatRange(min=0),
     default=120.0,
@@ -170,7 +176,7 @@ def watch(job_id: str) -> None:
     help="Seconds for the trace to come.",
 )
 @refuses
-def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> None:
+def profile(job_id: str, steps: int, ranks: tuple[int, ...], python: bool, wait: float) -> None:
     """Say which operations of a running job take the time.
 
     The job's next steps are traced.
@@ -181,6 +187,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
     Examples:
       dtrain profile latest
       dtrain profile latest --steps 10 --rank 0 --rank 2
+      dtrain profile latest --no-python
     """
     from dtrain_dagster.cli.terminal import operations_table
     from trainer.documents.events import ProfileEvent, read_events
@@ -195,7 +202,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
     seen = SeenFiles(rundir.storage.list(EVENTS))
     asked = sorted(set(ranks)) or [0]
     try:
-        rundir.request_trace(steps, asked)
+        rundir.request_trace(steps, asked, python)
     except FileExistsError:
         raise Refusal(f"somebody else's request for a trace of {job_id} is still waiting: try again soon") from None
     left, deadline = set(asked), time.monotonic() + wait

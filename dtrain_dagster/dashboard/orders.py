@@ -90,8 +90,8 @@ def allowed_orders(state: str, is_ordered_here: bool, is_of_script: bool) -> dic
 def order_command(
     order: str, job_id: str, home: Path, launch: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> list[str]:
-    """Return the arguments of `dtrain` for an order. ``launch``: the ``launch.json`` of the job; ``asked``: ``steps``
-    and ``rank`` of a trace. Raise `OrderRefusedError` for an order or a value that cannot be used."""
+    """Return the arguments of `dtrain` for an order. ``launch``: the ``launch.json`` of the job; ``asked``: ``steps``,
+    ``rank`` and ``python`` of a trace. Raise `OrderRefusedError` for an order or a value that cannot be used."""
     if not JOB_ID.fullmatch(job_id):
         raise OrderRefusedError("there is no job of that name")
     if order == CANCEL:
@@ -99,7 +99,8 @@ def order_command(
     if order == TRACE:
         steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
         rank = _whole(asked.get("rank", 0), "rank", 0, MOST_RANK)
-        return ["profile", job_id, "--steps", str(steps), "--rank", str(rank)]
+        python = ["--no-python"] if asked.get("python") is False else []
+        return ["profile", job_id, "--steps", str(steps), "--rank", str(rank), *python]
     if order == RESUME:
         return _resume(job_id, home, launch)
     raise OrderRefusedError(f"there is no order {order[:40]!r}: give cancel, resume or trace")

@@ -28,7 +28,7 @@ LIVE_POLICY = (
 
 
 STYLES = ("dashboard.css", "job.css")
-SCRIPTS = ("theme.js", "job_charts.js", "job_parts.js")
+SCRIPTS = ("theme.js", "common.js", "job_charts.js", "job_parts.js")
 """The scripts of a job's page, saved or live: the first runs before the page is drawn."""
 LIVE_SCRIPTS = ("job_logs.js", "job_traces.js", "job_orders.js")
 """Those that ask the server for more, which a saved page has not."""

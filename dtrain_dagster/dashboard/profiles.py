@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from dtrain_dagster.dashboard.flame import picture_of
+from dtrain_dagster.dashboard.flame import pictures_of
 from trainer.rundir import PROFILE, RunDir
 from trainer.storage.regular_files import open_regular
 
@@ -80,13 +80,14 @@ class TracePictures:
         self._lock = threading.Lock()
 
     def picture(self, rundir: RunDir, name: str) -> bytes:
-        """Return the picture as JSON. Raise as `read_trace`, and `TraceError` for a file that is no trace."""
+        """Return the pictures of a trace (`pictures_of`) as JSON. Raise as `read_trace`, and `TraceError` for a file
+        that is no trace."""
         with self._lock:
             made = self._made.get((rundir.uri, name))
             if made is None:
                 data = read_trace(rundir, name)
                 try:
-                    found = picture_of(json.loads(data))
+                    found = pictures_of(json.loads(data))
                 except (ValueError, RecursionError) as error:
                     raise TraceError(f"{name} cannot be drawn: {error}; open the file itself in Perfetto") from None
                 made = self._made[rundir.uri, name] = json.dumps(found, allow_nan=False).encode()

@@ -26,7 +26,6 @@ MOST_WITHIN_BYTES = 2**20
 """The largest table that is sent within its page; a larger one is asked for by the page, which shows itself first."""
 MOST_TOKEN = 64
 FILES = {
-    "common.js": "text/javascript",
     "jobs.js": "text/javascript",
     "table_state.js": "text/javascript",
     "overlay.js": "text/javascript",

@@ -1,13 +1,17 @@
 """Traces of optimizer steps, for Perfetto or chrome://tracing: a window that the configuration chooses, and more while
 the training runs, by a file in the run directory.
 
-    profile/request.json                 {"steps": 5, "ranks": [0]}; what is left out, or an empty file: just these
+    profile/request.json                 {"steps": 5, "ranks": [0], "python": true}; what is left out, or an empty
+                                         file: just these
     profile/request-000001.json          what rank 0 made of it when it took it: every rank answers a number once
     profile/trace-r00000-s000123.json    the trace of rank 0 that ends with step 123; a ``profile`` event sums it up
 
 A trace has `MOST_TRACED_STEPS` steps at most. What a window holds is sorted and summed up in this very process when it
 ends, about 50 µs and 5 KB for each operation, and most of that with Python's lock held: a thousand steps of a few
 thousand operations would hold up the training for minutes, and take its memory.
+
+A trace holds torch's operations and, unless ``python`` says no, the Python functions that called them. What that costs
+is in docs/monitoring.md.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import queue
 import re
 import tempfile
 import threading
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,13 +48,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class TraceRequest:
-    """A request to trace ``steps`` steps on these ranks."""
+    """A request to trace ``steps`` steps on these ranks, with Python's functions where ``python`` says so."""
 
     steps: int = Field(default=5, ge=1, le=MOST_TRACED_STEPS)
     ranks: list[int] = Field(default_factory=lambda: [0], min_length=1)
     from_step: int = Field(default=0, ge=0)
     """Steps to be done before it begins. 0: at once; where several ranks are asked, when all have had the time to
     notice, so that they trace the same steps."""
+    python: bool = True
 
 
 _REQUEST = TypeAdapter(TraceRequest)
@@ -159,7 +165,11 @@ class StepProfiler:
         self.requests = TraceRequests(rundir, reporter, step)
         self._asked: list[TraceRequest] = []
         if config.profile_steps:
-            self._asked.append(TraceRequest(steps=config.profile_steps, from_step=config.profile_from_step))
+            self._asked.append(
+                TraceRequest(
+                    steps=config.profile_steps, from_step=config.profile_from_step, python=config.profile_python
+                )
+            )
         self._profile: torch.profiler.profile | None = None
         self._steps = self._left = 0
         self._writers: list[threading.Thread] = []
@@ -196,7 +206,9 @@ class StepProfiler:
         # Two at once end in a crash. One of all threads is known to the second of these only.
         if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
             return self._failed(step, "the model's own code is tracing already")
-        profile = torch.profiler.profile(activities=activities, experimental_config=_all_threads())
+        profile = torch.profiler.profile(
+            activities=activities, with_stack=due.python, experimental_config=_all_threads()
+        )
         try:
             profile.start()
         except Exception as error:  # CUPTI is taken, or not permitted
@@ -240,14 +252,17 @@ def _all_threads() -> Any:
 
 def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[str, Any]]:
     """Return the ten operations with the longest time of their own; on a GPU that of the kernels that they started.
-    ``share`` is that of the time of all operations, some of which happen at the same time."""
-    rows = []
-    for row in profile.key_averages():
-        if row.device_type == torch.autograd.DeviceType.CPU:  # kernels have rows of their own besides
-            microseconds = row.self_device_time_total if on_gpu else row.self_cpu_time_total
-            rows.append((microseconds / 1e6, row.key, row.count))
+    ``share`` is that of the time of all operations, some of which happen at the same time. Python's functions are none
+    of them: most threads wait in one."""
+    own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in profile.events():
+        # Kernels have entries of their own besides.
+        if event.device_type == torch.autograd.DeviceType.CPU and not event.is_python_function:
+            microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            own[event.key][0] += microseconds / 1e6
+            own[event.key][1] += 1
+    rows = sorted(((seconds, name, int(calls)) for name, (seconds, calls) in own.items()), reverse=True)
     total = sum(seconds for seconds, _, _ in rows) or 1.0
-    rows.sort(reverse=True)
     return [
         {"name": name[:200], "self_seconds": round(seconds, 9), "share": round(seconds / total, 6), "calls": calls}
         for seconds, name, calls in rows[:TOP]

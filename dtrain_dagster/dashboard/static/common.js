@@ -1,27 +1,30 @@
 // What the pages share: how they make elements, write figures, and ask the server. Text is set as text, never as HTML.
+// It is no module: a saved report, which has its scripts within it, has it too.
+"use strict";
 
-export const COLOURS = {
+const COLOURS = {
   light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#7d5600", "#0e7490", "#57606a"],
   dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#a3adb8"],
 };
 
-export const element = id => document.getElementById(id);
-export const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-export const theme = () => document.documentElement.dataset.theme;
-export const many = number => number.toLocaleString("en");
-export const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+const element = id => document.getElementById(id);
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const theme = () => document.documentElement.dataset.theme;
+const many = number => number.toLocaleString("en");
+const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 
-export function make(tag, attributes = {}, ...children) {
+// An element. A text in the place of attributes is its class; what is not there (null, undefined, false) is left out.
+function make(tag, attributes = {}, ...children) {
+  const isThere = value => value !== null && value !== undefined && value !== false;
+  const given = typeof attributes === "string" ? { class: attributes || null } : attributes;
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
-  }
-  made.append(...children);
+  for (const [name, value] of Object.entries(given)) if (isThere(value)) made.setAttribute(name, value === true ? "" : value);
+  made.append(...children.filter(isThere));
   return made;
 }
 
 // When something was: today by the clock, this year by the day, else by the date.
-export function moment(seconds, now = Date.now() / 1000) {
+function moment(seconds, now = Date.now() / 1000) {
   const then = new Date(seconds * 1000), today = new Date(now * 1000);
   if (then.toDateString() === today.toDateString()) return then.toLocaleTimeString([], { hour12: false });
   const year = then.getFullYear() === today.getFullYear() ? {} : { year: "numeric" };
@@ -29,7 +32,7 @@ export function moment(seconds, now = Date.now() / 1000) {
   return then.toLocaleString("en-GB", day);
 }
 
-export function duration(seconds) {
+function duration(seconds) {
   if (seconds < 60) return `${Math.round(seconds)} s`;
   const minutes = Math.floor(seconds / 60);
   if (minutes < 60) return `${minutes} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
@@ -38,20 +41,29 @@ export function duration(seconds) {
 }
 
 // As `dtrain_dagster.support.formatting.dollars` has it.
-export function money(usd) {
+function money(usd) {
   if (Math.abs(usd) >= 1000) return `$${many(Math.round(usd))}`;
   return `$${usd.toFixed(Math.abs(usd) >= 1 || usd === 0 ? 2 : 4)}`;
 }
 
-export class Refused extends Error {}
-
-export async function ask(path) {
-  const response = await fetch(path, { cache: "no-store" });
-  if (!response.ok) throw new Refused(await response.text());
-  return response.json();
+class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
 }
 
-export function tellAge(error) {
+// What the server answers, and its tag; null where it is what had the tag that is given.
+async function askTagged(path, tag, signal) {
+  const response = await fetch(path, { cache: "no-store", signal, headers: tag ? { "If-None-Match": tag } : {} });
+  if (response.status === 304) return null;
+  if (!response.ok) throw new Refused(await response.text(), response.status);
+  return { tag: response.headers.get("ETag") || "", body: await response.json() };
+}
+
+const ask = async (path, signal) => (await askTagged(path, "", signal)).body;
+
+function tellAge(error) {
   if (error) console.error(error);
   const why = error instanceof Refused ? error.message : "the dashboard's server does not answer";
   element("note").textContent = error ? `${why}; the figures are old` : `updated ${clock(Date.now() / 1000)}`;

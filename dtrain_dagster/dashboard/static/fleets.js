@@ -3,25 +3,9 @@
 // The page of fleets: it asks for one fleet every two seconds and draws it. All text is set as text, never as HTML.
 
 const EVERY_MS = 2000;
-const COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d"];
-const element = id => document.getElementById(id);
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const money = usd => usd >= 1 ? `$${usd.toFixed(2)}` : `$${usd.toFixed(4)}`;
+const colour = number => COLOURS[theme()][number % COLOURS[theme()].length];
+const took = seconds => seconds === null ? "" : duration(seconds);
 const at = seconds => new Date(1000 * seconds);
-
-function make(tag, text, state) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (state) made.dataset.state = state;
-  return made;
-}
-
-function duration(seconds) {
-  if (seconds === null) return "";
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  const minutes = Math.round(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-}
 
 function headline(fleet) {
   const figures = [
@@ -29,34 +13,26 @@ function headline(fleet) {
     ["nodes", `${fleet.busy_nodes} of ${fleet.nodes}`, "in use"],
     ["dollars", money(fleet.used_usd), `of ${money(fleet.budget_usd)}`],
     ["promised", money(fleet.promised_usd), "when all nodes stop by themselves"],
-    ["ETA", duration(fleet.ends_in_seconds) || "–", [
+    ["ETA", took(fleet.ends_in_seconds) || "–", [
       fleet.may_grow ? "of the jobs that are known" : "", fleet.left_out ? `${fleet.left_out} not expected to succeed` : "",
     ].filter(Boolean).join(", ")],
     ["deadline", fleet.deadline === null ? "–" : at(fleet.deadline).toLocaleTimeString(), at(fleet.deadline).toLocaleDateString()],
   ];
   element("headline").replaceChildren(...figures.map(([label, value, note]) => {
-    const figure = make("div");
-    figure.className = "figure";
-    for (const [name, text] of [["label", label], ["value", value], ["note", note]]) {
-      const part = make("span", text);
-      part.className = name;
-      figure.append(part);
-    }
-    return figure;
+    const parts = [["label", label], ["value", value], ["note", note]];
+    return make("div", "figure", ...parts.map(([name, text]) => make("span", name, text)));
   }));
 }
 
 function table(fleet) {
   element("rows").replaceChildren(...fleet.jobs.map(job => {
     const row = make("tr"), loss = job.valid_loss === null ? job.loss : job.valid_loss;
-    const name = make("td"), link = make("a", job.job_id);
-    link.href = `jobs/${encodeURIComponent(job.job_id)}`;
-    name.append(link);
+    const name = make("td", {}, make("a", { href: `jobs/${encodeURIComponent(job.job_id)}` }, job.job_id));
     const step = job.step === null ? "" : job.total_steps ? `${job.step}/${job.total_steps}` : `${job.step}`;
-    row.append(name, make("td", job.state, job.state), ...[
-      job.priority, job.nodes || "", step, loss === null ? "" : loss.toFixed(4), duration(job.begins_in_seconds),
-      duration(job.ends_in_seconds), job.launches || "", job.launches ? money(job.usd) : "", job.why,
-    ].map(text => make("td", `${text}`)));
+    row.append(name, make("td", { "data-state": job.state }, job.state), ...[
+      job.priority, job.nodes || "", step, loss === null ? "" : loss.toFixed(4), took(job.begins_in_seconds),
+      took(job.ends_in_seconds), job.launches || "", job.launches ? money(job.usd) : "", job.why,
+    ].map(text => make("td", {}, `${text}`)));
     return row;
   }));
 }
@@ -92,7 +68,7 @@ function nodesChart(fleet) {
     });
     return {
       name: job.job_id, x: moments.map(at), y: counts, stackgroup: "nodes", mode: "lines",
-      line: { shape: "hv", width: 0.5, color: COLOURS[number % COLOURS.length] },
+      line: { shape: "hv", width: 0.5, color: colour(number) },
     };
   });
   Plotly.react("nodes", traces, layout("nodes", fleet.nodes, [line(fleet.nodes, "nodes there are")]), { displayModeBar: false, responsive: true });
@@ -108,14 +84,8 @@ function dollarsChart(fleet) {
     x.push(at(time));
     y.push(paid);
   }
-  const trace = { name: "paid", x, y, mode: "lines", line: { color: COLOURS[0] }, fill: "tozeroy" };
+  const trace = { name: "paid", x, y, mode: "lines", line: { color: colour(0) }, fill: "tozeroy" };
   Plotly.react("dollars", [trace], layout("dollars", Math.max(fleet.budget_usd, paid), [line(fleet.budget_usd, "budget")]), { displayModeBar: false, responsive: true });
-}
-
-async function ask(path) {
-  const response = await fetch(path, { cache: "no-store" });
-  if (!response.ok) throw new Error(await response.text());
-  return response.json();
 }
 
 const wanted = () => decodeURIComponent(location.hash.slice(1));

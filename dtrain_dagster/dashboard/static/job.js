@@ -34,7 +34,7 @@ function showTab(name, more = {}) {
   if (!PAGE.live) return;
   logs.shown = name === "logs";
   traces.shown = name === "traces";
-  if (name === "traces" && traces.picture) drawTrace();
+  if (name === "traces" && traces.pictures) drawTrace();
   refresh();
 }
 
@@ -64,7 +64,7 @@ function readPlace() {
   if (PAGE.live) {
     Object.assign(logs, { node: now.get("node") || "", text: now.get("text") || "", cursor: "" });
     element("log-text").value = logs.text;
-    Object.assign(traces, { name: now.get("trace") || traces.name, view: VIEWS[now.get("view")] ? now.get("view") : "flame" });
+    Object.assign(traces, { name: now.get("trace") || traces.name, view: VIEWS[now.get("view")] ? now.get("view") : "flame", show: now.get("show") || "" });
   }
   showTab(TABS.some(([tab]) => tab === name) ? name : "charts");
 }
@@ -122,38 +122,23 @@ function take(answer) {
   if (!nothingNew) draw(first ? null : Object.keys(answer.tracks));
 }
 
-class Refused extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
-
-// What the server answers, and its tag; null where it is what had the tag that is given.
-async function ask(path, tag) {
-  const response = await fetch(path, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
-  if (response.status === 304) return null;
-  if (!response.ok) throw new Refused(await response.text(), response.status);
-  return { tag: response.headers.get("ETag") || "", body: await response.json() };
-}
-
 async function pollFacts() {
   const { state } = job.look.job;
   const isNew = state !== facts.state;
   const now = performance.now();
   if (isNew || (now - facts.at > FACTS_MILLISECONDS && ["running", "queued"].includes(state))) {
-    drawFacts((await ask(`${encodeURIComponent(job.id)}/facts.json`)).body);
+    drawFacts(await ask(`${encodeURIComponent(job.id)}/facts.json`));
     Object.assign(facts, { state, at: now });
     if (isNew) facts.account = 0;
   }
   if (place().get("tab") === "cost" && (!facts.account || (now - facts.account > FACTS_MILLISECONDS && ["running", "queued"].includes(state)))) {
-    drawCost((await ask(`${encodeURIComponent(job.id)}/account.json`)).body);
+    drawCost(await ask(`${encodeURIComponent(job.id)}/account.json`));
     facts.account = now;
   }
 }
 
 async function poll() {
-  const answer = await ask(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`, job.tag);
+  const answer = await askTagged(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`, job.tag);
   if (answer !== null) {
     take(answer.body);
     job.tag = answer.tag;
@@ -188,6 +173,10 @@ async function refresh() {
 }
 
 document.addEventListener("themechange", () => job.look && draw(null));
+document.querySelector(".skip").addEventListener("click", event => {
+  event.preventDefault(); // the address says which part is open
+  element("tabs").focus();
+});
 build();
 buildTabs();
 if (PAGE.live) {
@@ -210,7 +199,7 @@ if (PAGE.live) {
   const snapshot = embedded("snapshot-data");
   job.id = snapshot.job.job_id;
   element("name").textContent = job.id;
-  element("note").textContent = `as it was ${moment(snapshot.now)}`;
+  element("note").textContent = `as it was ${new Date(snapshot.now * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" })}`;
   take(snapshot);
   drawFacts(embedded("facts-data"));
   drawCost(embedded("account-data"));

@@ -3,37 +3,21 @@
 "use strict";
 
 const MANY = 12; // lines of a chart: more have no legend, and tell their name where one points at them
-const COLOURS = {
-  light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#7d5600", "#0e7490", "#57606a"],
-  dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#a3adb8"],
-};
 const SEGMENTS = {
   input: "#d4a72c", forward: "#6cb6ff", backward: "#316dca", communication: "#986ee2", waiting: "#e5534b",
   optimizer: "#46a758", checkpoint: "#2f9aa0", other: "#8b949e",
 };
 const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 
-const element = id => document.getElementById(id);
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
 const PANELS = embedded("panels-data");
 const PAGE = embedded("page-data"); // whether a server answers, and whether it takes orders
 const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "" };
 
-function make(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
 // ---- what the charts are made of
 
 const escaped = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 const local = seconds => (seconds - new Date(seconds * 1000).getTimezoneOffset() * 60) * 1000;
-const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
-const moment = seconds => new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "medium", hour12: false });
-const theme = () => document.documentElement.dataset.theme;
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const nodeColour = node => COLOURS[theme()][node % COLOURS[theme()].length];
 const rowsOf = name => job.tracks[name] || [];
 

@@ -98,7 +98,7 @@ async function pollLogs(anew) {
   const query = new URLSearchParams({ node: logs.node, text: logs.text, cursor: logs.cursor });
   const box = element("log-lines");
   try {
-    const { body } = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`);
+    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`);
     if (logs.asked !== asked) return;
     drawNodes(body.nodes);
     const stay = isSame && logs.atEnd === false, top = box.scrollTop;

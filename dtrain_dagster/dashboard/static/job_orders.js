@@ -36,10 +36,14 @@ function buildOrders() {
   };
   const button = make("button", "", ORDERS.trace.button);
   button.id = "order-trace";
-  form.append(field("steps", 5, 1, 50), field("rank", 0, 0, 100000), button, make("span", "quiet", "The next steps of this rank are traced; they are slower than others."));
+  const pythonLabel = make("label");
+  const python = make("input");
+  Object.assign(python, { type: "checkbox", id: "trace-python", checked: true });
+  pythonLabel.append(python, " Python functions");
+  form.append(field("steps", 5, 1, 50), field("rank", 0, 0, 100000), pythonLabel, button, make("span", "quiet", "The next steps of this rank are traced; they are slower than others."));
   form.addEventListener("submit", event => {
     event.preventDefault();
-    const asked = { steps: Number(element("trace-steps").value), rank: Number(element("trace-rank").value) };
+    const asked = { steps: Number(element("trace-steps").value), rank: Number(element("trace-rank").value), python: python.checked };
     if (orders.asksToken && !orders.token) confirmOrder("trace", asked);
     else giveOrder("trace", asked);
   });
@@ -104,7 +108,7 @@ async function giveOrder(order, asked) {
 
 async function pollOrders() {
   if (!PAGE.orders) return;
-  const { body } = await ask(`${encodeURIComponent(job.id)}/orders.json`);
+  const body = await ask(`${encodeURIComponent(job.id)}/orders.json`);
   Object.assign(orders, { allowed: body.allowed, asksToken: body.asks_token });
   const busy = body.last !== null && body.last.code === null;
   for (const [order, reason] of Object.entries(body.allowed)) {

@@ -1,6 +1,5 @@
 // The table of all jobs. It holds what the server has told (`dtrain_dagster/dashboard/job_table.py`), asks every two
 // seconds for what has changed, and draws what `table_state.js` decides to show.
-import { ask, duration, element, make, many, moment, money, tellAge } from "./common.js";
 import { arrange, COLUMNS, MOST_RUNS, readState, ROWS_AT_ONCE, sortedBy, tookSeconds, writeState } from "./table_state.js";
 
 const POLL_MILLISECONDS = 2000, HURRY_MILLISECONDS = 400; // the latter while jobs are being read

@@ -1,6 +1,5 @@
 // Two to eight runs in one chart, with what they differ in (`dtrain_dagster/dashboard/overlay.py`). The address keeps
 // which runs, over what, and which losses.
-import { ask, COLOURS, css, element, make, tellAge, theme } from "./common.js";
 
 const POLL_MILLISECONDS = 5000; // while one of them runs
 const MARKS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down"];

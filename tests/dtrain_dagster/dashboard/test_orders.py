@@ -79,6 +79,7 @@ def test_a_trace_takes_whole_numbers_within_bounds(asked: dict[str, Any]) -> Non
     with pytest.raises(OrderRefusedError, match="whole number"):
         order_command("trace", "mine", Path("/nowhere"), {}, asked)
     assert order_command("trace", "mine", Path("/nowhere"), {}, {})[2:] == ["--steps", "5", "--rank", "0"]
+    assert order_command("trace", "mine", Path("/nowhere"), {}, {"python": False})[-1] == "--no-python"
 
 
 @pytest.mark.parametrize("job_id", ["--help", "a b", "../x", ""])

@@ -90,6 +90,29 @@ def test_a_window_of_the_configuration_and_one_for_each_request(rundir: RunDir) 
     assert len(shares) <= 10
 
 
+def functions(rundir: RunDir, trace: str) -> set[str]:
+    events = json.loads(rundir.storage.read(f"profile/{trace}"))["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "python_function"}
+
+
+def test_python_functions_are_in_a_trace_unless_nobody_wants_them(rundir: RunDir) -> None:
+    rank = Rank(rundir, profile_steps=1)
+    rank.train_until(lambda: len(rank.traces()) == 1)
+    rundir.request_trace(steps=1, python=False)
+    rank.train_until(lambda: len(rank.traces()) == 2)
+    rank.end()
+    first, second = rank.traces()
+    assert any(name.endswith(": train") and "test_trace.py(" in name for name in functions(rundir, first))
+    assert multiplications(rundir, first) == 1
+    assert functions(rundir, second) == set()
+    for event in rundir.events("profile"):
+        assert all("(" not in item["name"] and "<" not in item["name"] for item in event["top"]), event["top"]
+    alone = Rank(rundir, 1, profile_steps=1, profile_python=False)
+    alone.train_until(lambda: len(rank.traces()) == 3)
+    alone.end()
+    assert functions(rundir, rank.traces()[-1]) == set()
+
+
 def test_a_request_reaches_ranks_that_did_not_take_it_but_none_that_come_later(rundir: RunDir) -> None:
     ranks = [Rank(rundir, rank) for rank in (0, 1)]
     time.sleep(0.1)
