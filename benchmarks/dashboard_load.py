@@ -3,8 +3,7 @@
 Run `python -m benchmarks.dashboard_load`. The jobs are synthetic run directories, as a cluster of two nodes and the
 trainer leave them; one of them is live and gets events all the time. The server is `dtrain dashboard` in a process of
 its own. Each browser has the table of all jobs open, and a job: half of them the live one, the others each a different
-one that has ended; every tenth browser also asks for a part of the list, as a script would. The first seconds, in which
-all pages are opened, are reported separately.
+one that has ended. The first seconds, in which all pages are opened, are reported separately.
 
     poll_seconds_p95      of the table and the job together, after all pages were opened; wanted: below 2
     opening_seconds_max   slowest first load of the pages: HTML, scripts (compressed), table, job
@@ -16,7 +15,6 @@ all pages are opened, are reported separately.
 from __future__ import annotations
 
 import argparse
-import datetime
 import http.client
 import json
 import math
@@ -31,11 +29,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import psutil
 
-from benchmarks.checkpoint import RESULTS, _cpu
+from benchmarks.host import tell
 
 LIVE = "train-11111111-live0000"
 """Id of the job that trains."""
@@ -122,7 +119,6 @@ class Browser:
 
     port: int
     job_id: str
-    text: str
     opening: float = 0.0
     polls: list[float] = field(default_factory=list)
     errors: int = 0
@@ -154,8 +150,6 @@ class Browser:
         if body:
             found = json.loads(body)
             self._table = (found["version"], found["token"])
-        if self.text:
-            self._get(f"/jobs.json?state=&text={quote(self.text)}&page=0", "list")
         body = self._get(f"/jobs/{self.job_id}.json?since={self._place[0]}&token={self._place[1]}", "job")
         if body:
             found = json.loads(body)
@@ -202,11 +196,11 @@ def complete_list(port: int, limit_seconds: float = 300.0) -> int:
     ends = time.monotonic() + limit_seconds
     while time.monotonic() < ends:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit_seconds)
-        connection.request("GET", "/jobs.json")
+        connection.request("GET", "/table.json")
         found = json.loads(connection.getresponse().read())
         connection.close()
-        if not found.get("unread") and found.get("jobs"):
-            return int(found.get("total", len(found["jobs"])))
+        if not found["unread"] and found["rows"]:
+            return len(found["rows"])
         time.sleep(0.2)
     raise TimeoutError("the list was not read in time")
 
@@ -235,7 +229,6 @@ def measure(jobs: int, browsers: int, seconds: float, seed: int = 0) -> dict[str
             Browser(
                 port=port,
                 job_id=LIVE if number % 2 == 0 else f"train-{past[number] % 97:08x}-{past[number]:08x}",
-                text=f"{number:02x}" if number % 10 == 9 else "",
             )
             for number in range(browsers)
         ]
@@ -299,20 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/dashboard_load.json")
     options = parser.parse_args(arguments)
     load_before = os.getloadavg()[0]
-    result = {
-        "benchmark": "dashboard_load",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        **measure(options.jobs, options.browsers, options.seconds),
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-    }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "dashboard_load.json").write_text(line + "\n")
+    figures = measure(options.jobs, options.browsers, options.seconds)
+    tell("dashboard_load", {**figures, "load_before": round(load_before, 2)}, options.save)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ times: with the server just started, which then reads all run directories, and t
 from __future__ import annotations
 
 import argparse
-import datetime
 import gzip
 import http.client
 import json
@@ -29,8 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import RESULTS, _cpu
 from benchmarks.dashboard_load import LiveJob, percentile, start_server, write_jobs
+from benchmarks.host import tell
 
 POLLS = 20
 FILES = ("/", "/theme.js", "/dashboard.css", "/jobs.css", "/common.js", "/table_state.js", "/jobs.js")
@@ -149,20 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/job_table.json")
     options = parser.parse_args(arguments)
     load_before = os.getloadavg()[0]
-    result = {
-        "benchmark": "job_table",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        **measure(options.jobs),
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-    }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "job_table.json").write_text(line + "\n")
+    tell("job_table", {**measure(options.jobs), "load_before": round(load_before, 2)}, options.save)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -34,7 +33,6 @@ QUIET_SHARE, MOST_QUIET_SECONDS = 1 / 20, 600.0
 """A job whose files have not changed for an hour is read every three minutes; see `keeps_seconds`."""
 FRESH_SECONDS = 2.0
 """A time longer than the resolution of any file system's timestamps."""
-MOST_PAGE = 200
 
 Mark = tuple[int, ...]
 """Times of writing, in nanoseconds, and size of the files that a row is read from."""
@@ -61,20 +59,6 @@ class Listing:
     """The number of run directories not read yet: with thousands of them the first round takes a while."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One page of the jobs that match a query."""
-
-    rows: tuple[JobRow, ...]
-    number: int
-    """The page's number, from 0; the last page where a later one was asked for."""
-    pages: int
-    total: int
-    """The number of jobs on all pages."""
-    states: dict[str, int]
-    """The number of jobs in each state, over all jobs."""
-
-
 @dataclass(slots=True)
 class _Known:
     seen: Seen
@@ -82,22 +66,6 @@ class _Known:
     read_at: float
     fresh: bool
     """Whether it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
-
-
-def page_of(rows: Iterable[JobRow], state: str = "", text: str = "", number: int = 0, size: int = 50) -> Page:
-    """Return the jobs in ``state`` (any where it is "") whose id or model contains ``text``, in the order given.
-    Pure."""
-    rows, wanted, size = tuple(rows), text.casefold(), max(1, min(size, MOST_PAGE))
-    found = [
-        row
-        for row in rows
-        if (not state or row.state == state)
-        and (not wanted or wanted in row.job_id.casefold() or wanted in row.model.casefold())
-    ]
-    pages = max(1, math.ceil(len(found) / size))
-    number = max(0, min(number, pages - 1))
-    states = dict(sorted(Counter(row.state for row in rows).items()))
-    return Page(tuple(found[number * size : (number + 1) * size]), number, pages, len(found), states)
 
 
 def keeps_seconds(seen: Seen, is_local: bool, quiet_seconds: float) -> float:

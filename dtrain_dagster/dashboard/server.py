@@ -9,11 +9,7 @@ a shared answer is made once, and a browser that has it already gets "not modifi
 from __future__ import annotations
 
 import gzip
-import threading
-import zlib
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
 from functools import cache
 
 from starlette.applications import Starlette
@@ -24,20 +20,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page, prometheus
-from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, tell_error
 from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_index import Listing, page_of
 from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
 from dtrain_dagster.dashboard.table_routes import table_routes
 from dtrain_dagster.web.guard import Guard, rules_for
 
-LIST_WAIT_SECONDS = 2.0
-"""The longest wait of a page for the list to be read; then it shows what was read until then."""
-PAGE_SIZE = 50
-MOST_TEXT = 200
-MOST_LISTS = 64
-"""The most pages of the list that are kept in their encoded form."""
 CHUNK_BYTES = 64 * 2**10
 HEADERS = {
     "content-security-policy": page.LIVE_POLICY,
@@ -56,7 +44,6 @@ def build_app(
 ) -> Starlette:
     """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``fleets``:
     those that have a page; None: there is no such page. ``services``: what a job's page offers."""
-    lists = Lists()
 
     def script(request: Request) -> Response:
         return Response(page.static(request.url.path[1:]), media_type="text/javascript")
@@ -71,16 +58,6 @@ def build_app(
         # In pieces, as fast as the browser takes them: whole, it would wait in memory for each slow one.
         return StreamingResponse(_pieces(_plotly(takes)), media_type="text/javascript", headers=headers)
 
-    def jobs(request: Request) -> Response:
-        try:
-            listing = board.listing(LIST_WAIT_SECONDS)
-        except OSError as error:
-            return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
-        asked = request.query_params
-        state, text = asked.get("state", "")[:MOST_TEXT], asked.get("text", "")[:MOST_TEXT]
-        body, tag = lists.get(listing, state, text, read_number(asked.get("page", "")))
-        return answer_json(request, body, tag)
-
     def metrics(request: Request) -> Response:
         return Response(prometheus.exposition(board), media_type=prometheus.CONTENT_TYPE)
 
@@ -92,7 +69,6 @@ def build_app(
             *(Route(f"/{name}", script) for name in scripts),
             *(Route(f"/{name}", style) for name in page.STYLES),
             Route("/plotly.js", plotly),
-            Route("/jobs.json", jobs),
             *job_routes(board, services),
             Route("/metrics", metrics),
             *(fleet_routes(fleets) if fleets else []),
@@ -102,40 +78,6 @@ def build_app(
             Middleware(Guard, rules=rules),
         ],
     )
-
-
-class Lists:
-    """A cache of encoded pages of the list, each made once for all browsers that ask for it."""
-
-    def __init__(self, kept: int = MOST_LISTS) -> None:
-        self._made: OrderedDict[tuple[str, str, int], tuple[Listing, bytes]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._kept = kept
-
-    def get(self, listing: Listing, state: str, text: str, number: int) -> tuple[bytes, str]:
-        """Return the body, and a tag that is the same as long as the body is."""
-        asked = (state, text, number)
-        with self._lock:
-            made = self._made.get(asked)
-            if made is None or made[0] is not listing:
-                made = self._made[asked] = (listing, encode(_list(listing, state, text, number)))
-            self._made.move_to_end(asked)
-            while len(self._made) > self._kept:
-                self._made.popitem(last=False)
-        return made[1], f'"{zlib.crc32(made[1]):08x}-{len(made[1])}"'
-
-
-def _list(listing: Listing, state: str, text: str, number: int) -> dict[str, object]:
-    found = page_of(listing.rows, state, text, number, PAGE_SIZE)
-    return {
-        "jobs": [asdict(row) for row in found.rows],
-        "page": found.number,
-        "pages": found.pages,
-        "first": found.number * PAGE_SIZE,
-        "total": found.total,
-        "states": found.states,
-        "unread": listing.unread,
-    }
 
 
 @cache

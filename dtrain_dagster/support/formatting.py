@@ -10,10 +10,10 @@ _MOST = 2000
 
 
 def dollars(usd: float) -> str:
-    """Return ``$0.0042``, ``$1.23``, ``$1,234``: enough digits to be a figure, not more."""
+    """Return ``$0.0042``, ``$0.00``, ``$1.23``, ``$1,234``: enough digits to be a figure, not more."""
     if abs(usd) >= 1000:
         return f"${usd:,.0f}"
-    return f"${usd:.2f}" if abs(usd) >= 1 else f"${usd:.4f}"
+    return f"${usd:.2f}" if abs(usd) >= 1 or usd == 0 else f"${usd:.4f}"
 
 
 def in_markdown(text: object, most: int = _MOST) -> str:

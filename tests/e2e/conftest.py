@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,19 @@ def make_project(home: Path, **env: str) -> Project:
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
     return Project(home=home, env=inherited | own | env)
+
+
+@contextmanager
+def dashboard_of(project: Project, *options: str, **env: str) -> Iterator[str]:
+    """`dtrain dashboard` of a home as a process of its own, on a free port of loopback; its address."""
+    command = [str(BIN / "dtrain"), "dashboard", "--port", "0", *options]
+    process = subprocess.Popen(command, cwd=ROOT, env=project.env | env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        assert process.wait(20) is not None
 
 
 @pytest.fixture(scope="session")

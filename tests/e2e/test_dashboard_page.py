@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
 from .chromium import BROWSER_TEST, chromium, patient_page, shot
-from .conftest import BIN, ROOT, Project, make_project, wait_for
+from .conftest import Project, dashboard_of, make_project, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
 
@@ -32,13 +31,8 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture
 def url(project: Project) -> Iterator[str]:
-    """The dashboard as a process of its own, on a free port of loopback."""
-    command = [str(BIN / "dtrain"), "dashboard", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, env=project.env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    yield process.stdout.readline().strip()
-    process.terminate()
-    assert process.wait(20) is not None
+    with dashboard_of(project) as address:
+        yield address
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, told, write_run
 
 from .chromium import BROWSER_TEST, shot
-from .conftest import BIN, ROOT, Project, wait_for
+from .conftest import Project, dashboard_of, wait_for
 from .test_dashboard_page import figure, page, project  # noqa: F401
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
@@ -26,14 +25,9 @@ MESSAGE = f"rank 1 on node 1 failed first (exit code 1); the end of its log:\n{H
 
 @pytest.fixture
 def url(project: Project) -> Iterator[str]:
-    """The dashboard as a process of its own, which asks for a token before it takes orders."""
-    command = [str(BIN / "dtrain"), "dashboard", "--port", "0", "--token", "env:DASHBOARD_TOKEN"]
-    env = project.env | {"DASHBOARD_TOKEN": TOKEN}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    yield process.stdout.readline().strip()
-    process.terminate()
-    assert process.wait(20) is not None
+    """A dashboard that asks for a token before it takes orders."""
+    with dashboard_of(project, "--token", "env:DASHBOARD_TOKEN", DASHBOARD_TOKEN=TOKEN) as address:
+        yield address
 
 
 def fits(page: Page) -> None:

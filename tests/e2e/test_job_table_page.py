@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
+from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
 from .chromium import BROWSER_TEST, chromium, patient_page, shot
-from .conftest import BIN, ROOT, Project, make_project, wait_for
+from .conftest import Project, dashboard_of, make_project, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
 
@@ -65,13 +65,8 @@ def write(
 
 @pytest.fixture(scope="module")
 def url(project: Project) -> Iterator[str]:
-    """The dashboard as a process of its own, on a free port of loopback."""
-    command = [str(BIN / "dtrain"), "dashboard", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, env=project.env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    yield process.stdout.readline().strip()
-    process.terminate()
-    assert process.wait(20) is not None
+    with dashboard_of(project) as address:
+        yield address
 
 
 @pytest.fixture
@@ -135,6 +130,13 @@ def test_all_jobs_are_sorted_filtered_and_folded_and_the_address_keeps_it(url: s
     assert page.locator("#search").input_value() == "SWEEP 0001"
     page.fill("#search", "no job is called so")
     page.get_by_text("No job is like that.").wait_for()
+
+
+def test_pages_write_dollars_as_all_else_does(url: str, page: Page):
+    amounts = [0, 0.00421, 0.5, 0.99996, 1, 1.234, -0.5, 999.994, 1234.4, 1e6]
+    for address in ("", "overlay", "fleets", "jobs/older"):
+        page.goto(f"{url}{address}")
+        assert page.evaluate("amounts => amounts.map(money)", amounts) == [dollars(usd) for usd in amounts], address
 
 
 def test_a_keyboard_does_all_of_it(url: str, page: Page):

@@ -20,7 +20,7 @@ def windows(gain: float | None, t: float | None) -> dict[str, Any]:
     [
         (0.006, 3.1, 2.1, "over ridge: 0.0060 nats (t 3.1) for $2.10: $350 per nat"),
         (0.006, 3.1, None, "over ridge: 0.0060 nats (t 3.1) at a cost that is not known"),
-        (0.006, 3.1, 0.0, "over ridge: 0.0060 nats (t 3.1) for $0.0000"),
+        (0.006, 3.1, 0.0, "over ridge: 0.0060 nats (t 3.1) for $0.00"),
         (-0.0004, -0.1, 0.21, "over ridge: no gain beyond chance (−0.0004 nats, t −0.1) for $0.2100"),
         (0.004, 2.0, 0.21, "over ridge: no gain beyond chance (0.0040 nats, t 2.0) for $0.2100"),
         (-0.006, -3.1, 0.21, "over ridge: no gain (−0.0060 nats, t −3.1) for $0.2100"),

@@ -188,10 +188,20 @@ def serving(jobs: Path) -> Iterator[str]:
     thread.join(10)
 
 
+def rows_of(url: str) -> list[dict[str, Any]]:
+    """The whole table of a server, once it has read all jobs and their figures."""
+    until = time.monotonic() + 60
+    while True:
+        table = requests.get(f"{url}/table.json", timeout=10).json()
+        if not table["unread"] and not any(row.get("unread") for row in table["rows"]):
+            return table["rows"]
+        assert time.monotonic() < until, table
+        time.sleep(0.1)
+
+
 def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     url, rundir = served
-    jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
-    assert {job["job_id"]: (job["state"], job["model"], job["step"]) for job in jobs} == {
+    assert {job["id"]: (job["state"], job["model"], job["step"]) for job in rows_of(url)} == {
         "newer": ("running", "tcn", 200),
         "older": ("succeeded", "tcn", 25),
     }
@@ -238,14 +248,14 @@ def test_the_server_answers_nobody_else(served: tuple[str, RunDir]):
     for path in ("jobs/..%2fjobs.json", "jobs/%2e%2e.json", "jobs/newer%2f..%2folder.json", "jobs/nobody.json"):
         assert requests.get(f"{url}/{path}", timeout=10).status_code == 404, path
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert requests.get(f"{url}/jobs.json", headers={"Host": host}, timeout=10).status_code in (400, 403)
-    assert requests.get(f"{url}/jobs.json", headers={"Host": "localhost:8060"}, timeout=10).status_code == 200
+        assert requests.get(f"{url}/table.json", headers={"Host": host}, timeout=10).status_code in (400, 403)
+    assert requests.get(f"{url}/table.json", headers={"Host": "localhost:8060"}, timeout=10).status_code == 200
     answer = requests.get(url, headers={"Origin": "http://evil.example"}, timeout=10)
     assert "access-control-allow-origin" not in answer.headers
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self';" in policy
-    assert requests.post(f"{url}/jobs.json", json={}, timeout=10).status_code == 405
+    assert requests.post(f"{url}/table.json", json={}, timeout=10).status_code == 405
 
 
 def test_a_saved_report_needs_nothing_and_runs_nothing_but_its_own_scripts(served: tuple[str, RunDir]):
@@ -260,7 +270,7 @@ def test_a_saved_report_needs_nothing_and_runs_nothing_but_its_own_scripts(serve
     assert allowed
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert allowed[1] == " ".join(f"'sha256-{digest}'" for digest in digests)
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     data = re.search(r'id="snapshot-data">(.*?)</script>', html, flags=re.DOTALL)
     assert data
     assert json.loads(data[1])["news"][0]["text"] == HOSTILE
@@ -314,12 +324,12 @@ def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
             rundir.storage.write(file, data)
     RunDir(str(tmp_path / "command")).write_json("launch.json", {"launch": 1})  # of `dtrain launch`: no training
     with serving(tmp_path) as url:
-        jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
+        jobs = rows_of(url)
         metrics = requests.get(f"{url}/metrics", timeout=10).text
         answer = requests.get(f"{url}/jobs/cut.json", timeout=10)
     whole = {"sound": "running", "node": "running"}
-    assert {row["job_id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "damaged") | whole
-    reasons = {row["job_id"]: row["reason"] for row in jobs}
+    assert {row["id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "damaged") | whole
+    reasons = {row["id"]: row["verdict"] for row in jobs}
     assert "job.json is damaged: it is no object" in reasons["list"]
     assert "'started_at' is no number" in reasons["date"]
     assert 'dtrain_step{job="sound"} 25.0' in metrics

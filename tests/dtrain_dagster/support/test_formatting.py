@@ -9,7 +9,8 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 
 
 def test_figures_have_as_many_digits_as_tell_something():
-    assert [dollars(usd) for usd in (0.00421, 1.234, -0.5, 1234.4)] == ["$0.0042", "$1.23", "$-0.5000", "$1,234"]
+    amounts = (0.0, 0.00421, 1.234, -0.5, 1234.4)
+    assert [dollars(usd) for usd in amounts] == ["$0.00", "$0.0042", "$1.23", "$-0.5000", "$1,234"]
     assert [format_duration(seconds) for seconds in (42, 185, 7800)] == ["42 s", "3 min 05 s", "2 h 10 min"]
 
 
