@@ -10,6 +10,9 @@ a GPU can do.
                         half of the steps and resumed, end with the weights of the first
     trainings           each: the milliseconds of a step (median), the last loss, the largest difference of any loss to
                         that of the CPU, and the NLL on the test split
+    after_a_trace       how much slower steps are after a trace of three steps: the median step after it ÷ the median
+                        step before it in the same training, over ``ROUNDS`` trainings; the same without a trace; and
+                        with CUPTI, by which torch sees what the GPU does, left attached after the trace
     two_ranks           where two ranks on this machine train: on the CPU where it has one GPU
 
 The result is written to ``benchmarks/results/gpu.json`` with --save.
@@ -47,6 +50,13 @@ TRAININGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 ALIKE = ("fp32_again", "data_in_host_memory", "killed_and_resumed")
 """Trainings that must end with the bits of the first."""
+ROUNDS = 3
+TRACED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
+    "no_trace": ({"profile_steps": None}, {}),
+    "detached": ({}, {}),
+    "left_attached": ({}, {"TEARDOWN_CUPTI": "0"}),
+}
+"""Settings and environment of the trainings of ``after_a_trace``."""
 
 
 class Trainings:
@@ -91,13 +101,24 @@ class Trainings:
         if process.returncode or result.get("status") != "succeeded":
             raise RuntimeError(f"{rundir.uri}: {result.get('error') or errors[-500:]}")
         steps = [item for item in rundir.events() if item["kind"] == "step"]
+        seconds = [item["step_seconds"] for item in steps]
         return {
             "device": result["device"],
-            "step_ms": round(1000 * statistics.median(item["step_seconds"] for item in steps[WARM_STEPS:]), 3),
+            "step_ms": round(1000 * statistics.median(seconds[WARM_STEPS:]), 3),
+            "seconds": seconds,
             "weights": result["weights_sha256"],
             "test_nll": (rundir.read_json(EVALUATION) or {})["model"]["nll"],
             "losses": [item["loss"] for item in steps],
         }
+
+    def compare_after_a_trace(self, name: str) -> float:
+        """Return the median step after the middle of a training ÷ the median before it, in one of `TRACED`."""
+        settings, env = TRACED[name]
+        middle, room = self._steps // 2, self._steps // 10  # a trace is still written during the steps after it
+        traced = {"profile_steps": 3, "profile_from_step": middle, **settings}
+        rest = {"eval_frequency": None, "checkpoint_frequency": 10 * self._steps}
+        seconds = self.run(self.prepare(f"{name}-{time.monotonic_ns()}", **rest, **traced), env=env)["seconds"]
+        return statistics.median(seconds[middle + room :]) / statistics.median(seconds[WARM_STEPS:middle])
 
     def kill_and_resume(self) -> dict[str, Any]:
         """Return what came of a job that was killed after half of its steps, and started again."""
@@ -146,6 +167,13 @@ def measure(folder: Path, dataset: DatasetRef, steps: int, seconds: float) -> di
         "two_ranks",
         lambda: trainings.run(trainings.prepare("two_ranks", world_size=2, batch_size_per_gpu=BATCH // 2), ranks=2),
     )
+    ratios: dict[str, list[float]] = {name: [] for name in TRACED}
+    for _ in range(ROUNDS):  # side by side, so that a noisy minute is in all of them
+        for name, found_ratios in ratios.items():
+            try:
+                found_ratios.append(trainings.compare_after_a_trace(name))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                failed[name] = f"{type(error).__name__}: {error}"
     first, usual = found.get("fp32", {}), found.get("cpu", {}).get("losses", [])
     return {
         "gpu": torch.cuda.get_device_name(0),
@@ -153,6 +181,11 @@ def measure(folder: Path, dataset: DatasetRef, steps: int, seconds: float) -> di
         "collectives": try_collectives(),
         "same_bits": {name: found[name]["weights"] == first.get("weights") for name in ALIKE if name in found},
         "two_ranks": found.get("two_ranks", {}).get("device"),
+        "after_a_trace": {
+            name: {"ratio": round(statistics.median(values), 3), "all": [round(value, 3) for value in sorted(values)]}
+            for name, values in ratios.items()
+            if values
+        },
         "trainings": {
             name: {
                 "device": item["device"],

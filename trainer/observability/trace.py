@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import re
 import tempfile
@@ -182,7 +183,7 @@ class StepProfiler:
             self._left -= 1
             if self._left == 0:
                 self._end(step)
-        if self._profile is None:
+        else:  # not in the step that ended a trace: CUPTI is detached in the next one, and would see nothing of it
             self._begin_if_due(step)
 
     def close(self, step: int) -> None:
@@ -203,6 +204,9 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+            # Without this CUPTI stays attached after the trace, and each later step pays for it (`benchmarks.gpu`).
+            # With CUDA graphs torch has set it to 0 where the two do not go together.
+            os.environ.setdefault("TEARDOWN_CUPTI", "1")
         # Two at once end in a crash. One of all threads is known to the second of these only.
         if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
             return self._failed(step, "the model's own code is tracing already")

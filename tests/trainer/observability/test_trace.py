@@ -14,7 +14,7 @@ import torch
 from trainer.config import DistributedTrainingConfig
 from trainer.observability import trace as profiling
 from trainer.observability.reporter import Reporter
-from trainer.observability.trace import StepProfiler
+from trainer.observability.trace import StepProfiler, TraceRequest
 from trainer.rundir import PROFILE_REQUEST, RunDir
 
 
@@ -224,3 +224,13 @@ def test_a_folder_in_the_place_of_a_request_is_reported_once(rundir: RunDir, tmp
     rank.end()
     assert len(list(rundir.events("error"))) == 1
     assert not rank.traces()
+
+
+def test_a_step_without_a_trace_lies_between_two(rundir: RunDir) -> None:
+    """On a GPU the tool that reads it is detached in the step after a trace: a trace begun at once saw nothing of it."""
+    rank = Rank(rundir, profile_steps=2)
+    for _ in range(3):
+        rank.profiler.requests.asked.put(TraceRequest(steps=1))
+    rank.train(20)
+    rank.end()
+    assert [event["step"] for event in rundir.events("profile")] == [2, 4, 6, 8]
