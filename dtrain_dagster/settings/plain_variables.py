@@ -37,7 +37,7 @@ OF_NODES = VariableGroup(
     "environment of `ray start`.",
     {
         "DTRAIN_CACHE": PlainVariable(
-            "Folder of a node's copies of datasets. It must be your own, on a file system that keeps owners and modes",
+            "Folder on each node for its copies of datasets; it must be your own, where owners and modes are kept",
             "`cache` in the home; on nodes of other machines `/tmp/dtrain-cache`; under torchrun `dtrain` in "
             "`XDG_CACHE_HOME`, else `dtrain-cache-<uid>` in the folder for temporary files",
         ),

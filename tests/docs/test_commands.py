@@ -69,6 +69,36 @@ def test_every_command_can_be_given_as_it_is_written(document: Path):
                     pytest.fail(f"{document.name}: {' '.join(words)}: {error.format_message()}")
 
 
+def check_mention(words: list[str]) -> None:
+    """Raise `click.UsageError` if a command of dtrain that prose mentions, or an option of it, does not exist. What it
+    needs besides, prose leaves out."""
+    command: click.Command = dtrain
+    arguments = words[1:]
+    while isinstance(command, click.Group) and arguments and re.fullmatch("[a-z][a-z-]*", arguments[0]):
+        found = command.get_command(click.Context(command), arguments.pop(0))
+        if found is None:
+            raise click.UsageError(f"no command {' '.join(words)!r}")
+        command = found
+    named = {word for word in arguments if word.startswith("--") and word != "--"}
+    has = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    if missing := named - has - {"--help"}:
+        raise click.UsageError(f"{' '.join(words)!r} has no option {', '.join(sorted(missing))}")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_that_prose_mentions_exists(document: Path):
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for mention in re.findall(r"`(dtrain [^`]+)`", prose):
+        own = re.split(r" -- | \| | …", mention.replace("\n", " "))[0]
+        check_mention(own.split())
+
+
+@pytest.mark.parametrize("words", ["dtrain jog", "dtrain fleet stats NAME", "dtrain cost JOB --usage"])
+def test_a_command_that_prose_should_not_mention_is_found(words: str):
+    with pytest.raises(click.UsageError):
+        check_mention(words.split())
+
+
 @pytest.mark.parametrize(
     "words",
     ["dtrain job", "dtrain jobs --colour", "dtrain work dagster asset wipe --al", "make tee", "python -m trainer.x"],
