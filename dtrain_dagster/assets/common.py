@@ -38,6 +38,11 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 """Pydantic's names of a number's bounds, and their words."""
 MOST_ROWS = 10
 """The most rows of a table on a page."""
+MOST_UNBROKEN = 48
+"""The most letters of an address that a page shows in one line at a width of 1500 pixels. Browsers break addresses at
+hyphens."""
+_NO_TARGET = re.compile(r"[<>\\\s]")
+"""What may not be in the target of a Markdown link."""
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
@@ -196,10 +201,19 @@ def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
     return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 
-def links(**addresses: str) -> dict[str, dg.UrlMetadataValue]:
-    """Return the addresses that are pages of the web, as links that can be clicked."""
+def links(**addresses: str) -> dict[str, dg.MetadataValue]:
+    """Return the addresses that are pages of the web, as links that can be clicked. One with a piece of more than
+    `MOST_UNBROKEN` letters, which the UI would show in full and not break, has its name as its text."""
     return {
-        name: dg.MetadataValue.url(address)
+        name: link_to(name, address)
         for name, address in addresses.items()
         if address.startswith(("https://", "http://"))  # no javascript: in a link of the UI
     }
+
+
+def link_to(name: str, address: str) -> dg.MetadataValue:
+    """Return a link to an address of the web, see `links`. Pure."""
+    is_short = max(map(len, address.split("-"))) <= MOST_UNBROKEN
+    if is_short or _NO_TARGET.search(address):
+        return dg.MetadataValue.url(address)
+    return dg.MarkdownMetadataValue(f"[{name.replace('_', ' ')}](<{address}>)")

@@ -106,7 +106,7 @@ def read_prices(
         "licence": source["licence"],
         "notes": source["notes"],
         "sha256": source["sha256"],
-        "path": dg.MetadataValue.path(str(ref.path)),
+        "prices_file": dg.MetadataValue.path(str(ref.path)),
     }
     if len(masks) > MOST_ROWS:
         metadata["masked_in_all"] = dg.JsonMetadataValue([dict(mask.data) for mask in masks])
@@ -201,7 +201,7 @@ def show_dataset(
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
             "data_engine": engine if built.built else "not asked: it was there already",
-            "path": dg.MetadataValue.path(built.uri),
+            "dataset_folder": dg.MetadataValue.path(built.uri),
             "read_by_nodes_at": shared_uri,
         },
     )
