@@ -25,6 +25,7 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
@@ -184,6 +185,11 @@ def with_rest(rows: Sequence[Mapping[str, Any]], name: str, sums: Sequence[str])
     others: dict[str, Any] = dict.fromkeys(rows[0], "")
     others |= {name: f"{len(rest)} others"} | {column: sum(row[column] for row in rest) for column in sums}
     return [*kept, others]
+
+
+def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
+    """Return lines as a list that the UI shows in place, "none" for no lines. It hides lists as JSON behind a link."""
+    return dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(line)}" for line in lines) or "none")
 
 
 def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
