@@ -17,6 +17,7 @@ from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
+from dtrain_dagster.support.value_store import value_files
 from trainer.model.allowed_factories import VARIABLE
 
 if TYPE_CHECKING:
@@ -381,8 +382,5 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
         endpoint_token=settings.endpoint_token or "",
     )
     resources: dict[str, Any] = {names.project: project, names.cluster: cluster}
-    if folder is not None:
-        resources[names.values] = build_value_store(folder)
-    elif names.pipeline:
-        resources[names.values] = dg.FilesystemIOManager()
+    resources[names.values] = value_files if folder is None else build_value_store(folder)
     return resources

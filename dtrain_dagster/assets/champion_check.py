@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.common import sentences
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, Registered, prices_of, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
@@ -107,7 +108,7 @@ def judge_champion(
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
             **facts,
-            "better": better,
+            "better": sentences(better),
             "nll": report["nll"],
             "days": report["days"],
             "windows": report["windows"],

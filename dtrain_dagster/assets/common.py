@@ -25,6 +25,7 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError, describe_errors
 from trainer.rundir import RunDir
@@ -38,6 +39,11 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 """Pydantic's names of a number's bounds, and their words."""
 MOST_ROWS = 10
 """The most rows of a table on a page."""
+MOST_UNBROKEN = 48
+"""The most letters of an address that a page shows in one line at a width of 1500 pixels. Browsers break addresses at
+hyphens."""
+_NO_TARGET = re.compile(r"[<>\\\s]")
+"""What may not be in the target of a Markdown link."""
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
@@ -181,6 +187,11 @@ def with_rest(rows: Sequence[Mapping[str, Any]], name: str, sums: Sequence[str])
     return [*kept, others]
 
 
+def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
+    """Return lines as a list that the UI shows in place, "none" for no lines. It hides lists as JSON behind a link."""
+    return dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(line)}" for line in lines) or "none")
+
+
 def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
     """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
     from dtrain_dagster.costs.export import to_csv
@@ -196,10 +207,19 @@ def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
     return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 
-def links(**addresses: str) -> dict[str, dg.UrlMetadataValue]:
-    """Return the addresses that are pages of the web, as links that can be clicked."""
+def links(**addresses: str) -> dict[str, dg.MetadataValue]:
+    """Return the addresses that are pages of the web, as links that can be clicked. One with a piece of more than
+    `MOST_UNBROKEN` letters, which the UI would show in full and not break, has its name as its text."""
     return {
-        name: dg.MetadataValue.url(address)
+        name: link_to(name, address)
         for name, address in addresses.items()
         if address.startswith(("https://", "http://"))  # no javascript: in a link of the UI
     }
+
+
+def link_to(name: str, address: str) -> dg.MetadataValue:
+    """Return a link to an address of the web, see `links`. Pure."""
+    is_short = max(map(len, address.split("-"))) <= MOST_UNBROKEN
+    if is_short or _NO_TARGET.search(address):
+        return dg.MetadataValue.url(address)
+    return dg.MarkdownMetadataValue(f"[{name.replace('_', ' ')}](<{address}>)")

@@ -322,6 +322,7 @@ def _table(rows: "Rows", name: str, columns: Sequence[str]) -> dg.TableMetadataV
     """Return the largest rows as a table whose dollars add up to the bill."""
     sums = [column for column in columns if rows and isinstance(rows[0][column], int | float | Decimal)]
     plain = [{key: _number(value) for key, value in row.items()} for row in with_rest(rows, name, sums)]
+    plain = [row | {key: round(row[key], 1) for key in ("node_seconds", "seconds") if key in row} for row in plain]
     return best_rows(plain, columns)
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import MOST_ROWS, LaunchpadOptions, best_rows, charts, head_of_page, refusing_mistakes
+from dtrain_dagster.assets.common import (
+    MOST_ROWS,
+    LaunchpadOptions,
+    best_rows,
+    charts,
+    head_of_page,
+    refusing_mistakes,
+    sentences,
+)
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
@@ -105,8 +113,8 @@ def read_prices(
         "title": source["title"],
         "licence": source["licence"],
         "notes": source["notes"],
-        "sha256": source["sha256"],
-        "path": dg.MetadataValue.path(str(ref.path)),
+        "sha256": f"{source['sha256'][:16]}…, the manifest has all of it",
+        "prices_folder": dg.MetadataValue.path(str(ref.path.parent)),
     }
     if len(masks) > MOST_ROWS:
         metadata["masked_in_all"] = dg.JsonMetadataValue([dict(mask.data) for mask in masks])
@@ -120,7 +128,7 @@ def read_prices(
 
 def _asset_check(check: CheckResult) -> dg.AssetCheckResult:
     severity = dg.AssetCheckSeverity.ERROR if check.severity == "error" else dg.AssetCheckSeverity.WARN
-    metadata = {"found": check.metadata["found"], "examples": check.metadata["examples"]}
+    metadata = {"found": check.metadata["found"], "examples": sentences(check.metadata["examples"])}
     return dg.AssetCheckResult(check_name=check.name, passed=check.passed, severity=severity, metadata=metadata)
 
 
@@ -201,7 +209,7 @@ def show_dataset(
             "excluded_tickers": dg.JsonMetadataValue(built.excluded),
             "rebuilt": built.built,
             "data_engine": engine if built.built else "not asked: it was there already",
-            "path": dg.MetadataValue.path(built.uri),
+            "dataset_folder": dg.MetadataValue.path(built.uri),
             "read_by_nodes_at": shared_uri,
         },
     )
@@ -300,7 +308,8 @@ def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.Asse
     report = json.loads(storage.read(name))
     figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
     for check, reasons in report["checks"].items():
-        metadata = {"reasons": reasons, "constant_nll": report["constant_nll"], **figures, "seconds": report["seconds"]}
+        metadata: dict[str, Any] = {"reasons": sentences(reasons), "constant_nll": report["constant_nll"], **figures}
+        metadata["seconds"] = report["seconds"]
         yield dg.AssetCheckResult(check_name=check, asset_key=key, passed=not reasons, metadata=metadata)
 
 

@@ -95,7 +95,7 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
             **({"dagster/row_count": taken.rows} if taken.rows else {}),
             "dataset_id": taken.dataset_id,
             "kind": manifest.get("kind", "windows"),
-            "path": dg.MetadataValue.path(taken.uri),
+            "dataset_folder": dg.MetadataValue.path(taken.uri),
             "read_by_nodes_at": taken.shared_uri,
         },
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
-SHOWN = ("mark", "usd", "seconds", "nodes", "sku", "tier")
+SHOWN = ("mark", "usd", "seconds", "choice")
 """The columns of the table on the page; the file has all."""
 
 
@@ -40,14 +40,17 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         first = [choice for choice in table.rows[:MOST_ROWS] if not choice.is_planned]
         planned = [choice for choice in table.rows if choice.is_planned]
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
-        shown = [_row(choice) | {"sku": choice.sku.removeprefix("Standard_")} for choice in best]
+        shown = [_row(choice) | {"choice": choice.name} for choice in best]
         metadata["choices"] = best_rows(shown, SHOWN)
         rows = [_row(choice) for choice in table.rows]
         metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
         metadata["choices_picture"] = charts({"Cost against time of every choice": choices_chart(table)})
     metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
     if table.not_available:
-        missing = [{"sku": item.sku, "tier": tier_words(item.tier), "why": item.why} for item in table.not_available]
+        missing = [
+            {"sku": item.sku.removeprefix("Standard_"), "tier": tier_words(item.tier), "why": item.why}
+            for item in table.not_available
+        ]
         metadata["choices_not_available"] = best_rows(missing)
     return metadata
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures
+from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
@@ -251,7 +251,7 @@ def check_results(
         dg.AssetCheckResult(
             check_name="promotion_gate",
             passed=verdict.passed,
-            metadata={"reasons": list(verdict.reasons), **figure},
+            metadata={"reasons": sentences(verdict.reasons), **figure},
         ),
         dg.AssetCheckResult(
             check_name="serving_endpoint_answers",

@@ -179,7 +179,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
         "cause": performance.diagnosis.where,
         "cause_percent": 100 * performance.diagnosis.share,
         "samples_per_second": performance.samples_per_second,
-        "samples_per_second_per_rank": performance.samples_per_second_per_rank,
+        "rank_samples_per_second": performance.samples_per_second_per_rank,
         "step_milliseconds_median": performance.step_milliseconds_median,
         "step_milliseconds_p95": performance.step_milliseconds_p95,
         "goodput_percent": 100 * performance.goodput.share,
@@ -196,7 +196,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
         if communication.overlap is not None:
             figures["overlap_percent"] = 100 * communication.overlap
         if communication.bandwidth_bytes_per_second:
-            figures["bandwidth_megabytes_per_second"] = communication.bandwidth_bytes_per_second / 1e6
+            figures["megabytes_per_second"] = communication.bandwidth_bytes_per_second / 1e6
     also = [
         f"- {item.where}, {item.share:.0%} of training time: {item.evidence}" for item in performance.diagnosis.also
     ]

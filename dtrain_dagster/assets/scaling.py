@@ -132,7 +132,7 @@ def study_scaling(
     folder = f"{project.shared_uri}/{FOLDER}"
     text = json.dumps(scaling.scaling_document(study), allow_nan=False)
     open_storage(folder).write(f"{mark}.json", text.encode())
-    addresses = {"dashboard": group_page(project.dashboard_url, "scaling study", mark)}
+    addresses = {"dashboard": group_page(project.dashboard_url, mark, "scaling study")}
     return dg.MaterializeResult(
         metadata=scaling_page(study, folder, mark, uneven, addresses),
         check_results=[model_check(study)],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Study
     from dtrain_dagster.monitoring.scaling_points import ScalingPoint
 
-SHOWN = ("scaling", "nodes", "samples/s", "ms a step", "communication", "cost of an epoch")
+SHOWN = ("scaling", "nodes", "samples/s", "communication", "$ an epoch")
 """The columns of the table on the page; the file has all."""
 
 
@@ -96,7 +96,7 @@ def row(point: ScalingPoint) -> dict[str, Any]:
         "communication": f"{point.network_seconds / point.step_seconds:.1%}",
         "waiting": f"{point.waiting_seconds / point.step_seconds:.1%}",
         "communication / compute": round(point.communication_to_compute, 3),
-        "cost of an epoch": dollars(point.usd_per_epoch),
+        "$ an epoch": round(point.usd_per_epoch, 4),
     }
 
 

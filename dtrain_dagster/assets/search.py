@@ -166,7 +166,7 @@ def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", 
     name, best = search.request.name, source.best
     return {
         "best_job": project.job_url(trial_id(name, best.number)) if best else "",
-        "all_jobs": group_page(project.dashboard_url, "search", name),
+        "all_jobs": group_page(project.dashboard_url, name, "search"),
         "run_page": run_page(project.mlflow_url, run_id),
     }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.space import Space
     from dtrain_dagster.search.trials import Trial
 
-MOST_PARAMETERS = 3
+MOST_PARAMETERS = 2
 """The columns of values on the page; the file has all."""
 LAST = "after its last trial"
 """When a search has ended that nothing has ended before."""
@@ -57,7 +57,7 @@ def search_page(
         "result_file": dg.MetadataValue.path(search.result_file),
         "search": search.request.name,
         **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
-        "improvements": dg.JsonMetadataValue(result["improvements"]),
+        "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
         "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
         "price": price_words,
         "ended": result["ended"] or LAST,
@@ -98,6 +98,17 @@ def steps_of(found: Sequence[Improvement], usd: float) -> list[tuple[float, floa
     return [*corners, (usd, corners[-1][1])] if corners else []
 
 
+def improvements_list(found: Sequence[Improvement], metric: str) -> str:
+    """Return each improvement with its price, as a Markdown list. Pure."""
+    lines = [
+        f"- trial {item.trial}: {metric} {item.score:.6g}"
+        + ("" if item.gained is None else f", better by {item.gained:.3g}")
+        + f" for {dollars(item.usd_since)}"
+        for item in found
+    ]
+    return "\n".join(lines) or "none"
+
+
 def trial_rows(
     space: Space, trials: Sequence[Trial], sign: float, metric: str, importance: Mapping[str, float]
 ) -> list[dict[str, Any]]:
@@ -111,7 +122,7 @@ def trial_rows(
         row: dict[str, Any] = {
             "trial": trial.number,
             metric: "–" if score is None else f"{score:.6g}",
-            "usd": dollars(trial.usd),
+            "usd": round(trial.usd, 4),
             "evaluations": f"{len(trial.scores)}/{trial.of}",
         }
         values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in order[:MOST_PARAMETERS]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import read_finished
+from dtrain_dagster.assets.common import read_finished, sentences
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
@@ -328,7 +328,7 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
     return dg.AssetCheckResult(
         check_name="every_sample_used_once",
         passed=not wrong,
-        metadata={"samples": count, "epochs": len(epochs), "wrong": wrong},
+        metadata={"samples": count, "epochs": len(epochs), "wrong": sentences(wrong)},
     )
 
 
@@ -341,5 +341,6 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
         check_name="no_baseline_is_better",
         passed=not better,
         severity=dg.AssetCheckSeverity.WARN,
-        metadata={**figure, "better": better} | ({"not_tested_for_chance": untested} if untested else {}),
+        metadata={**figure, "better": sentences(better)}
+        | ({"not_tested_for_chance": sentences(untested)} if untested else {}),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, table_file
+from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, sentences, table_file
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.walk_forward import TrainedYear
 from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path, walk_forward_names
@@ -85,7 +85,7 @@ def report_years(
     for sentence in document["notes"]:
         context.log.info(sentence)
     gate = document["gate"]
-    address = group_page(project.dashboard_url, "walk forward", walk_forward_names(names).pipeline)
+    address = group_page(project.dashboard_url, walk_forward_names(names).pipeline)
     return dg.MaterializeResult(
         metadata=report_page(years, document, path, {"dashboard": address}),
         check_results=[
@@ -93,7 +93,7 @@ def report_years(
                 check_name="walk_forward_gate",
                 passed=gate["passed"],
                 severity=dg.AssetCheckSeverity.WARN,
-                metadata={"reasons": gate["reasons"]},
+                metadata={"reasons": sentences(gate["reasons"])},
             )
         ],
     )
@@ -109,7 +109,10 @@ def report_page(
 
     scores, best, together = [item.scores for item in years], document["best_baseline"], document["all"]
     shown = [name for name in SHOWN if all(name in item.baselines for item in scores)]
-    gained = {f"over {NAMES[name]}": summed_gains(scores, name) for name in shown}
+    words = [f"over {NAMES[name]}" for name in shown]
+    if words:
+        words[0] = f"nats gained {words[0]}"
+    gained = {word: summed_gains(scores, name) for word, name in zip(words, shown, strict=True)}
     rows, title = year_rows(document), "Gain over each baseline, year by year"
     head = head_of_page(
         document["notes"][0],
@@ -132,9 +135,9 @@ def report_page(
         "missing_years": dg.JsonMetadataValue(document["missing_years"]),
         "coverage_90": round(together["coverage_90"], 4),
         **{
-            f"{kind}_over_{name}": round(gain[part], 6)
+            f"{kind}_over_{name}": round(gain[part], digits)
             for name, gain in together["gains"].items()
-            for kind, part in (("gain", "nats"), ("t", "t"))
+            for kind, part, digits in (("gain", "nats", 6), ("t", "t", 2))
             if gain[part] is not None
         },
     }

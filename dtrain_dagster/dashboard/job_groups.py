@@ -63,10 +63,11 @@ def group_of(job_id: str, fleets: Mapping[str, JobGroup]) -> JobGroup | None:
     return None
 
 
-def group_page(dashboard_url: str, kind: GroupKind, name: str) -> str:
-    """Return the address of the table of jobs with this group alone, unfolded. Pure."""
-    key = JobGroup(kind=kind, name=name, label="").key
-    return f"{dashboard_url.rstrip('/')}/#q={quote(name, safe='')}&open={quote(key, safe='/')}"
+def group_page(dashboard_url: str, name: str, kind: GroupKind | None = None) -> str:
+    """Return the address of the table of jobs, with those of this group alone. ``kind``: of the group of exactly this
+    name, which is unfolded; None where names of groups only begin with it. Pure."""
+    unfolded = f"&open={quote(JobGroup(kind=kind, name=name, label='').key, safe='/')}" if kind else ""
+    return f"{dashboard_url.rstrip('/')}/#q={quote(name, safe='')}{unfolded}"
 
 
 def walk_forward_group(plan: Mapping[str, Any], job: Mapping[str, Any], test_year: str) -> JobGroup:

@@ -30,9 +30,17 @@ Points = Sequence[tuple[float, float]]
 
 def small_curves(curves: Mapping[str, Points], *, same_scale: bool = False) -> str:
     """Return Markdown with lines over a common horizontal axis, each with its first and last value; "" where no curve
-    has two points. ``same_scale``: whether they share the vertical axis; else each is scaled to its own height."""
-    most = MOST_POINTS // max(2, len(curves))
-    drawn = {name: _merged(_finite(points), most) for name, points in curves.items()}
+    has two points. ``same_scale``: whether they share the vertical axis, and only their ends are told; else each is
+    scaled to its own height."""
+    finite = {name: _finite(points) for name, points in curves.items()}
+    # Long names and figures leave less room for points.
+    pictures = (_curves(finite, most // max(2, len(curves)), same_scale) for most in (MOST_POINTS, MOST_POINTS // 2))
+    return next(filter(None, pictures), "")
+
+
+def _curves(curves: Mapping[str, Points], most: int, same_scale: bool) -> str:
+    """Return `small_curves` with at most this many points of each curve."""
+    drawn = {name: _merged(points, most) for name, points in curves.items()}
     drawn = {name: points for name, points in drawn.items() if len(points) > 1}
     if not drawn:
         return ""
@@ -53,7 +61,8 @@ def small_curves(curves: Mapping[str, Points], *, same_scale: bool = False) -> s
         ]
         line = ",".join(f"{x},{y}" for x, y in places)
         parts.append(f"<polyline points='{line}' stroke='{colour}' fill='none'/>")
-        words.append((f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}", colour))
+        last = f"{points[-1][1]:.3g}"  # with a scale of their own, lines say where they begin
+        words.append((f"{name} {last}" if same_scale else f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}", colour))
     return _markdown(parts, words, ", ".join(text for text, _ in words))
 
 

@@ -22,7 +22,7 @@ def kind_of(name: str, value: Any) -> str:
         return "verdict"
     if isinstance(value, dg.MarkdownMetadataValue):
         if "![" not in plain:
-            return "words"
+            return "link" if plain.startswith("[") else "words"
         return "picture" if len(plain) < SHOWN_IN_PLACE else "charts"
     kinds = {dg.TableMetadataValue: "table", dg.UrlMetadataValue: "link", dg.PathMetadataValue: "file"}
     return kinds.get(type(value), "figure" if isinstance(plain, int | float | str) else "rest")

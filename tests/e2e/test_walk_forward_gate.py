@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,10 @@ def assert_judged(made: dg.ExecuteInProcessResult, report: dict[str, Any]) -> No
     assert made.success == passed
     assert said["alias"] == ("champion" if passed else "challenger")
     own = [
-        reason
+        html.unescape(line.removeprefix("- "))
         for item in made.get_asset_check_evaluations()
-        if item.check_name == "promotion_gate"
-        for reason in item.metadata["reasons"].value
+        if item.check_name == "promotion_gate" and item.metadata["reasons"].value != "none"
+        for line in item.metadata["reasons"].value.splitlines()
     ]
     assert [each for each in own if each.startswith("walk forward: ")] == [
         f"walk forward: {reason}" for reason in report["gate"]["reasons"]

@@ -12,9 +12,9 @@ import pytest
 from played_search import PRICE, USUAL, play, source_of
 from small_job import write_dataset
 
-from dtrain_dagster.assets.search_page import search_page, trial_rows, verdict_of
+from dtrain_dagster.assets.search_page import improvements_list, search_page, steps_of, trial_rows, verdict_of
 from dtrain_dagster.pipelines import Cluster, build_training_assets
-from dtrain_dagster.search.results import flat_rows
+from dtrain_dagster.search.results import Improvement, flat_rows
 from dtrain_dagster.search.run import Search, SearchRequest
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.settings import SearchSettings
@@ -64,13 +64,22 @@ def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> N
     rows = trial_rows(source.space, source.trials, 1.0, "loss", {"training.schedule": 0.9})
     scores = sorted(score for trial in source.trials if (score := trial.best(1.0)) is not None)
     assert [row["loss"] for row in rows] == [f"{score:.6g}" for score in scores[:10]]
-    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "schedule", "learning_rate", "weight_decay"]
+    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "schedule", "learning_rate"]
     of_higher = trial_rows(source.space, source.trials, -1.0, "accuracy", {})
     best = [trial.best(-1.0) for trial in source.trials]
     assert of_higher[0]["accuracy"] == f"{max(score for score in best if score is not None):.6g}"
     flat = flat_rows(source.space, source.trials, 1.0)
     assert [row["trial"] for row in flat] == list(range(14))
     assert {"state", "score", "usd", "reason", *(item.name for item in source.space.parameters)} <= flat[0].keys()
+
+
+def test_each_improvement_has_its_price() -> None:
+    first = Improvement(trial=0, score=0.5, usd=0.02, gained=None, usd_since=0.02)
+    second = Improvement(trial=3, score=0.375, usd=0.05, gained=0.125, usd_since=0.03)
+    assert improvements_list([first, second], "loss") == (
+        "- trial 0: loss 0.5 for $0.0200\n- trial 3: loss 0.375, better by 0.125 for $0.0300"
+    )
+    assert steps_of([first, second], 0.09) == [(0.02, 0.5), (0.05, 0.5), (0.05, 0.375), (0.09, 0.375)]
 
 
 def test_the_verdict_of_a_search_says_what_was_best_and_what_all_cost() -> None:

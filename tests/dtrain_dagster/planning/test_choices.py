@@ -285,8 +285,8 @@ def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: P
     rows = [record.data for record in metadata["choices"].records]
     [cheapest] = [row for row in rows if "cheapest" in row["mark"]]
     [planned] = [row for row in rows if "this plan" in row["mark"]]
-    assert metadata["choice"].startswith(f"This plan runs on {planned['nodes']} × ")
-    assert f"Of all choices the cheapest is {cheapest['nodes']} × " in metadata["choice"]
+    assert metadata["choice"].startswith(f"This plan runs on {planned['choice']}: ")
+    assert f"Of all choices the cheapest is {cheapest['choice']}: " in metadata["choice"]
     assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
     assert metadata["choices_picture"].md_str.startswith("![Cost against time")
     none = choices_metadata(table_of(prices=[price_of(V100)]), "abd", str(tmp_path))

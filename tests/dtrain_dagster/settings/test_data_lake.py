@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import dagster as dg
 import pytest
 import yaml
 
@@ -9,6 +10,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_lake import DataLakeFolder, compute_log_section, with_compute_logs
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.support.value_store import value_files
 
 ADDRESS = "abfss://dagster@values.dfs.core.windows.net/team/a"
 FOLDER = DataLakeFolder("values", "dagster", "core.windows.net", "team/a")
@@ -69,12 +71,29 @@ def test_a_container_of_the_same_name_on_another_account_will_do(monkeypatch):
 
 def test_values_stay_here_unless_azure_and_the_address_are_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("DTRAIN_AZURE_DAGSTER_STORAGE", ADDRESS)
-    assert set(build_resources(Settings(home=tmp_path))) == {"project", "cluster"}
+    assert build_resources(Settings(home=tmp_path))["io_manager"] is value_files
     on_azure(monkeypatch)
     stored = build_resources(Settings(home=tmp_path))["io_manager"]
     assert not stored.config_schema.config_type.fields, "nothing to choose in a launchpad"
     monkeypatch.delenv("DTRAIN_AZURE_DAGSTER_STORAGE")
-    assert set(build_resources(Settings(home=tmp_path))) == {"project", "cluster"}
+    assert build_resources(Settings(home=tmp_path))["io_manager"] is value_files
+    assert not value_files.config_schema.config_type.fields, "nothing to choose in a launchpad"
+
+
+def test_values_are_where_dagster_keeps_them_and_named_by_less_than_their_path(tmp_path: Path):
+    @dg.asset(io_manager_key="values")
+    def numbers() -> list[int]:
+        return [1, 2]
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        made = dg.materialize([numbers], instance=instance, resources={"values": value_files})
+        [event] = made.get_asset_materialization_events()
+        assert event.materialization.metadata["path"].value == "numbers in Dagster's storage"
+        store = dg.FilesystemIOManager(base_dir=instance.storage_directory())
+        assert dg.materialize(
+            [numbers, dg.asset(lambda numbers: numbers.copy(), name="copied", io_manager_key="values")],
+            instance=instance, resources={"values": store}, selection="copied",
+        ).output_for_node("copied") == [1, 2]  # fmt: skip
 
 
 def test_the_section_is_written_replaced_and_removed_and_the_rest_kept():

@@ -1,0 +1,32 @@
+"""The store of assets' values on this machine: Dagster's own, which an asset's page names by less than its full path.
+
+Dagster's UI breaks no long path, so a full one makes the page wider than its place, and the ends of all lines are cut
+off. Values in storage elsewhere do not belong here (`dtrain_dagster.resources`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+from dagster._core.storage.fs_io_manager import PickledObjectFilesystemIOManager
+
+
+class ValueFiles(PickledObjectFilesystemIOManager):
+    """Keeps values as pickles, where `dagster.FilesystemIOManager` keeps them."""
+
+    def get_metadata(self, context: dg.OutputContext, obj: Any) -> dict[str, dg.MetadataValue]:
+        """Return what stands on the page instead of the full path; nothing for an asset without a value."""
+        if obj is None or not context.has_asset_key:
+            return {}
+        parts = [*context.asset_key.path, *([context.partition_key] if context.has_partition_key else [])]
+        return {"path": dg.MetadataValue.text(f"{'/'.join(parts)} in Dagster's storage")}
+
+
+@dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")
+def value_files(context: dg.InitResourceContext) -> ValueFiles:
+    """Return the store in the folder of the instance. It has no field for a launchpad: values are pickles, so a user
+    who chose the folder would choose what runs here."""
+    if context.instance is None:
+        raise dg.DagsterInvariantViolationError("the store of values needs a Dagster instance")
+    return ValueFiles(base_dir=context.instance.storage_directory())
