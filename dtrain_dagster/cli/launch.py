@@ -65,6 +65,7 @@ def launch(
     from dtrain_dagster.cli.terminal import print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
+    from dtrain_dagster.jobs.work_record import note_job
     from dtrain_dagster.settings.engines import read_engine_options
     from trainer.frameworks.catalogue import FRAMEWORKS
 
@@ -95,6 +96,7 @@ def launch(
     with cancelled_by_signals(
         manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again, "run it again")
     ):
+        note_job(job_id)
         manager.submit_job(spec)
         if detach:
             say(job_id)

@@ -25,7 +25,7 @@ OF_PROCESSES = (
         "LAUNCH_SECRET_URI",
     ),
     *("PEER_GRACE_SECONDS", "PRESENCE", "RELEASES_NODES", "STOP_GRACE_SECONDS"),
-    *("DESCRIBE_JOB", "PART_OF", "RUN_DIR", "SCRIPT_FOLDER", "SET"),
+    *("DESCRIBE_JOB", "PART_OF", "RUN_DIR", "SCRIPT_FOLDER", "SET", "TRACKING", "WORK_FILE"),
 )
 """Names after the prefix that processes of jobs read, and no settings have."""
 _log = logging.getLogger(__name__)
