@@ -27,6 +27,7 @@ from dtrain_dagster.costs.prices import Tier, tier_of
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
+from dtrain_dagster.jobs.work_record import note_job
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from trainer.printable import visible
@@ -164,6 +165,7 @@ def follow_program(
     """Start the job unless it runs or has succeeded, and follow it to its end, with an observation every few seconds.
     ``has_nodes`` is called once it is on its nodes. Raise `dagster.Failure` if it does not succeed, `NoCapacityError`
     where no nodes came for it."""
+    note_job(spec.job_id)
     with refusing_mistakes():
         manager.submit_job(spec)
     observed_at, wait_news, had_nodes = time.monotonic(), WaitNews(), False

@@ -14,7 +14,8 @@ VARIABLE = "_DTRAIN_COMPLETE"
 def completion(shell: str) -> None:
     """Print the script that completes commands in a shell.
 
-    Commands, options and names of jobs, fleets and searches are completed. bash has to be 4.4 or newer.
+    Commands, options, files, and names of jobs, datasets, fleets and searches are completed. bash has to be 4.4 or
+    newer.
 
     \b
     Examples:
@@ -27,4 +28,11 @@ def completion(shell: str) -> None:
     made = get_completion_class(shell)
     assert made is not None  # click brings one for each of `SHELLS`
     root = click.get_current_context().find_root().command
-    click.echo(made(root, {}, "dtrain", VARIABLE).source())
+    script = made(root, {}, "dtrain", VARIABLE).source()
+    click.echo(whole_descriptions(script) if shell == "fish" else script)
+
+
+def whole_descriptions(script: str) -> str:
+    """Return click's script for fish with descriptions that may have commas: it takes what stands before the first one.
+    Pure."""
+    return script.replace('string split ","', 'string split -m 1 ","')

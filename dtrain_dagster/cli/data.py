@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import read_settings, refuses, say
+from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.json_fields import DATASET
 from dtrain_dagster.cli.json_output import json_option, print_json
 
@@ -31,7 +32,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("source", metavar="SOURCE")
+@click.argument("source", metavar="SOURCE", shell_complete=complete_files)
 @click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
 @click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]),
               help="What kind of prediction it is.  [default: by the target]")  # fmt: skip
@@ -77,7 +78,7 @@ def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **optio
 
 
 @data.command()
-@click.argument("source", metavar="SOURCE")
+@click.argument("source", metavar="SOURCE", shell_complete=complete_files)
 @click.option(
     "--pattern",
     default="**/*.txt",

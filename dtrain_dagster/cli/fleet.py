@@ -20,7 +20,7 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.cli.going_on import command_again, typed_arguments
 from dtrain_dagster.cli.job_life import ended_by_signals
-from dtrain_dagster.cli.job_names import complete_fleets, find_fleet
+from dtrain_dagster.cli.job_names import complete_files, complete_fleets, find_fleet
 from dtrain_dagster.cli.json_fields import FLEET, FLEET_COST
 from dtrain_dagster.cli.json_output import json_option, print_json
 
@@ -43,7 +43,7 @@ def fleet() -> None:
 
 
 @fleet.command()
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", shell_complete=complete_files)
 @click.option("--check", is_flag=True, help="Check the file and its jobs, and start nothing.")
 @refuses
 def run(file: str, check: bool) -> None:

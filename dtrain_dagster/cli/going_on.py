@@ -110,15 +110,12 @@ def _price_words(settings: Settings) -> str:
     return price_words(cluster_of(settings)[0].sku, settings.kind.buys_nodes)
 
 
-def say_after_work(settings: Settings, began_at: float, go_on: str) -> None:
-    """Print which jobs an interrupted command had begun or gone on with since then, how they ended, and the command
-    that goes on."""
-    with suppress(ValueError, RuntimeError, OSError):
-        listed = cluster_of(settings)[0].manager().list_jobs()
-        mine = [job for job in listed if (job.started_at or 0.0) >= began_at or not job.state.is_final]
-        for job in reversed(mine):
-            say_how_to_go_on(settings, job.job_id, "")
-        if not mine:
-            say("no job was begun", err=True)
+def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
+    """Print how the ``jobs`` ended that an interrupted command had begun or gone on with, and the command that goes
+    on."""
+    for job_id in jobs:
+        say_how_to_go_on(settings, job_id, "")
+    if not jobs:
+        say("no job was begun", err=True)
     say("what was materialized stays; only what is missing or has changed is done again", err=True)
     say(f"go on: {go_on}", err=True)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,6 +137,7 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
       dtrain work dagster asset materialize -m dtrain_dagster.definitions \\
         --select 'not group:studies'
     """
+    from dtrain_dagster.jobs.work_record import noted_jobs, work_file
     from dtrain_dagster.settings.home import hold_home, make_home
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
@@ -146,8 +146,8 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
     home = make_home(settings.home)
     if not os.environ.get("DAGSTER_HOME"):  # without one, Dagster would forget what the command has made
         os.environ["DAGSTER_HOME"] = str(prepare_dagster_home(settings))
-    began_at = time.time()
-    with hold_home(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
+    what = f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")
+    with hold_home(home, what) as descriptor, work_file() as path:
         try:
             process = subprocess.Popen(command, pass_fds=[descriptor])
         except OSError as error:
@@ -156,9 +156,9 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         interrupts: list[int] = []  # Ctrl-C reaches the command too, whose end is waited for
         signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        code = process.wait()
+        code, jobs = process.wait(), noted_jobs(path)
     if interrupts:
         from dtrain_dagster.cli.going_on import command_again, say_after_work, typed_arguments
 
-        say_after_work(read_settings(), began_at, go_on or command_again(typed_arguments()))
+        say_after_work(read_settings(), jobs, go_on or command_again(typed_arguments()))
     sys.exit(code if code >= 0 else 128 - code)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dtrain_dagster.cli.common import Refusal, refuses, say
+from dtrain_dagster.cli.job_names import complete_files
 
 if TYPE_CHECKING:
     from dtrain_dagster.cli.new_project import NewProject, Requirement, Table
@@ -24,7 +25,7 @@ EXAMPLE = "example"
 @click.option("--name", help="Of the package and of the graph.  [default: the folder's name]")
 @click.option("--own-model", is_flag=True, help="Begin with a file for a model of your own.")
 @click.option(
-    "--table", metavar="FILE|example",
+    "--table", metavar="FILE|example", shell_complete=complete_files,
     help="Train on a Parquet file (or a folder of them) with a column to predict; example: on a small one that comes "
     "with the project.  [default: the bundled stock prices]",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """How a job is named on the command line: by its name, by the beginning of it that no other job shares, or as
 ``latest``; and the completion of such names in a shell.
 
-Names of fleets and searches are found in the same way. Nothing is imported here before it is needed.
+Names of fleets and searches are found in the same way; files and datasets are completed here as well. Nothing is
+imported here before it is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, run_dir
 
@@ -114,6 +116,21 @@ def complete_searches(ctx: click.Context, param: click.Parameter, incomplete: st
 
     home = _home()
     return [name for name in (search_names(home) if home else []) if name.startswith(incomplete)]
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return what makes a shell complete the names of files by itself."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the ids of the home's datasets that begin with what was typed; where none does, files, as
+    `complete_files`."""
+    home = _home()
+    folder = None if home is None else home / "storage" / "datasets"
+    there = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
+    found = [CompletionItem(name) for name in (LATEST, *there) if name.startswith(incomplete)]
+    return found or complete_files(ctx, param, incomplete)
 
 
 def _home() -> Path | None:

@@ -10,6 +10,7 @@ import click
 
 from dtrain_dagster.cli.cluster_check import tell_check
 from dtrain_dagster.cli.common import refuses
+from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.json_fields import KUBERNETES_CHECK
 from dtrain_dagster.cli.json_output import json_option
 
@@ -46,7 +47,7 @@ def check(as_json: bool) -> None:
 
 
 @kubernetes.command("train-job")
-@click.argument("config", metavar="JOB.JSON")
+@click.argument("config", metavar="JOB.JSON", shell_complete=complete_files)
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES]")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="R", help="Ranks per node.  [default: one per GPU]")
 @refuses

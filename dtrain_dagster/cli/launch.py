@@ -11,6 +11,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.job_life import announce, cancelled_by_signals, end, new_job_id, runs_already, take_over
+from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.train import size_options
 
 ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
@@ -31,7 +32,7 @@ ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
     "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
 )
 @click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
 @refuses
 def launch(
     nodes: int | None,
@@ -65,6 +66,7 @@ def launch(
     from dtrain_dagster.cli.terminal import print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
+    from dtrain_dagster.jobs.work_record import note_job
     from dtrain_dagster.settings.engines import read_engine_options
     from trainer.frameworks.catalogue import FRAMEWORKS
 
@@ -95,6 +97,7 @@ def launch(
     with cancelled_by_signals(
         manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again, "run it again")
     ):
+        note_job(job_id)
         manager.submit_job(spec)
         if detach:
             say(job_id)

@@ -19,7 +19,7 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
-from dtrain_dagster.cli.job_names import complete_jobs, find_training, job_argument
+from dtrain_dagster.cli.job_names import complete_files, complete_jobs, find_training, job_argument
 
 if TYPE_CHECKING:
     from dtrain_dagster.dashboard.job_links import Places
@@ -87,7 +87,9 @@ def dashboard(
 
 @click.command()
 @job_argument()
-@click.option("-o", "--output", metavar="FILE", help="Where to write it.  [default: JOB.html]")
+@click.option(
+    "-o", "--output", metavar="FILE", shell_complete=complete_files, help="Where to write it.  [default: JOB.html]"
+)
 @refuses
 def report(job_id: str, output: str | None) -> None:
     """Save the dashboard of a job as one HTML file.

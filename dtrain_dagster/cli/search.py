@@ -23,7 +23,7 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.cli.going_on import command_again, dataset_name, typed_arguments
 from dtrain_dagster.cli.job_life import ended_by_signals, new_job_id
-from dtrain_dagster.cli.job_names import complete_searches
+from dtrain_dagster.cli.job_names import complete_files, complete_searches
 from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.train import (
@@ -49,7 +49,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @training_options
-@click.option("--space", required=True, metavar="FILE", help="The space: a file of JSON, or JSON itself, as above.")
+@click.option(
+    "--space",
+    required=True,
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="The space: a file of JSON, or JSON itself, as above.",
+)
 @click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="Trials at most.")
 @click.option("--parallel", type=int, metavar="P", help="Trials at once.  [default: as many as there are nodes for]")
 @click.option(

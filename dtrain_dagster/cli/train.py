@@ -33,7 +33,7 @@ from dtrain_dagster.cli.job_life import (
     say_what_was_got,
     take_over,
 )
-from dtrain_dagster.cli.job_names import complete_jobs
+from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
@@ -57,9 +57,14 @@ def size_options(command: Callable[..., None]) -> Callable[..., None]:
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
     options = (
-        click.option("--config", metavar="JOB.JSON", help="A job.json, with any field of a job."),
         click.option(
-            "--dataset", metavar="FOLDER|ID|latest|FUNCTION", help="A dataset, instead of --config; or what makes one."
+            "--config", metavar="JOB.JSON", shell_complete=complete_files, help="A job.json, with any field of a job."
+        ),
+        click.option(
+            "--dataset",
+            metavar="FOLDER|ID|latest|FUNCTION",
+            shell_complete=complete_datasets,
+            help="A dataset, instead of --config; or what makes one.",
         ),
         click.option(
             "--model",
@@ -86,9 +91,20 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @training_options
-@click.option("--script", metavar="FILE.PY", help="A script that calls Trainer(…).fit(…); its arguments come after --.")
+@click.option(
+    "--script",
+    metavar="FILE.PY",
+    shell_complete=complete_files,
+    help="A script that calls Trainer(…).fit(…); its arguments come after --.",
+)
 @click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp, horovod or deepspeed; or gloo or nccl.")
-@click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
+@click.option(
+    "--settings",
+    "settings_file",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="What `dtrain tune` has written; other options win.",
+)
 @click.option(
     "--name",
     metavar="JOB",

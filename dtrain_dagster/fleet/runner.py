@@ -28,6 +28,7 @@ from dtrain_dagster.fleet.records import Call, Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
 from dtrain_dagster.fleet.source import CONTINUE, JobSource, Verdict
 from dtrain_dagster.jobs.progress import start_job
+from dtrain_dagster.jobs.work_record import note_job
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import LAUNCH, RunDir
@@ -72,8 +73,7 @@ class FleetRunner:
         """The evaluations that the source has judged, by job and step."""
         self.verdicts: dict[str, Verdict] = {}
         """The last verdict on each job."""
-        self.calls = 0
-        self.source_is_dry = False
+        self.calls, self.source_is_dry = 0, False
         self.has_begun = False
         """Whether the last look began a job."""
         self.trouble: dict[str, str] = {}
@@ -168,6 +168,7 @@ class FleetRunner:
     def _follow(self, entry: Entry) -> Followed:
         followed = self.followed.setdefault(entry.job.job_id, Followed(rundir_of(entry.job)))
         followed.read()
+        note_job(entry.job.job_id)
         return followed
 
     def _bill(self, job_id: str) -> tuple[int, float]:

@@ -21,6 +21,7 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager,
 from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
+from dtrain_dagster.jobs.work_record import note_job
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
@@ -221,6 +222,7 @@ def start_job(
         node_count=node_count, processes_per_node=processes_per_node, master_port=job.training.master_port,
         env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}), elastic=True,
     )  # fmt: skip
+    note_job(job.job_id)
     manager.submit_job(spec)
 
 
@@ -381,6 +383,7 @@ def follow_job(
 
     seen = SeenFiles()
     progress, hang_news = JobProgress(), HangNews()
+    note_job(job_id)
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         told: tuple[str, ...] = ()

@@ -327,19 +327,18 @@ class AzureMLClusterManager(GPUClusterManager):
         return record if record is not None and record.get("cluster_name") == self.cluster_name else None
 
     def _peek_all(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """Return the statuses, newest first, without the ids that are no jobs."""
+        """Return the statuses, that of the last submission first, without the ids that are no jobs."""
         with ThreadPoolExecutor(READERS) as pool:
-            found = [status for status in pool.map(self._peek, job_ids) if status is not None]
-        return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
+            found = [job for job in pool.map(self._peek, job_ids) if job is not None]
+        return [status for _, status in sorted(found, key=lambda job: job[0], reverse=True)]
 
-    def _peek(self, job_id: str) -> JobStatus | None:
+    def _peek(self, job_id: str) -> tuple[float, JobStatus] | None:
         try:
-            if self._record(job_id) is not None:
-                return self._controller(job_id, tends=False).look()
+            if (record := self._record(job_id)) is not None:
+                return record["submitted_at"], self._controller(job_id, tends=False).look()
         except DamagedError as error:  # whether it runs, only the service can tell; no job hides the others
-            return JobStatus(
-                job_id=job_id, state=JobState.FAILED, message=f"damaged: {error}", damage=str(error)
-            )  # fmt: skip
+            message = f"damaged: {error}"
+            return 0.0, JobStatus(job_id=job_id, state=JobState.FAILED, message=message, damage=str(error))
         except (NotADirectoryError, ValueError):  # something that is no job
             pass
         return None

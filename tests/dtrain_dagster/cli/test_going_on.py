@@ -114,9 +114,19 @@ def interrupted(folder: Path, env: dict[str, str], *words: str, when: str = "beg
 
 @pytest.mark.slow
 def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: Path, shell: dict[str, str]):
+    """And of no other, whoever runs it meanwhile."""
+    subprocess.run([DTRAIN, "launch", "--detach", "--name", "others", "waits.py"], cwd=tmp_path, env=shell, check=True)
+    try:
+        tell_of_work(tmp_path, shell)
+    finally:
+        CliRunner().invoke(main, ["cancel", "others"], env=shell)
+
+
+def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
     inner = (DTRAIN, "launch", "--name", "inner", str(tmp_path / "waits.py"))
     code, err = interrupted(tmp_path, shell, "work", "--go-on-with", "make run", *inner)
     assert code == 130
+    assert "job others" not in err
     told_by_work = err.partition("run it again: ")[2]
     assert re.search(
         r"^job inner: cancelled\nso far: \d+ s; 0\.\d+ node-hours; \$0\.\d+ \(stand-in price, nothing was billed\)\n"
@@ -127,7 +137,15 @@ def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: 
     code, err = interrupted(tmp_path, shell, "work", "python", "waits.py")
     assert code == 130
     assert "no job was begun\n" in err
+    assert "job others" not in err
     assert err.endswith("go on: dtrain work python waits.py\n")
+    subprocess.run([DTRAIN, "launch", "--detach", "--name", "found", "waits.py"], cwd=tmp_path, env=shell, check=True)
+    try:
+        code, err = interrupted(tmp_path, shell, "work", DTRAIN, "logs", "--follow", "found")
+        assert code == 130
+        assert "no job was begun\n" in err, "to look is no work"
+    finally:
+        CliRunner().invoke(main, ["cancel", "found"], env=shell)
 
 
 @pytest.mark.slow

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from told_home import JOBS, LONG, write_home
+from told_home import LONG, write_home
 
 from dtrain_dagster.cli.common import Refusal
 from dtrain_dagster.cli.job_names import resolve_name
@@ -81,31 +79,6 @@ def test_latest_is_the_first_of_the_list(home: Path):
 def test_a_program_is_no_training(home: Path):
     (home / "storage" / "jobs" / "night" / "job.json").unlink()
     assert "job night is no training, but a program of `dtrain launch`" in run("watch", "night", code=2)
-
-
-@pytest.mark.slow
-def test_bash_completes_commands_options_and_jobs(home: Path):
-    script = subprocess.run([DTRAIN, "completion", "bash"], capture_output=True, text=True, check=True).stdout
-
-    def completed(*words: str) -> set[str]:
-        ask = f'COMP_WORDS=({" ".join(words)} ""); COMP_CWORD={len(words)}; '
-        if words[-1] != "status":
-            ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
-        program = f'{script}\n{ask} _dtrain_completion dtrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
-        env = {**os.environ, "PATH": f"{Path(DTRAIN).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, env=env, check=True)
-        return set(done.stdout.split())
-
-    assert completed("dtrain", "sea") == {"search", "searches"}
-    assert completed("dtrain", "status", "nig") == {"night", "nightly"}
-    assert completed("dtrain", "status") >= {"latest", *JOBS}
-    assert "--follow" in completed("dtrain", "logs", "--f")
-    assert completed("dtrain", "fleet", "cost", "w") == {"weekend"}
-
-
-@pytest.mark.parametrize(("shell", "words"), [("zsh", "#compdef dtrain"), ("fish", "complete --no-files")])
-def test_other_shells_have_a_script(shell: str, words: str):
-    assert words in run("completion", shell)
 
 
 def test_a_wrong_setting_completes_nothing_and_says_nothing(home: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,121 @@
+"""What is typed is completed in bash, zsh and fish: the shells run in a pseudo-terminal, as a person has them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from told_home import JOBS, write_home
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+STARTS = {
+    "bash": (("bash", "--norc", "--noprofile", "-i"), 'eval "$(dtrain completion bash)"'),
+    "zsh": (("zsh", "-f", "-i"), 'autoload -Uz compinit; compinit -u -D; eval "$(dtrain completion zsh)"'),
+    "fish": (("fish", "--no-config", "-i"), "dtrain completion fish | source"),
+}
+"""Shell → how it is started without a person's own settings, and the line that begins to complete."""
+KILL_LINE, TAB = "\x15", "\t"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|[\x00\x07]")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    write_home(tmp_path / "home")
+    (tmp_path / "home" / "storage" / "datasets" / "6f9b3c").mkdir(parents=True)
+    (tmp_path / "job.json").write_text("{}")
+    return tmp_path / "home"
+
+
+class Terminal:
+    """A shell in a pseudo-terminal."""
+
+    def __init__(self, command: tuple[str, ...], folder: Path, env: dict[str, str]) -> None:
+        self.pid, self.descriptor = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(command[0], command, env)
+
+    def type(self, text: str, until: str, seconds: float = 60.0) -> str:
+        """Type, and return what is shown from then on, up to ``until``."""
+        os.write(self.descriptor, text.encode())
+        shown, deadline = "", time.monotonic() + seconds
+        while until not in (plain := _CONTROL.sub("", shown)):
+            assert time.monotonic() < deadline, f"{text!r} shows {plain!r}, without {until!r}"
+            if select.select([self.descriptor], [], [], 0.2)[0]:
+                shown += os.read(self.descriptor, 1 << 16).decode(errors="replace")
+        return plain
+
+    def close(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", STARTS)
+def test_a_shell_completes_what_is_typed(shell: str, home: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} on this machine: install the package {shell} to run this test")
+    command, line = STARTS[shell]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
+    env = own | {
+        "PATH": f"{Path(DTRAIN).parent}:{own['PATH']}", "HOME": str(home.parent), "DTRAIN_HOME": str(home),
+        "TERM": "dumb", "XDG_CONFIG_HOME": str(home.parent), "XDG_DATA_HOME": str(home.parent),
+    }  # fmt: skip
+    terminal = Terminal(command, home.parent, env)
+    try:
+        terminal.type(f"{line}; echo rea''dy\n", "ready\r")
+        for typed, completed in (
+            ("dtrain sta", "dtrain status "),
+            ("dtrain status nightl", "dtrain status nightly "),
+            ("dtrain status lat", "dtrain status latest "),
+            ("dtrain logs --fol", "dtrain logs --follow "),
+            ("dtrain fleet cost w", "dtrain fleet cost weekend "),
+            ("dtrain train --config jo", "dtrain train --config job.json "),
+            ("dtrain train --dataset 6f", "dtrain train --dataset 6f9b3c "),
+            ("dtrain train --dataset jo", "dtrain train --dataset job.json "),
+        ):
+            terminal.type(f"{KILL_LINE}{typed}{TAB}", completed.removeprefix(typed) if shell == "bash" else completed)
+    finally:
+        terminal.close()
+
+
+@pytest.mark.slow
+def test_fish_shows_whole_descriptions(home: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("there is no fish on this machine: install the package fish to run this test")
+    env = {**os.environ, "PATH": f"{Path(DTRAIN).parent}:{os.environ['PATH']}", "HOME": str(home.parent)}
+    program = 'dtrain completion fish | source; complete -C "dtrain logs --no"'
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", program], capture_output=True, text=True, env=env, check=True, timeout=120
+    )
+    assert done.stdout == "--node\tOf this node alone, counted from 0.\n"
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_options_and_jobs(home: Path):
+    script = subprocess.run([DTRAIN, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+
+    def completed(*words: str) -> set[str]:
+        ask = f'COMP_WORDS=({" ".join(words)} ""); COMP_CWORD={len(words)}; '
+        if words[-1] != "status":
+            ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+        program = f'{script}\n{ask} _dtrain_completion dtrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        env = {**os.environ, "PATH": f"{Path(DTRAIN).parent}:{os.environ['PATH']}", "DTRAIN_HOME": str(home)}
+        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, env=env, check=True)
+        return set(done.stdout.split())
+
+    assert completed("dtrain", "sea") == {"search", "searches"}
+    assert completed("dtrain", "status", "nig") == {"night", "nightly"}
+    assert completed("dtrain", "status") >= {"latest", *JOBS}
+    assert "--follow" in completed("dtrain", "logs", "--f")
+    assert completed("dtrain", "fleet", "cost", "w") == {"weekend"}
