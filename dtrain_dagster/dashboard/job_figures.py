@@ -35,6 +35,9 @@ from trainer.storage.open import open_storage
 
 MOST_FILES = 40
 """The most files of events, the newest first, that a row is read from."""
+EVALUATION_FILES, REMOTE_EVALUATION_FILES = 10_000, 200
+"""The most files that the first look at a running job goes back through for its latest evaluation, which may be hours
+ago; later looks have that of the look before. Each file of remote storage is paid for."""
 ENDED_WINDOWS = 200
 """The most timings of an ended job without a report that its diagnosis rests on: all of most jobs, as on its page."""
 MOST_RANKS = 8
@@ -112,7 +115,9 @@ def _read(
     status, launch = rundir.read_json(STATUS) or {}, rundir.read_json(LAUNCH) or {}
     result, plan = rundir.read_json(RESULT) or {}, rundir.read_json(PLAN)
     report = None if row.running else rundir.read_json(PERFORMANCE_REPORT)
-    events = _newest(rundir, windows=0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS)
+    is_first_of_running = row.running and (before is None or before.is_failed)
+    windows = 0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS
+    events = _newest(rundir, windows, wants_evaluation=is_first_of_running)
     if row.running:
         events = sorted([*events, *_hangs_of_others(rundir)], key=lambda event: event["time"])
     progress, pace = advance(JobProgress(), events), ProgressRate()
@@ -136,13 +141,20 @@ def _read(
     )
 
 
-def _newest(rundir: RunDir, windows: int) -> list[dict[str, Any]]:
-    """Return the newest events in order of time: back to so many timings and to a step's loss, as far as there are."""
+def _newest(rundir: RunDir, windows: int, wants_evaluation: bool = False) -> list[dict[str, Any]]:
+    """Return the newest events in order of time: back to so many timings and to a step's loss, as far as there are.
+    With ``wants_evaluation`` also the latest evaluation of the validation split, however far back it is."""
     found: list[dict[str, Any]] = []
-    for events in rundir.newest_events(MOST_FILES):
-        found += events
+    has_all, evaluation = False, not wants_evaluation
+    most = EVALUATION_FILES if rundir.storage.is_local else REMOTE_EVALUATION_FILES
+    for number, events in enumerate(rundir.newest_events(most if wants_evaluation else MOST_FILES), start=1):
+        judged = [event for event in events if event["kind"] == "evaluation" and event.get("split") == "valid"]
+        found += judged[-1:] if has_all and not evaluation else [] if has_all else events
+        evaluation = evaluation or bool(judged)
         timings = sum(event["kind"] == "timing" for event in found)
-        if timings >= windows and any(event["kind"] == "step" for event in found):
+        is_enough = timings >= windows and any(event["kind"] == "step" for event in found)
+        has_all = has_all or is_enough or number >= MOST_FILES
+        if has_all and evaluation:
             break
     return sorted((event for event in found if event["kind"] != "node"), key=lambda event: event["time"])
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from anyio import from_thread
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
@@ -20,7 +21,7 @@ from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.answers import answer_json, encode, read_number
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.log_pages import LogSource
+from dtrain_dagster.dashboard.log_pages import LeftError, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk, OrderRefusedError, judge_order
 from dtrain_dagster.dashboard.profiles import TraceError, TracePictures, list_traces, trace_pieces
 from dtrain_dagster.support.audit import AuditError
@@ -90,7 +91,15 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         asked = request.query_params
         node = read_number(asked["node"]) if asked.get("node") else None
         text, cursor = asked.get("text", "")[:MOST_TEXT], asked.get("cursor", "")
-        return answer_json(request, encode(asdict(services.logs.page(found.row.job_id, node, text, cursor))), None)
+
+        def is_wanted() -> bool:
+            return not from_thread.run(request.is_disconnected)
+
+        try:
+            lines = services.logs.page(found.row.job_id, node, text, cursor, is_wanted)
+        except LeftError as error:
+            return _refusal(str(error), 409)
+        return answer_json(request, encode(asdict(lines)), None)
 
     def traces(request: Request, found: OpenJob) -> Response:
         return answer_json(request, encode([asdict(item) for item in list_traces(found.rundir)]), None)
@@ -164,5 +173,5 @@ def is_own_user(client: tuple[str, int] | None, server: tuple[str, int | None] |
     try:
         is_here = ipaddress.ip_address(client[0]).is_loopback
         return is_here and is_peer_allowed((client[0], client[1]), (server[0], server[1]), frozenset())
-    except (ValueError, OSError):  # a socket without an address; one of IPv6, which is not looked up
+    except (ValueError, OSError):  # a socket without an address
         return False

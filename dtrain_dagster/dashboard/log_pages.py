@@ -10,7 +10,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,8 @@ SEARCH_BYTES = 64 << 20
 """The most bytes that one search reads, over all logs of a job."""
 MOST_KEPT = 8
 """The most jobs whose logs are kept until a cluster is asked again."""
+LOOK_SECONDS, LOOK_LINES = 0.2, 20_000
+"""Seconds of waiting, and lines of looking, between two questions whether somebody still waits for the answer."""
 CLUSTER_SECONDS = 10.0
 """Seconds for which what the cluster has said is shared."""
 
@@ -47,25 +50,47 @@ class LogPage:
     nodes: tuple[int, ...]
     """The nodes that have a log."""
     is_cut: bool
-    """Whether there are earlier lines that are not among these."""
+    """Whether there are lines before these, and after ``cursor`` where one was given, that are not among them."""
+
+
+class LeftError(Exception):
+    """Nobody waits for the answer any more: the page looks for something else."""
+
+
+def is_always_wanted() -> bool:
+    """Return True: somebody waits for the answer to its end."""
+    return True
 
 
 class LogSource(Protocol):
     """Where a job's logs are read."""
 
-    def page(self, job_id: str, node: int | None, text: str, cursor: str) -> LogPage:
+    def page(
+        self, job_id: str, node: int | None, text: str, cursor: str, is_wanted: Callable[[], bool] = is_always_wanted
+    ) -> LogPage:
         """Return the lines of ``node``, or of all, that contain ``text``: those since ``cursor``, or the last ones
-        where it is "". Raise `DamagedError`, OSError or `ClusterError` where they cannot be read."""
+        where it is "". ``is_wanted`` is asked now and then whether somebody still waits. Raise `LeftError` where nobody
+        does, and `DamagedError`, OSError or `ClusterError` where they cannot be read."""
 
 
 class LogFiles:
-    """The logs that nodes write to this machine, as a `LogSource`."""
+    """The logs that nodes write to this machine, as a `LogSource`. One search is made at a time: each reads many
+    megabytes."""
 
     def __init__(self, folder_of: Callable[[str], Path]) -> None:
         """``folder_of`` returns the folder of a job's logs."""
         self._folder_of = folder_of
+        self._searching = threading.Lock()
 
-    def page(self, job_id: str, node: int | None, text: str, cursor: str) -> LogPage:
+    def page(
+        self, job_id: str, node: int | None, text: str, cursor: str, is_wanted: Callable[[], bool] = is_always_wanted
+    ) -> LogPage:
+        if not text or cursor:  # little is read
+            return self._page(job_id, node, text, cursor, is_wanted)
+        with waited_for(self._searching, is_wanted):
+            return self._page(job_id, node, text, cursor, is_wanted)
+
+    def _page(self, job_id: str, node: int | None, text: str, cursor: str, is_wanted: Callable[[], bool]) -> LogPage:
         logs = logs_of(self._folder_of(job_id))
         wanted = {number: path for number, path in logs.items() if node in (None, number)}
         offsets, after = parse_cursor(cursor), {}
@@ -73,10 +98,11 @@ class LogFiles:
         found: list[tuple[int, str]] = []
         is_cut = False
         for number, path in wanted.items():
+            refuse_if_left(is_wanted)
             part, after[number], left_out = _read(path, offsets.get(number) if cursor else None, each)
             is_cut |= left_out
             found += [(number, line) for line in part]
-        lines, more = _chosen(found, text)
+        lines, more = _chosen(found, text, is_wanted)
         return LogPage(lines=lines, cursor=write_cursor(after), nodes=tuple(logs), is_cut=is_cut or more)
 
 
@@ -90,10 +116,12 @@ class ClusterLogs:
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def page(self, job_id: str, node: int | None, text: str, cursor: str) -> LogPage:
+    def page(
+        self, job_id: str, node: int | None, text: str, cursor: str, is_wanted: Callable[[], bool] = is_always_wanted
+    ) -> LogPage:
         with self._lock:
             lock = self._locks.setdefault(job_id, threading.Lock())
-        with lock:
+        with waited_for(lock, is_wanted):
             at, said = self._said.get(job_id, (-1e9, []))
             if time.monotonic() - at > CLUSTER_SECONDS:
                 parts = by_part(self._ask(job_id)).items()
@@ -102,8 +130,33 @@ class ClusterLogs:
                     self._said[job_id] = (time.monotonic(), said)
                     while len(self._said) > MOST_KEPT:
                         del self._said[next(iter(self._said))]
-        lines, more = _chosen([item for item in said if node in (None, item[0])], text)
+        lines, more = _chosen([item for item in said if node in (None, item[0])], text, is_wanted)
         return LogPage(lines=lines, cursor="", nodes=tuple(sorted({number for number, _ in said})), is_cut=more)
+
+
+@contextmanager
+def waited_for(lock: threading.Lock, is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock within the block. Raise `LeftError` where nobody waits for the answer before it is free."""
+    while not lock.acquire(timeout=LOOK_SECONDS):
+        refuse_if_left(is_wanted)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def refuse_if_left(is_wanted: Callable[[], bool]) -> None:
+    """Raise `LeftError` where nobody waits for the answer any more."""
+    if not is_wanted():
+        raise LeftError("nobody waits for these lines any more")
+
+
+def as_long_as_wanted(lines: Iterable[tuple[int, str]], is_wanted: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+    """Yield these lines. Raise `LeftError` as soon as nobody waits for them."""
+    for number, line in enumerate(lines):
+        if number % LOOK_LINES == 0:
+            refuse_if_left(is_wanted)
+        yield line
 
 
 def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -147,10 +200,14 @@ def _read(path: Path, since: int | None, most: int) -> tuple[list[str], int, boo
     return readable(data[first:end]).splitlines() if end > first else [], begin + end, is_cut
 
 
-def _chosen(lines: list[tuple[int, str]], text: str) -> tuple[tuple[tuple[int, str], ...], bool]:
+def _chosen(
+    lines: list[tuple[int, str]], text: str, is_wanted: Callable[[], bool]
+) -> tuple[tuple[tuple[int, str], ...], bool]:
     """Return the newest of the lines that contain ``text``, made safe, and whether there are more of them."""
-    wanted = text.casefold()
-    found = [(node, line) for node, line in in_order_of_time(lines) if not wanted or wanted in line.casefold()]
+    wanted, in_order = text.casefold(), in_order_of_time(as_long_as_wanted(lines, is_wanted))
+    found = [
+        (node, line) for node, line in as_long_as_wanted(in_order, is_wanted) if not wanted or wanted in line.casefold()
+    ]
     # What is struck out cannot be searched for, either: the text must be in what is shown.
     safe = ((node, safe_line(line)) for node, line in reversed(found))
     kept = list(islice((item for item in safe if not wanted or wanted in item[1].casefold()), MOST_LINES))

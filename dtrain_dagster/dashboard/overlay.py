@@ -17,6 +17,7 @@ from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.dashboard.job_account import launched_usage
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.tracks import Row, is_number
+from dtrain_dagster.monitoring.learning import Evaluation
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
 from trainer.printable import visible
@@ -70,7 +71,7 @@ def _run(job: OpenJob, found: Mapping[str, Mapping[str, Any]], tier: Tier, now: 
         "state": job.row.state,
         "training": training,
         "validation": validation,
-        "words": curve_words(job.row.job_id, training, validation),
+        "words": curve_words(job.row.job_id, training, job.dashboard.best_evaluation),
     }
 
 
@@ -125,15 +126,15 @@ def samples_per_step(result: Mapping[str, Any], training: Mapping[str, Any]) -> 
     return float(math.prod(factors)) if all(map(is_number, factors)) else None  # type: ignore[arg-type]
 
 
-def curve_words(job_id: str, training: Mapping[str, list[float]], validation: Mapping[str, list[float]]) -> str:
-    """Return a sentence that tells of a run's curves to those who do not see them. Pure."""
+def curve_words(job_id: str, training: Mapping[str, list[float]], best: Evaluation | None) -> str:
+    """Return a sentence that tells of a run's curves to those who do not see them. ``best``: its best evaluation, which
+    a curve of merged neighbours has no more. Pure."""
     told = []
     if training["loss"]:
         first, last = training["loss"][0], training["loss"][-1]
         told.append(f"training loss from {first:.4g} to {last:.4g} at step {training['step'][-1]:,.0f}")
-    if validation["loss"]:
-        best = min(range(len(validation["loss"])), key=lambda place: validation["loss"][place])
-        told.append(f"best validation loss {validation['loss'][best]:.4g} at step {validation['step'][best]:,.0f}")
+    if best is not None:
+        told.append(f"best validation loss {best.loss:.4g} at step {best.step:,}")
     return f"{job_id}: {'; '.join(told) or 'no loss was reported yet'}."
 
 
@@ -172,9 +173,8 @@ def results(found: Sequence[Mapping[str, tuple[float | None, str, int]]]) -> lis
 
 def _results_of(job: OpenJob, result: Mapping[str, Any]) -> dict[str, tuple[float | None, str, int]]:
     row, test = job.row, result.get("test") or {}
-    evaluations = job.dashboard.tracks.get("evaluations")
-    seen = [point["loss"] for point in evaluations.rows if "loss" in point] if evaluations else []
-    best = result.get("best_valid_loss") if is_number(result.get("best_valid_loss")) else min(seen, default=None)
+    told, seen = result.get("best_valid_loss"), job.dashboard.best_evaluation
+    best = told if is_number(told) else seen.loss if seen else None
     ended = row.ended_at if not row.running else time.time()
     took = row.seconds if row.seconds is not None else ended - row.started_at if ended and row.started_at else None
     found: dict[str, tuple[float | None, str, int]] = {"state": (None, row.state, 0)}

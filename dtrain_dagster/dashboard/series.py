@@ -166,6 +166,12 @@ class PerformanceDashboard:
         return None if found is None else asdict(found)
 
     @property
+    def best_evaluation(self) -> Evaluation | None:
+        """The evaluation with the lowest validation loss, the first of equal ones; None before the first. Rows of the
+        track are means of several, and have it no more."""
+        return min(self.evaluations, key=lambda item: item.loss, default=None)
+
+    @property
     def live_verdict(self) -> LiveVerdict | None:
         """The verdict that was shown last, with the change that it waits to see again; None where none was asked
         for."""

@@ -158,9 +158,9 @@ INTERNAL: Mapping[str, str] = {
         ("DTRAIN_INCARNATION", "DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_LAUNCH_NUMBER", "DTRAIN_PART_OF"), _TOLD
     ),
     **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI"), _TOLD),
-    **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET", "DTRAIN_TRACKING"), _ORDERED),
+    **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
     "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
-    "DTRAIN_WORK_FILE": "a command tells by it, to the processes that it starts, where they note the jobs that they follow",
+    "DTRAIN_WORK_FILE": "a command tells by it to the processes below it where to note the jobs that they follow",
     "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
     "DTRAIN_FAULTS": "tests and benchmarks plant faults by it",
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), _LAUNCHER),

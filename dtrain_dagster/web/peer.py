@@ -12,7 +12,9 @@ from pathlib import Path
 TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 MOST_LINE = 400
 Address = tuple[str, int]
-"""IPv4 address and port."""
+"""Address of IPv4 or IPv6, and port."""
+MAPPED = b"\0" * 10 + b"\xff" * 2
+"""What stands before an IPv4 address in a socket of IPv6."""
 
 
 def find_peer_user(client: Address, server: Address) -> int | None:
@@ -21,8 +23,8 @@ def find_peer_user(client: Address, server: Address) -> int | None:
 
 
 def find_owner(tables: Iterable[str], client: Address, server: Address) -> int | None:
-    """Return the same from the content of `TABLES`. Pure."""
-    ends = [f" {_hexed(client, mapped)} {_hexed(server, mapped)} " for mapped in (False, True)]
+    """Return the same from the content of `TABLES`. Raise OSError for what is no address. Pure."""
+    ends = [f" {own} {other} " for own, other in zip(_hexed(client), _hexed(server), strict=False)]
     for table in tables:
         for at in filter(lambda at: at >= 0, map(table.find, ends)):  # quick, for there may be thousands of lines
             _state, _, _, _, user, _, inode, *_ = table[at : at + MOST_LINE].partition("\n")[0].split()[2:]
@@ -40,9 +42,15 @@ def is_peer_allowed(client: Address, server: Address, users: frozenset[int]) -> 
     return find_peer_user(client, server) in users | {os.getuid(), 0}
 
 
-def _hexed(address: Address, mapped: bool) -> str:
-    """Return an address as the kernel prints it; ``mapped``: of an IPv6 socket that speaks IPv4."""
-    packed = socket.inet_aton(address[0])
-    whole = b"\0" * 10 + b"\xff" * 2 + packed if mapped else packed
-    words = (int.from_bytes(whole[at : at + 4], sys.byteorder) for at in range(0, len(whole), 4))
-    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
+def _hexed(address: Address) -> list[str]:
+    """Return an address as the kernel prints it: one of IPv4 also as a socket of IPv6 has it."""
+    if ":" in address[0]:
+        forms = [socket.inet_pton(socket.AF_INET6, address[0])]
+    else:
+        four = socket.inet_aton(address[0])
+        forms = [four, MAPPED + four]
+    shown = []
+    for whole in forms:
+        words = (int.from_bytes(whole[at : at + 4], sys.byteorder) for at in range(0, len(whole), 4))
+        shown.append(f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}")
+    return shown

@@ -56,6 +56,18 @@ def test_a_connection_of_ones_own_is_known(family: int):
             assert find_peer_user(address, accepted.getsockname()) is None, "nobody holds it, so nobody is trusted"
 
 
+@on_linux
+def test_a_connection_over_ipv6_is_known():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server, socket.socket(socket.AF_INET6) as client:
+        client.connect(("::1", server.getsockname()[1]))
+        accepted, address = server.accept()
+        with accepted:
+            assert find_peer_user(address[:2], accepted.getsockname()[:2]) == os.getuid()
+            assert find_peer_user(("::1", 1), accepted.getsockname()[:2]) is None
+            client.close()
+            assert find_peer_user(address[:2], accepted.getsockname()[:2]) is None
+
+
 def ask_as(user: int, port: int, method: str = "GET") -> str:
     """What another user is answered."""
     request = f"{method} / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()

@@ -73,6 +73,18 @@ def test_a_failed_job_says_why_first_and_its_address_keeps_what_is_looked_at(
     page.get_by_text("12 lines with this text").wait_for()
     page.reload()
     page.get_by_text("12 lines with this text").wait_for()
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "tabs"
+    assert "tab=logs" in page.url, "whoever skips stays in the part that is open"
+    page.fill("#log-text", "")
+    page.get_by_text("304 lines", exact=True).wait_for()
+    with open(rundir.storage.local_path("logs/node-1.log"), "a") as file:
+        file.writelines(f"flood {number}\n" for number in range(1500))
+    page.get_by_text("Lines are left out here").wait_for()
+    page.get_by_text("1,304 lines", exact=True).wait_for()
+    page.fill("#log-text", "step 29")
+    page.get_by_text("12 lines with this text").wait_for()
     assert page.input_value("#log-text") == "step 29"
     fits(page)
 
@@ -114,6 +126,13 @@ def test_a_training_is_traced_cancelled_and_resumed_from_its_page(
     page.locator("#trace-table table").wait_for()
     assert page.locator("#trace-chart").get_attribute("role") == "img"
     assert page.evaluate("document.querySelector('#trace-chart').data[0].type") == "icicle"
+    functions = "document.querySelector('#trace-chart').data[0].labels.filter(name => name.includes('.py(')).length"
+    assert page.get_by_role("button", name="Python and operations").get_attribute("aria-pressed") == "true"
+    assert page.evaluate(functions) > 3
+    shot(page, "job-trace-python")
+    page.get_by_role("button", name="operations", exact=True).click()
+    wait_for(lambda: page.evaluate(functions) == 0, 20, "operations alone")
+    assert "show=operations" in page.url
     page.get_by_role("button", name="in order of time").click()
     wait_for(lambda: page.evaluate("document.querySelector('#trace-chart').data[0].type") == "bar", 20, "the timeline")
     assert "view=time" in page.url

@@ -2,7 +2,8 @@
 "use strict";
 
 const MOST_SHOWN = 5000;
-const logs = { node: "", text: "", cursor: "", follow: true, shown: false, asking: false, asked: "" };
+const logs = { node: "", text: "", cursor: "", follow: true, shown: false, asking: "", call: null };
+const wantedLogs = () => JSON.stringify([logs.node, logs.text]);
 
 function buildLogs() {
   const part = element("part-logs");
@@ -89,36 +90,39 @@ function drawNodes(nodes) {
 }
 
 async function pollLogs(anew) {
-  const what = JSON.stringify([logs.node, logs.text]), isSame = logs.drawn === what;
-  if (!logs.shown || (logs.asking && !anew) || (!logs.follow && !anew && isSame)) return;
-  const asked = JSON.stringify([logs.node, logs.text, logs.cursor]);
-  logs.asking = true;
-  logs.asked = asked;
+  const what = wantedLogs(), isSame = logs.drawn === what;
+  if (!logs.shown || (logs.asking === what && !anew) || (!logs.follow && !anew && isSame)) return;
+  logs.call?.abort(); // what was looked for before: the server need not look on
+  const call = logs.call = new AbortController();
+  logs.asking = what;
   const first = !logs.cursor;
   const query = new URLSearchParams({ node: logs.node, text: logs.text, cursor: logs.cursor });
   const box = element("log-lines");
   try {
-    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`);
-    if (logs.asked !== asked) return;
+    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`, call.signal);
+    if (logs.call !== call || wantedLogs() !== what) return;
     drawNodes(body.nodes);
     const stay = isSame && logs.atEnd === false, top = box.scrollTop;
     const made = body.lines.map(lineOf);
-    if (!first) box.append(...made);
+    if (!first) box.append(...(body.is_cut ? [make("div", "gap", "Lines are left out here: more came at once than is shown.")] : []), ...made);
     else if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) box.replaceChildren(...made);
     logs.drawn = what;
     if (stay) box.scrollTop = top;
-    while (box.childElementCount > MOST_SHOWN) box.firstElementChild.remove();
+    if (first) logs.cut = body.is_cut;
+    while (box.childElementCount > MOST_SHOWN) {
+      box.firstElementChild.remove();
+      logs.cut = true;
+    }
     if (made.length && !stay) box.scrollTop = box.scrollHeight;
     logs.cursor = body.cursor;
-    if (first) logs.cut = body.is_cut;
-    const number = box.childElementCount.toLocaleString("en");
+    const number = many(box.childElementCount - box.querySelectorAll(".gap").length);
     const found = logs.text ? `${number} lines with this text` : `${number} lines`;
     element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${found}` : found : "nothing was printed yet";
   } catch (error) {
-    if (logs.asked !== asked) return;
+    if (logs.call !== call) return;
     if (first) box.replaceChildren();
     element("log-count").textContent = error instanceof Refused ? error.message : "the dashboard's server does not answer";
   } finally {
-    if (logs.asked === asked) logs.asking = false;
+    if (logs.call === call) logs.asking = "";
   }
 }

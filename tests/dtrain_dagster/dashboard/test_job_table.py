@@ -16,7 +16,14 @@ from dtrain_dagster.dashboard import job_table
 from dtrain_dagster.dashboard.figures_index import KnownFigures, is_due
 from dtrain_dagster.dashboard.fleets import FleetBoard
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_figures import JobFigures, Verdict, failure_words, read_figures, verdict_of
+from dtrain_dagster.dashboard.job_figures import (
+    MOST_FILES,
+    JobFigures,
+    Verdict,
+    failure_words,
+    read_figures,
+    verdict_of,
+)
 from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of, walk_forward_group
 from dtrain_dagster.dashboard.job_row import JobRow
 from dtrain_dagster.dashboard.job_table import JobTable, table_row
@@ -151,6 +158,18 @@ def test_the_test_year_is_that_of_the_dataset_beside_the_jobs(tmp_path: Path):
         assert figures.walk_forward is not None
         labels.append(figures.walk_forward.label)
     assert labels == ["test year 2008", "test year unknown"]
+
+
+def test_the_first_look_at_a_running_job_finds_an_evaluation_of_long_ago(tmp_path: Path):
+    """Its newest files of events have none; later looks keep that of the look before."""
+    rundir = write_run(tmp_path, "mine", [event("evaluation", START, split="valid", loss=-1.5, step=1, seconds=0.1)])
+    for number in range(2 * MOST_FILES):
+        rundir.append_events(1, 0, 2 + number, told(1, first=number))
+    running = row(job_id="mine", state="running")
+    first = read_figures(rundir, running, "dedicated", time.time())
+    assert (first.valid_loss, first.loss) == (-1.5, pytest.approx(2.0191, abs=1e-3))
+    rundir.append_events(1, 0, 900, [event("evaluation", START + 900, split="test", loss=7.0, step=400, seconds=0.1)])
+    assert read_figures(rundir, running, "dedicated", time.time(), first).valid_loss == -1.5
 
 
 def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path: Path):

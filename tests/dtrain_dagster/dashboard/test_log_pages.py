@@ -4,20 +4,30 @@ characters never."""
 from __future__ import annotations
 
 import os
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 
+from benchmarks.abuse.websites import served
 from dtrain_dagster.dashboard import log_pages
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_routes import JobServices
 from dtrain_dagster.dashboard.log_pages import (
     MOST_CHARACTERS,
     MOST_LINES,
     ClusterLogs,
+    LeftError,
     LogFiles,
     in_order_of_time,
     parse_cursor,
     write_cursor,
 )
+from dtrain_dagster.dashboard.server import build_app
+from tests.dtrain_dagster.told_events import told, write_run
 from trainer.errors import DamagedError
 
 
@@ -126,3 +136,63 @@ def test_a_cluster_is_asked_once_for_all_browsers() -> None:
     assert page.lines == ((0, "one"), (3, "two"), (3, "bearer [secret]"))
     assert (page.nodes, page.cursor, asked) == ((0, 3), "", ["job"])
     assert logs.page("job", 3, "TWO", "").lines == ((3, "two"),)
+
+
+def test_who_follows_is_told_that_lines_were_left_out(folder: Path, logs: LogFiles) -> None:
+    (folder / "node-0.log").write_text("first\n")
+    cursor = logs.page("job", None, "", "").cursor
+    with open(folder / "node-0.log", "a") as file:
+        file.writelines(f"line {number}\n" for number in range(MOST_LINES + 1))
+    page = logs.page("job", None, "", cursor)
+    assert (len(page.lines), texts(page)[0], page.is_cut) == (MOST_LINES, "line 1", True)
+    assert not logs.page("job", None, "", page.cursor).is_cut
+
+
+def test_a_search_that_nobody_waits_for_ends_and_another_waits_for_its_turn(folder: Path, logs: LogFiles) -> None:
+    (folder / "node-0.log").write_text("text\n" * 100_000)
+    asked: list[float] = []
+
+    def leaves() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) < 3
+
+    with pytest.raises(LeftError):
+        logs.page("job", None, "text", "", leaves)
+    assert len(asked) == 3, "in the middle of the lines"
+    with logs._searching:  # somebody else's search is under way
+        with pytest.raises(LeftError):
+            logs.page("job", None, "text", "", lambda: False)
+        assert logs.page("job", None, "", "").lines, "who looks at the end of a log does not wait"
+    assert logs.page("job", None, "text", "").is_cut, "the lock was given back"
+
+
+def test_a_page_that_looks_for_something_else_ends_its_search_on_the_server(tmp_path: Path) -> None:
+    """A connection is closed, as a browser does it, while the server searches, which goes on until it is told."""
+    rundir = write_run(tmp_path / "jobs", "mine", told(2))
+    rundir.storage.write("logs/node-0.log", b"a line of the log\n" * 400_000)
+    ended: list[str] = []
+
+    class Watched(LogFiles):
+        def page(self, *asked: Any) -> log_pages.LogPage:
+            is_wanted = asked[4]
+            while not ended:  # the search of a log without end
+                try:
+                    super().page(*asked[:4], is_wanted)
+                except LeftError:
+                    ended.append("left")
+                    raise
+            return super().page(*asked[:4])
+
+    logs = Watched(lambda job_id: Path(rundir.storage.local_path("logs")))
+    app = build_app(JobBoard(str(tmp_path / "jobs"), "dedicated"), services=JobServices(logs=logs))
+    with served(app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as browser:
+            browser.sendall(b"GET /jobs/mine/logs.json?text=line HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            time.sleep(1.0)
+            assert not ended, "as long as the browser is there"
+        until = time.monotonic() + 60
+        while not ended:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        answer = requests.get(f"http://127.0.0.1:{port}/jobs/mine/logs.json?text=line", timeout=60).json()
+        assert len(answer["lines"]) == MOST_LINES

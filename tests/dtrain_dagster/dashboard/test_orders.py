@@ -52,14 +52,14 @@ def test_orders_are_taken_from_the_user_here_or_with_the_token(
 
 
 def test_what_can_be_ordered_follows_from_the_state() -> None:
-    def possible(state: str, here: bool = True, script: bool = False) -> set[str]:
-        return {order for order, reason in allowed_orders(state, here, script).items() if not reason}
+    def possible(state: str, here: bool = True, trouble: str = "") -> set[str]:
+        return {order for order, reason in allowed_orders(state, here, trouble).items() if not reason}
 
     assert possible("running") == {"cancel", "trace"}
     assert possible("queued") == {"cancel"}
     assert possible("failed") == possible("cancelled") == {"resume"}
     assert possible("succeeded") == possible("damaged") == set()
-    assert possible("failed", here=False) == possible("failed", script=True) == set()
+    assert possible("failed", here=False) == possible("failed", trouble="its script is gone") == set()
 
 
 def test_a_resumed_job_gets_the_nodes_that_were_ordered_whatever_its_run_directory_says(tmp_path: Path) -> None:
@@ -111,15 +111,16 @@ def test_who_is_not_on_this_machine_is_not_its_user(monkeypatch: pytest.MonkeyPa
 
 
 @contextmanager
-def serving(jobs: Path, services: JobServices) -> Iterator[str]:
+def serving(jobs: Path, services: JobServices, host: str = "127.0.0.1") -> Iterator[str]:
     app = build_app(JobBoard(str(jobs), "dedicated"), services=services)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    named = f"[{host}]" if ":" in host else host
+    yield f"http://{named}:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(10)
 
@@ -145,6 +146,15 @@ def test_no_other_site_and_nobody_without_the_token_gives_an_order(tmp_path: Pat
         described = requests.get(f"{url}/jobs/mine/orders.json", timeout=10).json()
     assert (described["asks_token"], described["last"]) == (True, None)
     assert TOKEN not in str(described)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_user_of_this_machine_gives_orders_over_either_loopback(tmp_path: Path, host: str) -> None:
+    """An order that a job of this state takes from nobody: who asks was let through."""
+    write_run(tmp_path / "jobs", "mine", told(2), state="succeeded")
+    with serving(tmp_path / "jobs", JobServices(desk=OrderDesk(tmp_path)), host) as url:
+        refused = post(url, "mine", "cancel")
+    assert (refused.status_code, "it does not run" in refused.text) == (409, True), refused.text
 
 
 def test_a_dashboard_that_reads_only_has_no_buttons(tmp_path: Path) -> None:

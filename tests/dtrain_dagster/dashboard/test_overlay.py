@@ -26,6 +26,7 @@ from dtrain_dagster.dashboard.overlay import (
     usd_until,
 )
 from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.monitoring.learning import Evaluation
 
 SKU = "Standard_NC6s_v3"
 
@@ -108,11 +109,27 @@ def test_the_best_is_marked_where_there_is_one():
 
 def test_a_curve_is_told_in_words():
     training = {"step": [10.0, 1000.0], "loss": [2.0, 0.5]}
-    validation = {"step": [500.0, 1000.0], "loss": [-2.0, -1.5]}
-    told_of = curve_words("mine", training, validation)
+    told_of = curve_words("mine", training, Evaluation(step=500, loss=-2.0))
     assert told_of == "mine: training loss from 2 to 0.5 at step 1,000; best validation loss -2 at step 500."
     nothing: dict[str, list[float]] = {"step": [], "loss": []}
-    assert curve_words("mine", nothing, nothing) == "mine: no loss was reported yet."
+    assert curve_words("mine", nothing, None) == "mine: no loss was reported yet."
+
+
+def test_the_best_evaluation_is_a_jobs_own_and_no_mean_of_neighbours(tmp_path: Path):
+    """Of 2,500 evaluations, which are more than a curve has points, one is far below its neighbours."""
+    judged = [
+        event("evaluation", START + step, split="valid", loss=-9.0 if step == 1234 else 1.0, step=step, seconds=0.1)
+        for step in range(1, 2501)
+    ]
+    for name in ("a", "b"):
+        write_run(tmp_path, name, judged if name == "a" else told(2), state="running")
+    board = JobBoard(str(tmp_path), "dedicated")
+    with served(build_app(board)) as port:
+        found = requests.get(f"http://127.0.0.1:{port}/overlay.json?job=a&job=b", timeout=60).json()
+    assert min(found["runs"][0]["validation"]["loss"]) > -9.0, "the curve itself is thinned"
+    assert found["runs"][0]["words"].endswith("best validation loss -9 at step 1,234.")
+    best = next(row for row in found["results"] if row["name"] == "best validation loss")
+    assert best["values"] == ["-9.0000", "–"]
 
 
 def test_two_to_eight_jobs_are_overlaid(tmp_path: Path):
