@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -245,10 +246,18 @@ def _services(settings: Settings, token: str | None, read_only: bool) -> JobServ
 
 
 def _places(settings: Settings) -> Places:
+    from dtrain_dagster.dashboard.cluster_views import ClusterPlace, place_of_options
     from dtrain_dagster.dashboard.job_links import Places
+    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.environment import SettingsError
 
+    cluster = ClusterPlace()
+    with suppress(SettingsError):  # pages of jobs that have ended need no cluster
+        if settings.kind.has_engine:
+            cluster = place_of_options(settings.cluster, read_engine_options(settings.cluster))
     tracking = settings.tracking_uri
     served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
     return Places(
-        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri
-    )
+        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri,
+        cluster=cluster,
+    )  # fmt: skip

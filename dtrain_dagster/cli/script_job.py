@@ -20,6 +20,7 @@ from dtrain_dagster.cli.job_life import (
     say_what_was_got,
     take_over,
 )
+from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 
 if TYPE_CHECKING:
@@ -67,8 +68,11 @@ def order_script(
     return found
 
 
-def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach: bool) -> None:
-    """Run a script's training on the cluster, follow it, and exit as it ends."""
+def train_script(
+    settings: Settings, ordered: ScriptJob, overrides: Sequence[str], node_count: int, detach: bool
+) -> None:
+    """Run a script's training on the cluster, follow it, and exit as it ends. ``overrides``: those of the command,
+    with which its page starts it again."""
     from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun
     from dtrain_dagster.cli.terminal import watch_training
@@ -89,6 +93,8 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
     again = command_again(typed_arguments(), job_id)
     with cancelled_by_signals(manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again)):
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
+        if not runs:
+            keep_script(settings.home, job_id, _words_of(ordered, overrides, node_count, ranks_of(settings)))
         if detach:
             say(job_id)
             say(f"follow it: dtrain watch {job_id}", err=True)
@@ -97,3 +103,11 @@ def train_script(settings: Settings, ordered: ScriptJob, node_count: int, detach
         clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
         status = watch_training(console(), manager, rundir, job_id, ordered.total_steps, clock)
     end(settings, rundir, status, again)
+
+
+def _words_of(ordered: ScriptJob, overrides: Sequence[str], node_count: int, processes_per_node: int) -> ScriptOrder:
+    _, script, *arguments = ordered.command
+    return ScriptOrder(
+        script=script, folder=os.getcwd(), arguments=tuple(arguments), overrides=tuple(overrides), nodes=node_count,
+        processes_per_node=processes_per_node,
+    )  # fmt: skip

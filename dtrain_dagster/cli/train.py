@@ -167,7 +167,7 @@ def train(
         )
         asked = [*as_overrides(None, None, epochs), *backend_overrides(backend), *overrides]
         ordered = order_script(settings, script, arguments, asked, nodes, name)
-        return train_script(settings, ordered, nodes or settings.nodes, detach)
+        return train_script(settings, ordered, asked, nodes or settings.nodes, detach)
     if arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     cluster, project = cluster_of(settings)

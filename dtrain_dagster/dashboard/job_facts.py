@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.dashboard.checkpoints import list_checkpoints
+from dtrain_dagster.dashboard.cluster_views import cluster_commands
 from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
 from dtrain_dagster.dashboard.job_settings import settings_of
 from dtrain_dagster.dashboard.judged_result import result_of
 from dtrain_dagster.dashboard.series import UNREADABLE
 from trainer.printable import visible
-from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, LOGS, RESULT, STATUS, RunDir
 from trainer.secrets.redaction import redact
 
 TRACKING = "tracking.json"
@@ -59,11 +60,18 @@ def read_facts(
         "the links",
         lambda: links_of(places, document(OWNER), document(JOB), document(TRACKING), document(LAUNCH)),
     )
+    commands = read(
+        "the cluster's names",
+        lambda: cluster_commands(
+            places.cluster, document(LAUNCH), rundir.storage.list(LOGS), state in ("running", "queued")
+        ),
+    )
     return {
         "failure": asdict(failure) if failure else None,
         "settings": [asdict(item) for item in settings or ()],
         "result": asdict(result) if result else None,
         "checkpoints": [asdict(item) for item in checkpoints or ()],
         "links": [asdict(item) for item in links or ()],
+        "commands": [asdict(item) for item in commands or ()],
         "damaged": damaged,
     }

@@ -1,4 +1,5 @@
-"""The pages of other programs about a job: its Dagster run, its MLflow run, its page in the cluster's studio.
+"""The pages of other programs about a job: its Dagster run, its MLflow run, its page in the cluster's studio, or that
+of Ray's dashboard.
 
 A run directory may hold anything, so no address is taken from it but one of a service that is known by its name.
 """
@@ -9,9 +10,10 @@ import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from dtrain_dagster.dashboard.cluster_views import ClusterPlace, launch_name, ray_page
 from dtrain_dagster.settings.notices import studio_url
 
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
@@ -27,6 +29,7 @@ class Places:
     """MLflow's pages; "" where there are none."""
     tracking_uri: str = ""
     """MLflow's database; only one of SQLite is looked into."""
+    cluster: ClusterPlace = field(default_factory=ClusterPlace)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,9 @@ def links_of(
         found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}{page}", note=note))
     if url := studio_url(launch.get("studio_url")):
         found.append(JobLink(label="Azure ML studio", url=url, note=""))
+    if url := ray_page(places.cluster, launch):
+        note = f"its nodes are the actors {launch_name(launch)}-…"
+        found.append(JobLink(label="Ray's dashboard", url=url, note=note))
     return found
 
 

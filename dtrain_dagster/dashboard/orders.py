@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtrain_dagster.dashboard.job_row import DAMAGED
-from dtrain_dagster.jobs.orders import FOLDER
+from dtrain_dagster.jobs.orders import FOLDER, ScriptOrder, script_of
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK
 from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
@@ -68,9 +68,10 @@ def judge_order(host: str, authorization: str, token: str | None, is_own_user: b
     return "" if is_own_user else "orders are taken from the user who runs the dashboard only"
 
 
-def allowed_orders(state: str, is_ordered_here: bool, is_of_script: bool) -> dict[str, str]:
+def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") -> dict[str, str]:
     """Return each order with the reason why it cannot be given to a job in ``state``, "" where it can. Pure.
-    ``is_ordered_here``: whether this home has the order of the job (`dtrain_dagster.jobs.orders`)."""
+    ``is_ordered_here``: whether this home has the order of the job (`dtrain_dagster.jobs.orders`); ``script_trouble``:
+    why a script's job cannot be started again, "" where it can and for all other jobs."""
     runs = state in ("running", "queued")
     not_running = "" if runs else "it does not run"
     resume = ""
@@ -80,11 +81,25 @@ def allowed_orders(state: str, is_ordered_here: bool, is_of_script: bool) -> dic
         resume = "its run directory is damaged"
     elif state == "succeeded":
         resume = "it has succeeded"
-    elif is_of_script:
-        resume = "a script trains it: run `dtrain train --script` again with the same --name"
     elif not is_ordered_here:
         resume = "it was not ordered from this home: run `dtrain train` there, with the same --name"
+    else:
+        resume = script_trouble
     return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it does not train now"}
+
+
+def script_trouble(script: ScriptOrder | None) -> str:
+    """Return why a script's job cannot be started again as it was ordered, and the remedy; "" where it can."""
+    if script is None:
+        return (
+            "a script trains it, and this home does not know how it was started: run `dtrain train --script` again "
+            "with the same --name, or materialize it again in Dagster"
+        )
+    if not os.path.isdir(script.folder):
+        return f"its script was started in {script.folder}, which is not there any more: put the folder back"
+    if not os.path.isfile(script.script):
+        return f"its script {script.script} is not there any more: put it back"
+    return ""
 
 
 def order_command(
@@ -111,6 +126,10 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     ordered = _read_order(home, job_id)
     if ordered is None:
         raise OrderRefusedError(f"the order of job {job_id} cannot be read")
+    if ordered.is_of_script:
+        if (script := script_of(home, job_id)) is None:
+            raise OrderRefusedError(script_trouble(None))
+        return script.command(job_id)
     ranks = ordered.training.world_size
     each = launch.get("processes_per_node")
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
@@ -149,7 +168,9 @@ class OrderDesk:
     def describe(self, job_id: str, state: str) -> dict[str, Any]:
         """Return what the page needs for its buttons: which orders can be given, and the last one."""
         ordered = _read_order(self.home, job_id)
-        found = allowed_orders(state, ordered is not None, ordered is not None and ordered.is_of_script)
+        is_of_script = ordered is not None and ordered.is_of_script
+        trouble = script_trouble(script_of(self.home, job_id)) if is_of_script else ""
+        found = allowed_orders(state, ordered is not None, trouble)
         return {"allowed": found, "asks_token": self.token is not None, "last": self._states.get(job_id)}
 
     def give(self, rundir: RunDir, job_id: str, state: str, order: str, asked: Mapping[str, Any]) -> OrderState:
@@ -158,7 +179,8 @@ class OrderDesk:
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
-        made = OrderState(order=order, command=shlex.join(["dtrain", *arguments]), since=time.time())
+        made = OrderState(order=order, command=redact(shlex.join(["dtrain", *arguments])), since=time.time())
+        script = script_of(self.home, job_id) if order == RESUME else None
         with self._lock:
             under_way = [name for name, known in self._states.items() if known.code is None]
             if order == CANCEL and job_id in under_way and self._states[job_id].order == TRACE:
@@ -174,6 +196,7 @@ class OrderDesk:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _DTRAIN, *arguments],
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                    cwd=script.folder if script else None,
                 )  # fmt: skip
         except Exception:
             with self._lock:

@@ -5,6 +5,7 @@ decides what this process imports, calls or registers is therefore read here:
 
     orders/<job_id>.json             the `JobConfig` as it was submitted; written before the nodes are bought
     orders/<job_id>.registered.json  the name and version under which it was registered, and the digests of its files
+    orders/scripts/<job_id>.json     of a job of `dtrain train --script`: the words that start it again
 
 On the local cluster, nodes run as the same user and can write here as well: they are trusted as that user's own
 programs are. On Azure they cannot reach this folder.
@@ -19,7 +20,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.rundir import RunDir
@@ -27,6 +30,32 @@ from trainer.rundir import RunDir
 FOLDER = "orders"
 MODEL_DIGESTS = ("model_json_sha256", "weights_file_sha256")
 """Keys of the digests of ``model/model.json`` and ``model/weights.pt``, as they were registered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptOrder:
+    """How `dtrain train --script` was given, in words that mean the same in another process."""
+
+    script: str
+    """The file, a full path."""
+    folder: str
+    """The working directory: what the script reads by a relative path is found from there."""
+    arguments: tuple[str, ...] = ()
+    """The script's own arguments."""
+    overrides: tuple[str, ...] = ()
+    """Fields as ``--set`` takes them, those of other options included."""
+    nodes: Annotated[int, Field(ge=1)]
+    processes_per_node: Annotated[int, Field(ge=1)]
+
+    def command(self, job_id: str) -> list[str]:
+        """Return the words after ``dtrain`` that start this job again, or go on with it."""
+        sized = ("--nodes", str(self.nodes), "--procs-per-node", str(self.processes_per_node))
+        fields = [word for override in self.overrides for word in ("--set", override)]
+        words = ["train", "--script", self.script, "--name", job_id, *sized, *fields, "--detach"]
+        return [*words, *(["--", *self.arguments] if self.arguments else [])]
+
+
+_SCRIPT_ORDER = TypeAdapter(ScriptOrder)
 
 
 class OrderError(ConfigError):
@@ -63,6 +92,20 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
         same = replace(there, dataset=job.dataset, model=job.model, loss=job.loss)
         _refuse_difference(there, same, f"{job.run_dir}/job.json")
         _write(path, same.to_json())
+
+
+def keep_script(home: Path, job_id: str, order: ScriptOrder) -> None:
+    """Record how a script's job was ordered, after it was started."""
+    _write(_script_path(home, job_id), json.dumps(asdict(order), sort_keys=True))
+
+
+def script_of(home: Path, job_id: str) -> ScriptOrder | None:
+    """Return how a script's job was ordered; None where it was not by `dtrain train --script`, or by an older version
+    of it, or where the record cannot be read."""
+    try:
+        return _SCRIPT_ORDER.validate_json(_script_path(home, job_id).read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def keep_registration(home: Path, job_id: str, facts: Mapping[str, Any]) -> None:
@@ -143,6 +186,10 @@ def _path(home: Path, job_id: str) -> Path:
 
 def _registered_path(home: Path, job_id: str) -> Path:
     return Path(home) / FOLDER / f"{job_id}.registered.json"
+
+
+def _script_path(home: Path, job_id: str) -> Path:
+    return Path(home) / FOLDER / "scripts" / f"{job_id}.json"
 
 
 def _read(path: Path) -> JobConfig:

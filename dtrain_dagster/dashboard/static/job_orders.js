@@ -26,6 +26,9 @@ function buildOrders() {
     button.addEventListener("click", () => confirmOrder(order, {}));
     element("orders").append(button);
   }
+  const why = make("span", { id: "order-why", class: "quiet" }); // a title is not for a keyboard, nor for a phone
+  element("orders").append(why);
+  element("order-resume").setAttribute("aria-describedby", why.id);
   const form = make("form", "bar");
   const field = (name, value, least, most) => {
     const label = make("label", "", `${name} `);
@@ -118,6 +121,8 @@ async function pollOrders() {
     button.title = reason;
     if (order !== "trace") button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
   }
+  const resume = element("order-resume");
+  element("order-why").textContent = !resume.hidden && body.allowed.resume ? `cannot be resumed here: ${body.allowed.resume}` : "";
   const before = orders.last;
   orders.last = body.last;
   if (!body.last || JSON.stringify(body.last) === JSON.stringify(before)) return;

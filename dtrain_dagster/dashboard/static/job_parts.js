@@ -92,6 +92,14 @@ function drawLinks(links) {
   }));
 }
 
+// Commands that somebody else gives in a shell; a second look leaves them open.
+function drawCommands(commands) {
+  const box = element("commands");
+  box.hidden = !commands.length;
+  box.querySelector("dl").replaceChildren(...commands.flatMap(({ command, note }) =>
+    [make("dt", "", note), make("dd", "", make("code", "", command))]));
+}
+
 function drawResult(result) {
   const part = element("part-result");
   if (!result) {
@@ -164,6 +172,7 @@ function drawCheckpoints(checkpoints) {
 function drawFacts(facts) {
   drawFailure(facts.failure, job.look.job.state);
   drawLinks(facts.links);
+  drawCommands(facts.commands);
   drawResult(facts.result);
   drawSettings(facts.settings);
   drawCheckpoints(facts.checkpoints);

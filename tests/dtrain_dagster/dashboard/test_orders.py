@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from dtrain_dagster.dashboard.orders import (
     order_command,
 )
 from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.rundir import RunDir
 
 TOKEN = "a-long-token-of-this-test"
 
@@ -183,6 +187,99 @@ def test_an_order_is_the_command_that_a_shell_would_give(tmp_path: Path, monkeyp
     assert (last["order"], last["code"]) == ("cancel", 2)
     assert "mine" in last["said"]
     assert "cancel from the dashboard" in next((tmp_path / "audit").iterdir()).read_text()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trainer import DistributedConfig, Trainer
+
+width = int(Path("width.txt").read_text())
+torch.manual_seed(0)
+inputs = torch.randn(60, 2)
+points = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+config = DistributedConfig(epochs=int(sys.argv[1]), batch_size_per_gpu=10, log_frequency=1)
+Trainer(nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)), config).fit(points, points)
+"""
+
+
+def keep_script_job(home: Path, folder: Path) -> ScriptOrder:
+    (home / "orders").mkdir(exist_ok=True)
+    job = JobConfig(job_id="mine", run_dir="/x", dataset=DatasetRef(uri="script:points.py"))
+    assert job.is_of_script
+    (home / "orders" / "mine.json").write_text(job.to_json())
+    return ScriptOrder(
+        script=str(folder / "points.py"), folder=str(folder), arguments=("3", "--x y"),
+        overrides=("training.epochs=2",), nodes=3, processes_per_node=2,
+    )  # fmt: skip
+
+
+def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    order, desk = keep_script_job(tmp_path, folder), OrderDesk(tmp_path)
+
+    def trouble() -> str:
+        return desk.describe("mine", "failed")["allowed"]["resume"]
+
+    assert "run `dtrain train --script` again with the same --name" in trouble()
+    with pytest.raises(OrderRefusedError, match="does not know how it was started"):
+        order_command("resume", "mine", tmp_path, {}, {})
+    keep_script(tmp_path, "mine", order)
+    assert trouble() == f"its script was started in {folder}, which is not there any more: put the folder back"
+    folder.mkdir()
+    assert trouble() == f"its script {folder}/points.py is not there any more: put it back"
+    (folder / "points.py").write_text(SCRIPT)
+    assert trouble() == ""
+    assert order_command("resume", "mine", tmp_path, {"command": ["rm"], "node_count": 900}, {}) == [
+        "train", "--script", f"{folder}/points.py", "--name", "mine", "--nodes", "3", "--procs-per-node", "2",
+        "--set", "training.epochs=2", "--detach", "--", "3", "--x y",
+    ]  # fmt: skip
+    assert [path.name for path in (tmp_path / "orders").glob("*.json")] == ["mine.json"], "it is no order of a job"
+    (tmp_path / "orders/scripts/mine.json").write_text('{"script": 7}')
+    assert "does not know how it was started" in trouble()
+
+
+@pytest.mark.slow
+def test_a_script_that_was_cancelled_goes_on_from_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's command runs where the script was started: it reads a file by a relative path."""
+    home, folder = tmp_path / "home", tmp_path / "work"
+    folder.mkdir()
+    (folder / "points.py").write_text(SCRIPT)
+    (folder / "width.txt").write_text("8")
+    for name, value in {"DTRAIN_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])}.items():
+        monkeypatch.setenv(name, value)
+
+    def dtrain(*words: str) -> None:
+        command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def wait_for(holds: Callable[[], Any]) -> None:
+        until = time.monotonic() + 240
+        while not holds():
+            assert time.monotonic() < until, rundir.read_json("status.json")
+            time.sleep(0.2)
+
+    rundir = RunDir(str(home / "storage/jobs/points"))
+    sized = ("--nodes", "1", "--procs-per-node", "1", "--set", "training.seed=5")
+    dtrain("train", "--script", "points.py", "--name", "points", *sized, "--detach", "--", "100000")
+    wait_for(lambda: list(rundir.events("step")))
+    dtrain("cancel", "points")
+    desk = OrderDesk(home)
+    desk.give(rundir, "points", "cancelled", "resume", {})
+    wait_for(lambda: desk.describe("points", "")["last"].code is not None)
+    assert desk.describe("points", "")["last"].code == 0, desk.describe("points", "")["last"]
+    try:
+        wait_for(lambda: any(item["generation"] == 2 for item in rundir.events("step")))
+    finally:
+        dtrain("cancel", "points")
+    again = [item["step"] for item in rundir.events("step") if item["generation"] == 2]
+    assert min(again) > 1, "from its checkpoint"
 
 
 def test_hostile_lines_and_paths_of_logs_stay_text(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_folder_in_the_place_of_a_request_is_reported_once(rundir: RunDir, tmp
 
 
 def test_a_step_without_a_trace_lies_between_two(rundir: RunDir) -> None:
-    """On a GPU the tool that reads it is detached in the step after a trace: a trace begun at once saw nothing of it."""
+    """On a GPU, CUPTI is detached in the step after a trace: a trace that was begun at once saw nothing of the GPU."""
     rank = Rank(rundir, profile_steps=2)
     for _ in range(3):
         rank.profiler.requests.asked.put(TraceRequest(steps=1))
