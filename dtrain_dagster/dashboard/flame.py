@@ -12,9 +12,9 @@ import heapq
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.printable import visible
@@ -80,7 +80,9 @@ class FlameFrame:
     id: int
     parent: int | None
     name: str
-    milliseconds: float
+    nanoseconds: int
+    """Never less than those of what it called: a browser draws nothing where the parts exceed the whole, by whatever a
+    sum of fractions is off."""
     calls: int
     """0 for a thread or stream, and for what has launched something on a GPU: its own calls are in another place."""
 
@@ -178,13 +180,25 @@ def flame_graph(operations: Iterable[_Operation]) -> list[FlameFrame]:
         _, _, name, frame, parent_id = heapq.heappop(left)
         made = FlameFrame(
             id=len(found), parent=parent_id if parent_id >= 0 else None, name=name,
-            milliseconds=round(frame.microseconds / 1000, 4), calls=frame.calls,
+            nanoseconds=round(1000 * frame.microseconds), calls=frame.calls,
         )  # fmt: skip
         found.append(made)
         for key, called in frame.below.items():
             if called.microseconds >= LEAST_SHARE * root.microseconds:
                 heapq.heappush(left, (-called.microseconds, next(number), key, called, made.id))
-    return found
+    return _wide_enough(found)
+
+
+def _wide_enough(frames: Sequence[FlameFrame]) -> list[FlameFrame]:
+    """Return the frames, each at least as long as those below it together."""
+    below: Counter[int] = Counter()
+    wide = []
+    for frame in reversed(frames):  # those below come before it
+        whole = max(frame.nanoseconds, below[frame.id])
+        if frame.parent is not None:
+            below[frame.parent] += whole
+        wide.append(replace(frame, nanoseconds=whole))
+    return wide[::-1]
 
 
 def _read(document: Any) -> tuple[list[_Event], dict[tuple[str, str], str]]:

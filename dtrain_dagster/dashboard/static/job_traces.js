@@ -121,13 +121,13 @@ function flameRows(frames) {
 }
 
 function flameTrace({ frames }) {
-  const whole = frames[0].milliseconds || 1;
+  const whole = frames[0].nanoseconds || 1;
   return [{
     type: "icicle", ids: frames.map(frame => String(frame.id)), parents: frames.map(frame => frame.parent === null ? "" : String(frame.parent)),
-    labels: frames.map(frame => escaped(frame.name)), values: frames.map(frame => frame.milliseconds), branchvalues: "total", sort: true,
+    labels: frames.map(frame => escaped(frame.name)), values: frames.map(frame => frame.nanoseconds), branchvalues: "total", sort: true,
     tiling: { orientation: "v", pad: 1 }, pathbar: { visible: true, thickness: 22 }, maxdepth: flameRows(frames),
     marker: { colors: frames.map(frame => frame.id === 0 ? css("--border") : colourOf(frame.name)), line: { width: 0 } },
-    customdata: frames.map(frame => [milliseconds(frame.milliseconds), `${(100 * frame.milliseconds / whole).toFixed(1)} %`, frame.calls ? `, ${frame.calls.toLocaleString("en")} calls` : ""]),
+    customdata: frames.map(frame => [milliseconds(frame.nanoseconds / 1e6), `${(100 * frame.nanoseconds / whole).toFixed(1)} %`, frame.calls ? `, ${frame.calls.toLocaleString("en")} calls` : ""]),
     hovertemplate: "%{label}<br>%{customdata[0]}, %{customdata[1]} of all%{customdata[2]}<extra></extra>", textinfo: "label", leaf: { opacity: 1 },
   }];
 }

@@ -48,8 +48,20 @@ def paths_of(picture: dict[str, Any]) -> dict[str, tuple[float, int]]:
         while at is not None:
             path.append(at["name"])
             at = frames.get(at["parent"])
-        paths["/".join(reversed(path))] = (item["milliseconds"], item["calls"])
+        paths["/".join(reversed(path))] = (item["nanoseconds"] / 1e6, item["calls"])
     return paths
+
+
+@pytest.mark.parametrize("parts", [3, 7, 90])
+def test_no_frame_is_shorter_than_those_below_it_together(parts: int) -> None:
+    """A browser draws nothing of a flame graph in which one is, be it by the last digit of a sum."""
+    trace = [operation(f"part {number}", 2 * number, 1.2346) for number in range(parts)]
+    frames = picture_of({"traceEvents": trace})["frames"]
+    assert len(frames) == 2 + parts
+    for frame in frames:
+        below = [item["nanoseconds"] for item in frames if item["parent"] == frame["id"]]
+        assert isinstance(frame["nanoseconds"], int)
+        assert not below or frame["nanoseconds"] == sum(below)
 
 
 def test_what_has_the_same_callers_is_added_up() -> None:
