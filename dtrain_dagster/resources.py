@@ -17,7 +17,6 @@ from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
-from dtrain_dagster.support.value_store import value_files
 from trainer.model.allowed_factories import VARIABLE
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.registry.base import Registry
     from dtrain_dagster.registry.endpoint import ScoringEndpoint
     from dtrain_dagster.settings.data_lake import DataLakeFolder
+    from dtrain_dagster.support.value_store import ValueFiles
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """The cache of shards on a node of the cloud: its temporary disk."""
@@ -299,6 +299,15 @@ def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
 
 
 STORED = "The configuration of this run is stored already: withdraw that key or password, and make another"
+
+
+@dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")
+def value_files(context: dg.InitResourceContext) -> ValueFiles:
+    """Return the IO manager that keeps values of assets on this machine, without a field, as `build_value_store`."""
+    from dtrain_dagster.support.value_store import ValueFiles
+
+    assert context.instance is not None
+    return ValueFiles(base_dir=context.instance.storage_directory())
 
 
 def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:

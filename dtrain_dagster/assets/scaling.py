@@ -13,7 +13,6 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, hardware_mark
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
-from dtrain_dagster.assets.scaling_page import scaling_page
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
@@ -89,6 +88,7 @@ def study_scaling(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the study of a plan's training. ``samples``: of each split."""
+    from dtrain_dagster.assets.scaling_page import scaling_page
     from dtrain_dagster.dashboard.job_groups import group_page
     from dtrain_dagster.monitoring import scaling, scaling_points
     from dtrain_dagster.planning import probe

@@ -16,7 +16,6 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
-from dtrain_dagster.assets.search_page import search_page
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -255,6 +254,8 @@ def show_search(
     search: "Search", source: "TrialSource", plan: TrainingPlan, addresses: Mapping[str, str]
 ) -> dg.MaterializeResult:
     """Return the asset of a search that is over. ``addresses``: the pages of the web about it, by their names."""
+    from dtrain_dagster.assets.search_page import search_page
+
     result, seconds = search.result(source), time.time() - search.began_at
     return dg.MaterializeResult(
         value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},

@@ -21,12 +21,3 @@ class ValueFiles(PickledObjectFilesystemIOManager):
             return {}
         parts = [*context.asset_key.path, *([context.partition_key] if context.has_partition_key else [])]
         return {"path": dg.MetadataValue.text(f"{'/'.join(parts)} in Dagster's storage")}
-
-
-@dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")
-def value_files(context: dg.InitResourceContext) -> ValueFiles:
-    """Return the store in the folder of the instance. It has no field for a launchpad: values are pickles, so a user
-    who chose the folder would choose what runs here."""
-    if context.instance is None:
-        raise dg.DagsterInvariantViolationError("the store of values needs a Dagster instance")
-    return ValueFiles(base_dir=context.instance.storage_directory())

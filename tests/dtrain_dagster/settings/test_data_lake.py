@@ -6,11 +6,10 @@ import dagster as dg
 import pytest
 import yaml
 
-from dtrain_dagster.resources import build_resources
+from dtrain_dagster.resources import build_resources, value_files
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_lake import DataLakeFolder, compute_log_section, with_compute_logs
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
-from dtrain_dagster.support.value_store import value_files
 
 ADDRESS = "abfss://dagster@values.dfs.core.windows.net/team/a"
 FOLDER = DataLakeFolder("values", "dagster", "core.windows.net", "team/a")
