@@ -64,7 +64,7 @@ def describe_goodput(good: Goodput) -> str:
         return ""
     name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
     return (
-        f"Only {good.share:.0%} of the paid node-time trained: «{name}» took "
+        f"Only {good.share:.0%} of the paid node-time trained: '{name}' took "
         f"{seconds / good.paid_node_seconds:.0%}; a longer training makes that share smaller."
     )
 

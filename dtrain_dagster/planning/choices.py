@@ -342,7 +342,7 @@ def _why_not(
 def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, shares_machine: bool) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
-        "marked, and the row «this plan» is what runs.",
+        "marked, and the row 'this plan' is what runs.",
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
         "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]

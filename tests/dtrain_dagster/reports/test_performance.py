@@ -79,7 +79,7 @@ def test_records_of_older_trainers_still_make_a_report():
     assert report.communication is None
     assert report.ranks == ()
     assert report.goodput.share == pytest.approx(0.4, abs=0.01)
-    assert "«start-up» took 5" in report.verdict
+    assert "'start-up' took 5" in report.verdict
     with pytest.raises(ValueError, match="no step"):
         summarise_performance([], {}, 1, usage)
 
