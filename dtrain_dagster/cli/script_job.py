@@ -7,7 +7,9 @@ What a script trains is found out by `dtrain_dagster.jobs.script_job`. A job of 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, run_dir, say
@@ -22,6 +24,7 @@ from dtrain_dagster.cli.job_life import (
 )
 from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
+from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -77,19 +80,22 @@ def train_script(
     from dtrain_dagster.cli.job_options import as_begun
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.cli.time_left import LeftClock, expect_finish
+    from dtrain_dagster.cli.tracking import track, try_to_record_end
     from dtrain_dagster.jobs.progress import start_job
 
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     rundir, job_id = run_dir(settings, ordered.job.job_id), ordered.job.job_id
     runs = runs_already(manager, job_id)
-    job = as_begun(ordered.job, runs)
+    source = redact(shlex.join([Path(ordered.command[1]).name, *ordered.command[2:]]))
+    tracked = track(ordered.job, overrides, settings, cluster, project, source)
+    job = as_begun(tracked.job, runs)
     if runs:
         say(f"job {job_id} is running already: no other is started", err=True)
     else:
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     take_over(rundir)
-    environment = cluster.node_env(project)
+    environment = cluster.node_env(project) | tracked.env
     again = command_again(typed_arguments(), job_id)
     with cancelled_by_signals(manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again)):
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
@@ -102,6 +108,7 @@ def train_script(
         announce(rundir)
         clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
         status = watch_training(console(), manager, rundir, job_id, ordered.total_steps, clock)
+    try_to_record_end(settings, cluster, project, tracked, rundir)
     end(settings, rundir, status, again)
 
 

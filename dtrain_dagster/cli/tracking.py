@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.cli.common import say
+from dtrain_dagster.cli.common import run_dir, say
 from trainer.config import TrackingConfig
+from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
+from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -17,21 +19,51 @@ if TYPE_CHECKING:
     from trainer.rundir import RunDir
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tracked:
+    """A job as it is written to MLflow from this start on."""
+
+    job: JobConfig
+    is_on: bool
+    """Whether this start of it is."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the variables of its nodes: ``job.json`` stays as it was begun, so a launch says that it is not
+        tracked."""
+        return {} if self.is_on else {TRACKING_OF_LAUNCH: OFF}
+
+
+def track(
+    job: JobConfig, asked: Collection[str], settings: Settings, cluster: GPUClusterResource, project: ProjectResource,
+    entry: str = "dtrain train",
+) -> Tracked:  # fmt: skip
+    """Return how a training is tracked. A new one is in the MLflow of the settings, or where it says itself; one that
+    goes on is in the run in which it began. ``asked``: the overrides, which may switch it off, as the settings do;
+    ``entry``: what MLflow names as its source."""
+    is_new = not run_dir(settings, job.job_id).storage.exists("job.json")
+    is_off = job.tracking.mlflow_tracking_uri is None and (is_stated(asked) or settings.command_tracking == OFF)
+    if not is_new:
+        job = as_tracked_before(job, run_dir(settings, job.job_id))
+    elif job.tracking.mlflow_tracking_uri is None and not is_off:
+        job = with_tracking(job, settings, cluster, project, entry)
+    return Tracked(job=job, is_on=not is_off and job.tracking.mlflow_tracking_uri is not None)
+
+
+def is_stated(asked: Collection[str]) -> bool:
+    """Return whether overrides say where a training is tracked. Pure."""
+    return any(item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked)
+
+
 def with_tracking(
-    job: JobConfig, asked: Collection[str], settings: Settings, cluster: GPUClusterResource, project: ProjectResource
+    job: JobConfig, settings: Settings, cluster: GPUClusterResource, project: ProjectResource, entry: str
 ) -> JobConfig:
-    """Return the job, reporting to the MLflow of the settings; unchanged if it says itself where to, if ``asked`` (the
-    overrides) do, or if the settings switch it off."""
+    """Return the job, reporting to the MLflow of the settings."""
     from dtrain_dagster.jobs.progress import code_version
     from dtrain_dagster.jobs.source_tags import source_tags
 
-    is_stated = job.tracking.mlflow_tracking_uri is not None or any(
-        item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked
-    )
-    if is_stated or settings.command_tracking == "off":
-        return job
     stated = job.tracking.mlflow_experiment
-    source = {} if project.tracks_in_workspace else source_tags("dtrain train", Path.cwd())
+    source = {} if project.tracks_in_workspace else source_tags(entry, Path.cwd())
     tracking = replace(
         job.tracking,
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
@@ -44,15 +76,27 @@ def with_tracking(
 
 def as_tracked_before(job: JobConfig, rundir: RunDir) -> JobConfig:
     """Return a job that says nothing of tracking with that of its earlier start, so that it goes on in the same run."""
-    if job.tracking != TrackingConfig() or not rundir.storage.exists("job.json"):
-        return job
-    return replace(job, tracking=rundir.read_job().tracking)
+    return replace(job, tracking=rundir.read_job().tracking) if job.tracking == TrackingConfig() else job
+
+
+def try_to_record_end(
+    settings: Settings, cluster: GPUClusterResource, project: ProjectResource, tracked: Tracked, rundir: RunDir
+) -> None:
+    """Add to the run of a training that has ended what its nodes do not know, and say where the run is, or why that was
+    impossible: the job's own end is what counts."""
+    if not tracked.is_on:
+        return
+    try:
+        record_end(settings, cluster, project, tracked.job, rundir)
+    except (ValueError, RuntimeError, OSError) as error:
+        say(f"MLflow does not have all of {tracked.job.job_id}: {redact(str(error))}", err=True)
 
 
 def record_end(
     settings: Settings, cluster: GPUClusterResource, project: ProjectResource, job: JobConfig, rundir: RunDir
 ) -> None:
-    """Add dollars, report and description to the run of a training that has ended, and say where it is."""
+    """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
+    ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
     from dtrain_dagster.costs.prices import PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.costs.worth import worth_line
@@ -60,8 +104,7 @@ def record_end(
     from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, note_of
     from trainer.rundir import EVALUATION, RESULT
 
-    if job.tracking.mlflow_tracking_uri is None:
-        return
+    assert job.tracking.mlflow_tracking_uri is not None
     tier, result = tier_of(settings.tiers[0]), rundir.read_json(RESULT) or {}
     figures: dict[str, float] = {}
     try:

@@ -34,7 +34,6 @@ from dtrain_dagster.cli.job_life import (
     take_over,
 )
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
-from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -138,7 +137,8 @@ def train(
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
-    The training is written to MLflow (`dtrain mlflow`), unless DTRAIN_COMMAND_TRACKING is off.
+    The training is written to MLflow (`dtrain mlflow`); one that goes on, to the run in which it began. With
+    DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start of it is not.
 
     \b
     Examples:
@@ -156,7 +156,7 @@ def train(
     from dtrain_dagster.cli.summary import print_summary
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.cli.time_left import LeftClock, expect_finish
-    from dtrain_dagster.cli.tracking import as_tracked_before, record_end, with_tracking
+    from dtrain_dagster.cli.tracking import track, try_to_record_end
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -181,11 +181,8 @@ def train(
         steps = total_steps(job)
         if not runs:
             say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
-    if rundir.storage.exists("job.json"):
-        job = as_tracked_before(job, rundir)
-    else:
-        job = with_tracking(job, asked, settings, cluster, project)
-    job = as_begun(with_reachable_data(job, settings), runs)
+    tracked = track(job, asked, settings, cluster, project)
+    job = as_begun(with_reachable_data(tracked.job, settings), runs)
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
     else:
@@ -196,7 +193,7 @@ def train(
     with cancelled_by_signals(
         manager, job.job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job.job_id, again)
     ):
-        start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project))
+        start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project) | tracked.env)
         if detach:
             say(job.job_id)
             say(f"follow it: dtrain watch {job.job_id}", err=True)
@@ -206,10 +203,7 @@ def train(
         status = watch_training(console(), manager, rundir, job.job_id, steps, clock)
     if status.state == "succeeded":
         print_summary(settings, rundir)
-    try:
-        record_end(settings, cluster, project, job, rundir)
-    except (ValueError, RuntimeError, OSError) as error:  # the job's own end is what counts
-        say(f"MLflow does not have all of {job.job_id}: {redact(str(error))}", err=True)
+    try_to_record_end(settings, cluster, project, tracked, rundir)
     end(settings, rundir, status, again)
 
 

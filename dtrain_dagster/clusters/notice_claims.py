@@ -89,7 +89,7 @@ def send_once(
             (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
     _write(folder, name, "refused" if refused else "unknown" if lost else "sent", [_digest(url) for url in refused])
     if lost:
-        _log.warning("no answer came in time by %s to «%s»: it is not sent again", _kinds(lost), title)
+        _log.warning("no answer came in time by %s to '%s': it is not sent again", _kinds(lost), title)
     if refused:
         raise NotToldError(f"nobody could be told by {_kinds(refused)}: {title}")
 

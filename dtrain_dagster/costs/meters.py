@@ -53,7 +53,7 @@ def choose_meter(meters: Sequence[Meter]) -> Choice:
     2. the meter's own region before others, which stay where there is no other (sizes such as E16-4s v3 have no
        primary row: they are billed on the meter of E16 v3);
     3. the newest price: an older row is what it was before;
-    4. a product that is called «Virtual Machines …» before special ones;
+    4. a product that is called ``Virtual Machines …`` before special ones;
     5. the lowest: a doubled row was seen to carry the price of Windows, which is that of Linux and a licence.
     """
     left = [meter for meter in meters if meter.usd_per_hour != 0]
@@ -111,7 +111,7 @@ def choose_size_price(rows: Iterable[tuple[str, str, float]], tier: Tier = "dedi
     """Return the US dollars per hour of a size on Linux; None where none is listed. ``rows``: (system, tier, price) of
     Azure ML's list of sizes.
 
-    That list was recorded with one size twice under «Linux», once at the price of its Windows row and in either order
+    That list was recorded with one size twice under ``Linux``, once at the price of its Windows row and in either order
     (Standard_D16ads_v5, eastus, 2025-11-04). The lowest price counts: Windows is never the cheaper one.
     """
     return min(

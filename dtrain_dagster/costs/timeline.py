@@ -132,7 +132,7 @@ def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Time
     if terms and not facts.has_timing:
         notes.append(
             "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
-            f"{CostCause.PRODUCTIVE}"
+            f"'{CostCause.PRODUCTIVE}'"
         )
     return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
 

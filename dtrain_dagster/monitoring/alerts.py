@@ -121,7 +121,7 @@ def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
 
 
 def describe_strategy(item: Strategy) -> str:
-    """Return a strategy in a line: «more accumulation (…): +35 % samples/s, communication then 14 % of the step»."""
+    """Return a strategy in a line: ``more accumulation (…): +35 % samples/s, communication then 14 % of the step``."""
     gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
     if item.gain < -0.005:
         gain += f", {item.gain:+.0%} samples/s"

@@ -46,7 +46,7 @@ class Contention:
 
     @property
     def reason(self) -> str:
-        """Return who shares what: «3 ranks share 2 cores»."""
+        """Return who shares what: ``3 ranks share 2 cores``."""
         if self.is_crowded:
             return f"{self.ranks} ranks share {_count(self.cores, 'core')}"
         where = f", which has {_count(self.ranks, 'rank')} and {_count(self.cores, 'core')}" if self.cores else ""

@@ -98,7 +98,7 @@ class Diagnosis:
 
     @property
     def where(self) -> str:
-        """Return the cause and its place: «slow compute on rank 1 (node 1)»."""
+        """Return the cause and its place: ``slow compute on rank 1 (node 1)``."""
         place = f" of rank {self.rank}" if self.cause is SlowdownCause.HANG else f" on rank {self.rank}"
         return str(self.cause) if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
 

@@ -144,7 +144,7 @@ def _waiting(items: Sequence[HangEvent], seconds: float, where: str) -> str:
 
 
 def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
-    """«rank 1 (node 2)», «ranks 0 and 2», «ranks 0, 1, 2, 3 and 60 more»; nodes where they are of use."""
+    """``rank 1 (node 2)``, ``ranks 0 and 2``, ``ranks 0, 1, 2, 3 and 60 more``; nodes where they are of use."""
     names = [f"{rank} (node {nodes[rank]})" if rank < len(nodes) else str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"

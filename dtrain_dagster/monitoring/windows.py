@@ -1,7 +1,7 @@
 """The `timing` events of a job, and the few figures that all other analyses use. Pure.
 
 A *window* is a report of rank 0 on consecutive steps: every ``log_frequency`` of them at first, then once a second.
-Records of older trainers have none, and a field that is missing means «not known»: readers of windows work with those
+Records of older trainers have none, and a field that is missing means ``not known``: readers of windows work with those
 that exist.
 """
 

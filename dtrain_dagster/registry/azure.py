@@ -278,8 +278,8 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:
-    """Return tags within Azure's limits: values that are too long end with «…», known secrets are removed, empty values
-    left out. Raise `RegistryError` for too many tags or a name that is too long: those must not vanish."""
+    """Return tags within Azure's limits: values that are too long end with ``…``, known secrets are removed, empty
+    values left out. Raise `RegistryError` for too many tags or a name that is too long: those must not vanish."""
     fitted = {name: redact(str(value)) for name, value in tags.items() if value not in (None, "")}
     long = [name for name in fitted if len(name) > MAX_KEY]
     if long or len(fitted) > MAX_TAGS:

@@ -20,7 +20,7 @@ class TrainingProvenance:
     nodes: int
     node_hours: float
     cost_usd: str
-    """The dollars in words, with the basis of the price: «$0.0042, a stand-in price, nothing was billed»."""
+    """The dollars in words, with the basis of the price: ``$0.0042, a stand-in price, nothing was billed``."""
     code_version: str
     dagster_run_id: str
     dagster_run_url: str | None = None

@@ -224,7 +224,7 @@ def check_endpoint(
 
 
 def _ask(endpoint: ScoringEndpoint, windows: NDArray[np.float32], patience_seconds: float) -> tuple[int, bytes]:
-    """Return the first answer that is not «come back later», or the last of those."""
+    """Return the first answer that is not ``come back later``, or the last of those."""
 
     def ask() -> tuple[int, bytes]:
         status, body = endpoint.post(windows)

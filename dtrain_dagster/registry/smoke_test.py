@@ -27,7 +27,7 @@ TRAINING_TOLERANCE = 1e-3
 
 
 class AnswerError(ValueError):
-    """A served answer in the wrong form. The message continues «the scoring server …»."""
+    """A served answer in the wrong form. The message continues ``the scoring server …``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Agreement:
 
     passed: bool
     message: str
-    """A text that continues «the scoring server …»."""
+    """A text that continues ``the scoring server …``."""
     max_abs_difference: float
     """The largest difference from the run directory's weights, in the columns' own units."""
     max_relative_difference: float

@@ -42,7 +42,7 @@ class DataLakeFolder:
             )
         parts = [part for part in (found["prefix"] or "").split("/") if part]
         if any(part in (".", "..") for part in parts):
-            raise ValueError("its path may not have «.» or «..» in it")
+            raise ValueError("its path may not have '.' or '..' in it")
         return cls(found["account"], found["file_system"], found["suffix"], "/".join(parts) or "dagster")
 
 

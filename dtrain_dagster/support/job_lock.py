@@ -1,6 +1,6 @@
 """The lock of a run directory, which is held as long as a supervisor, or a process that it started, lives.
 
-Process ids are used again, and a file that says «running» outlives its writer; a lock does neither. It belongs to an
+Process ids are used again, and a file that says ``running`` outlives its writer; a lock does neither. It belongs to an
 open file, which the submitter hands over to the supervisor it starts, so that there is no gap in between.
 """
 

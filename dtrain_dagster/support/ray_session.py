@@ -53,7 +53,7 @@ def imported_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise RayError(f"Ray cannot be imported ({error}): install this project with its extra «ray»") from None
+        raise RayError(f"Ray cannot be imported ({error}): install this project with its extra `ray`") from None
     return ray
 
 

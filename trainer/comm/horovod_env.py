@@ -18,7 +18,7 @@ def horovod_variables(
     node = nodes[rank]
     here = [other for other, its in enumerate(nodes) if its == node]
     place = here.index(rank)
-    # Its «cross» communicator: of each node that has so many ranks, the one at this place.
+    # Its cross communicator: of each node that has so many ranks, the one at this place.
     across = [its for its in sorted(set(nodes)) if nodes.count(its) > place]
     return {
         "HOROVOD_RANK": str(rank),

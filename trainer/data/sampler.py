@@ -27,7 +27,7 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     """Return where ``indices`` (any shape, values in [0, size)) go under the permutation of this seed and epoch.
 
     A balanced Feistel network over the next even power of two, walked until it lands inside [0, size) again
-    (Black and Rogaway 2002, «cycle walking»): a bijection without a table, in O(len(indices)).
+    (Black and Rogaway 2002, cycle walking): a bijection without a table, in O(len(indices)).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)

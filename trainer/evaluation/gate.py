@@ -71,7 +71,7 @@ def suspect_leak(halves: Sequence[Mapping[str, float | None]]) -> str | None:
 
 def gate(report: Mapping[str, Any]) -> Gate:
     """Judge ``evaluation.json`` by `RULE`, and a point forecast of windows by `POINT_RULE`. Never by directional
-    accuracy: «always up» has a good one."""
+    accuracy: ``always up`` has a good one."""
     kind, score = report.get("kind", WINDOWS), score_of(report)
     reasons = _suspicions(report)
     if score is None:

@@ -81,7 +81,7 @@ def rank_ic_by_day(mu: Array, target: Array, days: NDArray) -> Array:
 def direction_scores(mu: Array, target: Array) -> Array | None:
     """Return a score per sample whose mean is the balanced accuracy of the direction: both classes weigh one half.
 
-    ``mu`` and ``target`` are demeaned first, so «always up» and a drifting market score 0.5. None where one class is
+    ``mu`` and ``target`` are demeaned first, so ``always up`` and a drifting market score 0.5. None where one class is
     empty or the forecast is constant.
     """
     if len(mu) == 0 or np.ptp(mu) == 0:

@@ -42,7 +42,7 @@ _told: set[str] = set()
 
 
 class IsolationError(RuntimeError):
-    """An error for a model that gave no usable answer. The message says why, in words that begin with «the model …»."""
+    """An error for a model that gave no usable answer. The message says why, and begins with ``the model …``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -239,7 +239,7 @@ def _filter(calls: dict, serves: bool) -> bytes:
         statement(give, refuse | errno.ENOSYS),
         statement(equal, calls["clone"], no=3),
         statement(load, 16),
-        statement(any_bit, _THREAD, yes=4),  # to «allow»
+        statement(any_bit, _THREAD, yes=4),  # to `allow`
         denied,
         statement(equal, calls["prlimit64"], no=2),
         statement(load, 16),

@@ -22,7 +22,7 @@ _COMPILER = "g++"
 
 def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
     """Return why a model cannot be compiled in this mode on this kind of device, or None. ``has`` says whether there is
-    a C++ compiler of this name, or «triton»."""
+    a C++ compiler of this name, or ``triton``."""
     where = f"training.compile = {mode!r}"
     if device == "cpu" and mode == "reduce-overhead":
         return f"{where} means CUDA graphs, which need a GPU; use 'default' or 'off' on the CPU"

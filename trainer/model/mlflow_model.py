@@ -1,4 +1,4 @@
-"""The model that runs in the scoring server: MLflow loads this file itself («models from code»), so nothing is pickled.
+"""The model that runs in the scoring server: MLflow loads this file (its models from code), so nothing is pickled.
 
 The model's folder also holds ``artifacts/model`` (see `trainer.model.saved_model`) and ``code`` (this package and a
 user's own modules). Do not import this module: it ends by telling MLflow which model it defines.
@@ -34,7 +34,7 @@ class ForecastModel(PythonModel):
         """Return one row of named columns per window. Raise MlflowException for input of another shape."""
         try:
             return pd.DataFrame(self.saved.predict(model_input))
-        except ValueError as error:  # the caller's input is at fault: say so instead of «unexpected error»
+        except ValueError as error:  # the caller's input is at fault: say so instead of ``unexpected error``
             raise MlflowException.invalid_parameter_value(str(error)) from error
 
 

@@ -4,11 +4,11 @@ A rank that waits for a slow one looks, to itself, as if its network were slow. 
 same time, so the one that came last has not waited: the time that it spent there is the network's. Hence, in each step,
 
     communication   exposed communication of the rank that has least of it (see `trainer.runtime.step_timer` for
-                    «exposed»)
+                    exposed)
     waiting         what another rank has more than that
     lateness        of a rank: what the rank that waits longest has more than this one
 
-    queued          the time for which a rank had work of its own and no core to do it on; «running late» is the
+    queued          the time for which a rank had work of its own and no core to do it on; ``running late`` is the
                     lateness that is left without it, so that ranks which share cores do not look slow
 
 and the same for each collective by itself. The minimum is one of a step, then means are taken over steps: a minimum of
@@ -216,7 +216,7 @@ class CommunicationProfiler:
 
 @lru_cache(maxsize=4096)
 def name_of(what: str) -> str:
-    """Return a collective's name in events: «bucket 0», «commit», else what it does."""
+    """Return a collective's name in events: ``bucket 0``, ``commit``, else what it does."""
     found = re.search(r"\b(bucket \d+|commit)\b", what)
     return found[0] if found else what
 

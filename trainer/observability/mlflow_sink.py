@@ -35,6 +35,8 @@ AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percen
 first."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job continues it."""
+TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
+"""Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """By this tag of an experiment MLflow's pages open on its runs; without it they guess what it is of."""
 COMPARED_BY = ("nll", "log_loss", "rmse", "bits_per_byte", "perplexity", "mse_to_zero", "loss")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import queue
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import JobConfig
+from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH, MLflowSink
 from trainer.observability.scalars import Scalars
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
 from trainer.runtime.affinity import roam
@@ -278,8 +280,6 @@ def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sin
     factories: list[Callable[[], Sink]] = []
     if rank == 0 and job.tracking.tensorboard:
         factories.append(lambda: TensorBoardSink(rundir.storage))
-    if rank == 0 and job.tracking.mlflow_tracking_uri:
-        from trainer.observability.mlflow_sink import MLflowSink
-
+    if rank == 0 and job.tracking.mlflow_tracking_uri and os.environ.get(TRACKING_OF_LAUNCH) != OFF:
         factories.append(lambda: MLflowSink(job, rundir))
     return factories

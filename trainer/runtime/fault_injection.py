@@ -41,7 +41,7 @@ tracking is opened (`trainer.engine.ahead`), whose number from 0 is the step."""
 
 
 class InjectedError(RuntimeError):
-    """The error that the fault «raise» raises."""
+    """The error that the fault ``raise`` raises."""
 
 
 class Faults:
@@ -60,7 +60,7 @@ class Faults:
         """Carry out the fault that is due at this point of this step, if there is one."""
         if not self._pending:
             return
-        with self._lock:  # «save» and «all_reduce» are reached on threads of their own
+        with self._lock:  # `save` and `all_reduce` are reached on threads of their own
             due = next((item for item in self._pending if item["at"] == at and item.get("step", step) == step), None)
             if due is not None and not due.get("every"):
                 self._pending.remove(due)

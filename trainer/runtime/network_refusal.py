@@ -7,7 +7,7 @@ import re
 
 NETWORK_REMEDY = (
     "this is the network, not a role: this machine is not admitted from where it is. Go on from inside the virtual "
-    "network (the subnet «orchestrator» of deploy/azure), or through a VPN or Bastion, and let its DNS answer with the "
+    "network (the subnet `orchestrator` of deploy/azure), or through a VPN or Bastion, and let its DNS answer with the "
     "private address (`nslookup <host>`)"
 )
 """What to do about a refusal by a network rule."""

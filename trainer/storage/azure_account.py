@@ -163,7 +163,7 @@ def _translated(what: str, error: BaseException, verdict: AccessVerdict) -> OSEr
         elif os.environ.get(CONNECTION_STRING):
             remedy = f"check the key in {CONNECTION_STRING}"
         else:
-            remedy = "give this machine's identity the role «Storage Blob Data Contributor» on the container"
+            remedy = "give this machine's identity the role 'Storage Blob Data Contributor' on the container"
         return StorageAccessError(f"{what}: the storage account ({account()}) does not let us in ({said}): {remedy}")
     if verdict is AccessVerdict.NO_CONTAINER:
         return StorageAccessError(

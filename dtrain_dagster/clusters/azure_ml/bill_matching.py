@@ -1,8 +1,8 @@
 """Whose a row of the bill is: the job's, its compute's, another compute's of the workspace, or somebody else's. Pure.
 
 Azure ML's nodes are billed with the *workspace* as their resource. The compute is in the row's additional information,
-as PoolName «<compute>_<guid>» (users' reports of exports; Microsoft documents neither). Tags of a compute are not known
-to reach the bill. So rows are known by workspace and pool; by tags and names where an export has them.
+as PoolName ``<compute>_<guid>`` (users' reports of exports; Microsoft documents neither). Tags of a compute are not
+known to reach the bill. So rows are known by workspace and pool; by tags and names where an export has them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def workspace_of(text: str) -> Workspace | None:
 
 
 def compute_of_pool(pool: str) -> str:
-    """Return the compute of a pool: «gpu» of «gpu_0b5cf8e2-…»; the whole name where no such id follows."""
+    """Return the compute of a pool: ``gpu`` of ``gpu_0b5cf8e2-…``; the whole name where no such id follows."""
     return re.sub(r"_[0-9a-f-]{8,36}$", "", pool)
 
 

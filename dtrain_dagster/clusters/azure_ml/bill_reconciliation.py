@@ -292,8 +292,8 @@ def _by_day(tracker: CostTracker) -> dict[Key, Own]:
 
 
 def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
-    """Return the key that a meter is of, by its size or its name («NC6s v3 Low Priority», «D2 v3/D2s v3»). Another tier
-    than the meter's only where there is no such node-time."""
+    """Return the key that a meter is of, by its size or its name (``NC6s v3 Low Priority``, ``D2 v3/D2s v3``). Another
+    tier than the meter's only where there is no such node-time."""
     tier = tier_of_meter({"meterName": rows[0].name})
     for key in sorted(keys, key=lambda key: key[2] != tier):
         short = key[1].removeprefix("standard_").replace("_", " ")

@@ -44,7 +44,7 @@ sample-anonymous-ea-export-dataset.csv; those of FOCUS as in learn.microsoft.com
 """
 NEEDED = ("date", "cost", "currency", "meter")
 HOW = (
-    "Export «Cost and usage details». A query, grouped by ResourceId, MeterCategory and Meter with daily granularity, "
+    "Export 'Cost and usage details'. A query, grouped by ResourceId, MeterCategory and Meter with daily granularity, "
     "cannot tell the computes of a workspace apart"
 )
 POOL_KEYS = ("poolname", "computetargetname")
@@ -68,7 +68,7 @@ class BilledUsage:
     tags: str
     info: str
     pool: str
-    """The service's name of the nodes' pool, in small letters: «<compute>_<guid>» for Azure ML; "" where none is
+    """The service's name of the nodes' pool, in small letters: ``<compute>_<guid>`` for Azure ML; "" where none is
     named."""
     size: str
     """Size of the nodes, in small letters; "" where it is not stated."""
@@ -157,8 +157,8 @@ def drop_repeats(rows: Iterable[BilledUsage]) -> tuple[list[BilledUsage], Repeat
 
 def fields_of(text: str) -> dict[str, str]:
     """Return the fields of tags or additional information: a JSON object, with or without its braces (the classic
-    schema of Enterprise Agreements leaves them away). Keys are in small letters, and without the «x_» of FOCUS 1.2. {}
-    for anything else."""
+    schema of Enterprise Agreements leaves them away). Keys are in small letters, and without the ``x_`` of FOCUS 1.2.
+    {} for anything else."""
     for candidate in (text, f"{{{text}}}"):
         try:
             found = json.loads(candidate)
@@ -216,7 +216,7 @@ def _text(value: Any) -> str:
 
 
 def _unit_size(unit: str) -> float:
-    """Return the size of a unit: 10 for «10 Hours»."""
+    """Return the size of a unit: 10 for ``10 Hours``."""
     found = re.match(r"\s*(\d+(?:\.\d+)?)", unit)
     return float(found[1]) if found else 1.0
 

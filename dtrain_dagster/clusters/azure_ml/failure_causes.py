@@ -1,6 +1,6 @@
 """Whether a launch that failed did so by itself or lost its nodes: a table of witnesses, the most reliable first. Pure.
 
-The service appends the end of the user's own output to its message («… for error details. Error: Traceback …», report
+The service appends the end of the user's own output to its message (``… for error details. Error: Traceback …``, report
 Azure/azureml-examples#2614), and any word may stand there: it is cut off, and never counts.
 """
 

@@ -1,8 +1,8 @@
 """The meaning of a refusal of a compute, from the service's whole error. Pure.
 
 The service wraps the truth in general words: under ``BadRequest: The request is invalid`` lie other errors, in
-``details``, ``innererror``, ``additionalInfo[].info``, in a message that is JSON, or that lists «Error code: …». So the
-whole tree is read, and the most specific code in it counts.
+``details``, ``innererror``, ``additionalInfo[].info``, in a message that is JSON, or that lists ``Error code: …``. So
+the whole tree is read, and the most specific code in it counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The default cluster: «nodes» are process groups on this machine, under a supervisor that outlives the submitter.
+"""The default cluster: nodes are process groups on this machine, under a supervisor that outlives the submitter.
 
 Nothing has to be started or paid for. Only what is this machine's belongs here: its size.
 """

@@ -39,7 +39,7 @@ def test_the_address_names_account_file_system_and_path():
     [
         ("az://dagster/team", "abfss://"),
         ("abfss://dagster@values.blob.core.windows.net", "abfss://"),
-        ("abfss://dagster@values.dfs.core.windows.net/a/../b", "«..»"),
+        ("abfss://dagster@values.dfs.core.windows.net/a/../b", "'..'"),
         ("abfss://dagster@values.dfs.core.windows.net/a?sig=abcdefghijklmn", "signature"),
         ("abfss://dagster:hunter2hunter2@values.dfs.core.windows.net/a", "password"),
     ],

@@ -143,7 +143,7 @@ def judge_workspace(document: Mapping[str, Any], region: str, options: AzureMLOp
                 check="workspace",
                 verdict="missing",
                 seen="it has no Application Insights",
-                remedy="Azure refuses changes of such a workspace («Missing dependent resources in workspace json»), "
+                remedy="Azure refuses changes of such a workspace ('Missing dependent resources in workspace json'), "
                 "though its schema calls it optional: give it one, as deploy/azure does",
                 command=f"az ml workspace update {where} --update-dependent-resources --application-insights "
                 f"/subscriptions/{options.subscription_id}/resourceGroups/{options.resource_group}/providers/"
@@ -231,7 +231,7 @@ def missing_operations(needed: Iterable[str], permissions: Sequence[Mapping[str,
 
 def _matches(pattern: str, operation: str) -> bool:
     """Return whether a pattern of a role holds an operation. ``*`` stands for anything, slashes included; between two
-    slashes for nothing, too: Azure's own role «AzureML Data Scientist» takes ``workspaces/write`` out of what
+    slashes for nothing, too: Azure's own role ``AzureML Data Scientist`` takes ``workspaces/write`` out of what
     ``workspaces/*/write`` grants."""
     words = re.escape(pattern).replace(r"/\*/", "/(?:.*/)?").replace(r"\*", ".*")
     return re.fullmatch(words, operation, re.IGNORECASE) is not None

@@ -126,7 +126,7 @@ def test_the_answer_of_a_query_and_tags_that_name_the_job():
 def test_what_cannot_be_used_is_refused_by_name():
     good = row("2026-10-24", "1", "1")
     without = {key: value for key, value in good.items() if key not in ("MeterCategory", "ResourceId", "Tags")}
-    with pytest.raises(UsageError, match=r"u\.csv has no column for meter .*resource .*it has Sub.*Export «Cost and"):
+    with pytest.raises(UsageError, match=r"u\.csv has no column for meter .*resource .*it has Sub.*Export 'Cost and"):
         read_usage(csv_text([without]), "u.csv")
     with pytest.raises(UsageError, match=r"u\.csv, row 2: the currency is EUR.*CostInUsd"):
         read_usage(csv_text([good | {"BillingCurrencyCode": "EUR"}]), "u.csv")
