@@ -94,6 +94,30 @@ def test_two_years_are_trained_and_a_failed_one_is_made_again_alone(
         assert kept["by_year"].keys() == made.keys()
         assert "![Gain over each baseline" in report["charts"]
         assert kept["differences"] == []
+        see_years_in_mlflow(
+            tmp_path / "home", {year: of_year(result, "trained_checkpoint") for year, result in made.items()}
+        )
+
+
+def see_years_in_mlflow(home: Path, trained: dict[str, dict[str, Any]]) -> None:
+    """One run of the walk forward, which has ended, and a run of each year's training below it."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    [experiment] = [found for found in client.search_experiments() if found.name == "dtrain"]
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    jobs = {year: metadata["job_id"] for year, metadata in trained.items()}
+    assert runs.keys() == {"walk_forward", *jobs.values()}
+    parent = runs.pop("walk_forward")
+    assert parent.info.status == "FINISHED"
+    assert "mlflow.parentRunId" not in parent.data.tags
+    for run in runs.values():
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.info.status == "FINISHED"
+        assert run.data.metrics["cost/total_usd"] > 0
+        assert {"train/loss", "valid/loss", "test/nll"} <= run.data.metrics.keys()
+    starts = [runs[job].data.params["start_from"] for job in jobs.values()]
+    assert starts == ["None", trained["2016"]["run_dir"]]
 
 
 @pytest.mark.long

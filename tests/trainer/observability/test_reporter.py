@@ -16,7 +16,15 @@ import pytest
 
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
-from trainer.observability.mlflow_sink import AZURE_NAMES, KIND_TAG, TRACKING, MLflowSink, fits_run
+from trainer.observability.mlflow_sink import (
+    AZURE_NAMES,
+    KIND_TAG,
+    OFF,
+    TRACKING,
+    TRACKING_OF_LAUNCH,
+    MLflowSink,
+    fits_run,
+)
 from trainer.observability.reporter import Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
 from trainer.observability.scalars import NODE, Scalars
 from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
@@ -321,3 +329,12 @@ def test_a_window_sums_its_steps() -> None:
     window.add(3.0, 2)
     window.add(5.0, 6)
     assert (window.steps, window.loss_sum, window.samples) == (2, 8.0, 8)
+
+
+def test_a_launch_that_is_kept_out_of_mlflow_does_not_write_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, rundir = job(tmp_path, "http://127.0.0.1:1"), RunDir(str(tmp_path))
+    both = sinks_of(described, rundir, 0)
+    monkeypatch.setenv(TRACKING_OF_LAUNCH, OFF)
+    assert len(sinks_of(described, rundir, 0)) == len(both) - 1

@@ -1,0 +1,99 @@
+"""People are told once how each job of a fleet has ended, also of one that ends while the orchestrator is dead."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from tests.dtrain_dagster.small_job import write_dataset
+from tests.e2e.fleet_story import ROOT, FleetShell
+from tests.webhook import web_hook
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+
+MODEL = """
+import os
+import time
+from trainer.model.stock import tcn
+
+def paced(spec, outputs, pause_seconds=0.0, fails_after=None, channels=4):
+    model, calls = tcn(spec, outputs, channels), []
+    def before(module, inputs):
+        if module.training and "RANK" in os.environ:
+            calls.append(1)
+            time.sleep(pause_seconds)
+            if fails_after is not None and len(calls) > fails_after:
+                raise RuntimeError("this model fails on purpose")
+    model.register_forward_pre_hook(before)
+    return model
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[FleetShell]:
+    write_dataset(tmp_path / "dataset")
+    (tmp_path / "slow_models.py").write_text(MODEL)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
+        "DTRAIN_HOME": str(tmp_path / "home"),
+        "DTRAIN_FACTORY_MODULES": "slow_models",
+        "DTRAIN_DASHBOARD_URL": "https://runs.example/dtrain",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }
+    yield FleetShell(tmp_path, tmp_path / "home", environment, str(tmp_path / "home" / "storage" / "jobs"))
+    LocalClusterManager(tmp_path / "home").cleanup_cluster()
+
+
+def job(name: str, priority: int, steps: int, pause_seconds: float, **arguments: Any) -> dict[str, Any]:
+    return {
+        "name": name, "priority": priority, "model": "slow_models:paced",
+        "set": {
+            "training.max_steps": steps, "training.epochs": 1000, "training.warmup_steps": 1,
+            "training.bind_cores": False,
+            "model.args": {"channels": 4, "pause_seconds": pause_seconds, **arguments},
+        },
+    }  # fmt: skip
+
+
+def wait_for(holds: Callable[[], object], what: str, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.3)
+
+
+def test_each_job_is_told_once_with_its_page_and_picture_whoever_dies(shell: FleetShell) -> None:
+    with web_hook() as (address, heard):
+        shell = replace(shell, environment={**shell.environment, "DTRAIN_NOTIFY": address})
+        shell.write(
+            10_000.0, [job("short", 2, 30, 0.2), job("long", 2, 120, 0.2), job("bad", 1, 400, 0.0, fails_after=60)], 900
+        )
+        shell.run_until(lambda: all(list(shell.rundir(name).events("step")) for name in ("short", "long")))
+        assert heard == [], "nothing has ended"
+        wait_for(lambda: heard, "the notice of a job that ended without an orchestrator")
+        assert [item["title"] for item in heard] == ["dtrain: small-short has finished"]
+        said = shell.run("fleet", "run", "fleet.yaml")
+        wait_for(lambda: len(heard) >= 3, "the notices of all jobs")
+        shell.run("fleet", "run", "fleet.yaml")  # all is over: there is nothing to tell
+        shell.status()
+    titles = Counter(item["title"] for item in heard)
+    ends = {"short": "finished", "long": "finished", "bad": "failed"}
+    assert titles == {f"dtrain: small-{name} has {end}": 1 for name, end in ends.items()}, said
+    for name, end in ends.items():
+        [notice] = [item for item in heard if item["title"] == f"dtrain: small-{name} has {end}"]
+        assert f"https://runs.example/dtrain/jobs/small-{name}" in notice["message"].splitlines()
+        assert f"dtrain logs small-{name}" in notice["message"]
+        assert len(notice["attachments"]) == 1, notice
+        [picture] = notice["attachments"]
+        assert base64.b64decode(picture["base64"]).startswith(b"\x89PNG")
+    [failed] = [item["message"] for item in heard if "failed" in item["title"]]
+    assert "this model fails on purpose" in failed
