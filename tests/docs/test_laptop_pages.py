@@ -1,6 +1,7 @@
 """The commands of the pages that need no more than a laptop are run, block by block.
 
-What a page leaves to its reader (a job's name, a table, a number of trials that takes hours) is filled in here.
+What a page leaves to its reader (a job's name, a table, a number of trials that takes hours) is filled in here. Pages
+that take the `latest` dataset of prices come before those that make other ones.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ PAGES = [
     Page("fleet.md", filled={"epochs: 4": "epochs: 1"}),
     Page("hyperparameter-search.md", filled={
         "--trials 40 --budget 5": "--trials 3 --budget 5 --set training.epochs=1 --name NAME"}),
+    Page("tuning.md", filled={"tune --dataset latest --nodes 3": "tune --dataset latest --nodes 2 --seconds 60"}),
     Page("large-models.md"),
     Page("own-model-and-data.md", "", {"--your-own-arguments": ""}, slice(0, 1)),
     Page("own-model-and-data.md", "", {"epochs: 2": "epochs: 1", "source .venv/bin/activate": ""}, slice(8, 9)),
@@ -67,7 +69,6 @@ PAGES = [
         '{"width": 256, "layers": 6}\'': '{"width": 32, "layers": 1}\' --set training.max_steps=5'}, slice(4, 6)),
     Page("own-model-and-data.md", f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(6, 7)),
     Page("prices.md", filled={"dtrain prices refresh": "true"}),
-    Page("tuning.md", filled={"tune --dataset latest --nodes 3": "tune --dataset latest --nodes 2 --seconds 60"}),
 ]  # fmt: skip
 
 
