@@ -188,8 +188,10 @@ function bestTraces(panel) {
   if (!learning || learning.state === "unknown") return [];
   const { step, loss, epoch } = learning.best;
   const text = epoch ? `best: epoch ${epoch}` : "best";
+  const share = step / (job.look.job.step || step);
+  const side = share > 0.75 ? "left" : share < 0.25 ? "right" : "center"; // the chart would cut the words off
   return [{
-    type: "scatter", mode: "markers+text", name: "best", x: [step], y: [loss], showlegend: false, text: [text], textposition: "top center",
+    type: "scatter", mode: "markers+text", name: "best", x: [step], y: [loss], showlegend: false, text: [text], textposition: `top ${side}`,
     textfont: { color: css("--ink"), size: 11 }, marker: { symbol: "star", size: 13, color: css("--good"), line: { width: 1, color: css("--card") } },
     hovertemplate: `${text}, step ${step}: %{y:.4~g}<extra></extra>`, cliponaxis: false,
   }];
