@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,9 @@ def complete_datasets(ctx: click.Context, param: click.Parameter, incomplete: st
     `complete_files`."""
     home = _home()
     folder = None if home is None else home / "storage" / "datasets"
-    there = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
+    there: list[str] = []
+    with suppress(OSError):  # of a shell that completes a word nobody wants a stack trace
+        there = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
     found = [CompletionItem(name) for name in (LATEST, *there) if name.startswith(incomplete)]
     return found or complete_files(ctx, param, incomplete)
 

@@ -7,7 +7,6 @@ What a script trains is found out by `dtrain_dagster.jobs.script_job`. A job of 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from dtrain_dagster.cli.job_life import (
 )
 from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
-from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -87,7 +85,7 @@ def train_script(
     manager = cluster.manager(tends=True)
     rundir, job_id = run_dir(settings, ordered.job.job_id), ordered.job.job_id
     runs = runs_already(manager, job_id)
-    source = redact(shlex.join([Path(ordered.command[1]).name, *ordered.command[2:]]))
+    source = Path(ordered.command[1]).name  # without its arguments, in which a script may take a token
     tracked = track(ordered.job, overrides, settings, cluster, project, source)
     job = as_begun(tracked.job, runs)
     if runs:
@@ -100,7 +98,10 @@ def train_script(
     with cancelled_by_signals(manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again)):
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
         if not runs:
-            keep_script(settings.home, job_id, _words_of(ordered, overrides, node_count, ranks_of(settings)))
+            try:
+                keep_script(settings.home, job_id, _words_of(ordered, overrides, node_count, ranks_of(settings)))
+            except OSError as error:  # the nodes train already
+                say(f"the page of job {job_id} will not be able to resume it: {error}", err=True)
         if detach:
             say(job_id)
             say(f"follow it: dtrain watch {job_id}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +75,17 @@ def with_tracking(
 
 
 def as_tracked_before(job: JobConfig, rundir: RunDir) -> JobConfig:
-    """Return a job that says nothing of tracking with that of its earlier start, so that it goes on in the same run."""
-    return replace(job, tracking=rundir.read_job().tracking) if job.tracking == TrackingConfig() else job
+    """Return a job that does not say where it is tracked with the tracking of its earlier start, so that it goes on in
+    the same run. What else it says of tracking stays, and has to be what it was."""
+    if job.tracking.mlflow_tracking_uri is not None:
+        return job
+    before, usual = rundir.read_job().tracking, TrackingConfig()
+    stated = {
+        item.name: getattr(job.tracking, item.name)
+        for item in fields(TrackingConfig)
+        if item.name != "tags" and getattr(job.tracking, item.name) != getattr(usual, item.name)
+    }
+    return replace(job, tracking=replace(before, **stated, tags={**before.tags, **job.tracking.tags}))
 
 
 def try_to_record_end(

@@ -231,6 +231,9 @@ def _read(document: Any) -> tuple[list[_Event], dict[tuple[str, str], str]]:
 def _operations(events: Sequence[_Event], names: Mapping[tuple[str, str], str]) -> Iterator[_Operation]:
     """Yield the operations of each thread in order of their begin, those that call before those that are called; then
     those of each stream of a GPU."""
+    begins = [event.began for event in events if event.category not in ON_GPU]
+    ends = [event.began + event.took for event in events if event.category not in ON_GPU]
+    span = (min(begins, default=0.0), max(ends, default=0.0))
     by_row: dict[tuple[str, str], list[_Event]] = defaultdict(list)
     of_gpu: dict[tuple[str, str], list[_Event]] = defaultdict(list)
     for event in events:
@@ -241,7 +244,7 @@ def _operations(events: Sequence[_Event], names: Mapping[tuple[str, str], str]) 
             continue  # such threads wait most of the time, and would fill the picture
         thread = visible(names.get(row) or f"thread {row[1]}")[:MOST_NAME]
         stack: list[tuple[float, str]] = []
-        for event in sorted(_without_stem(rows), key=lambda event: (event.began, -event.took)):
+        for event in sorted(_without_stem(rows, *span), key=lambda event: (event.began, -event.took)):
             while stack and stack[-1][0] <= event.began:
                 stack.pop()
             ended = event.began + event.took
@@ -261,10 +264,9 @@ def _operations(events: Sequence[_Event], names: Mapping[tuple[str, str], str]) 
             yield _Operation(event.name, thread, began, ended, 0, by)
 
 
-def _without_stem(rows: Sequence[_Event]) -> Sequence[_Event]:
+def _without_stem(rows: Sequence[_Event], first: float, last: float) -> Sequence[_Event]:
     """Return the spans of a thread without the Python functions that ran already when the trace began and still when it
-    ended: they say how the program was started, or what a thread waits in."""
-    first, last = min(event.began for event in rows), max(event.began + event.took for event in rows)
+    ended, at ``first`` and ``last``: they say how the program was started, or what a thread waits in."""
     near = STEM_SHARE * (last - first)  # the tracer notes what runs already one after the other
     return [
         event

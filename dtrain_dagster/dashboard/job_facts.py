@@ -63,7 +63,10 @@ def read_facts(
     commands = read(
         "the cluster's names",
         lambda: cluster_commands(
-            places.cluster, document(LAUNCH), rundir.storage.list(LOGS), state in ("running", "queued")
+            places.cluster,
+            document(LAUNCH),
+            rundir.storage.list(LOGS) if places.cluster.kind == "slurm" else (),  # a listing is paid for elsewhere
+            state in ("running", "queued"),
         ),
     )
     return {

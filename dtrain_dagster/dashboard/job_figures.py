@@ -115,7 +115,7 @@ def _read(
     status, launch = rundir.read_json(STATUS) or {}, rundir.read_json(LAUNCH) or {}
     result, plan = rundir.read_json(RESULT) or {}, rundir.read_json(PLAN)
     report = None if row.running else rundir.read_json(PERFORMANCE_REPORT)
-    is_first_of_running = row.running and (before is None or before.is_failed)
+    is_first_of_running = row.running and before is None
     windows = 0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS
     events = _newest(rundir, windows, wants_evaluation=is_first_of_running)
     if row.running:

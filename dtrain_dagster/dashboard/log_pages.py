@@ -209,7 +209,7 @@ def _chosen(
         (node, line) for node, line in as_long_as_wanted(in_order, is_wanted) if not wanted or wanted in line.casefold()
     ]
     # What is struck out cannot be searched for, either: the text must be in what is shown.
-    safe = ((node, safe_line(line)) for node, line in reversed(found))
+    safe = ((node, safe_line(line)) for node, line in as_long_as_wanted(reversed(found), is_wanted))
     kept = list(islice((item for item in safe if not wanted or wanted in item[1].casefold()), MOST_LINES))
     return tuple(reversed(kept)), len(found) > MOST_LINES
 

@@ -114,6 +114,8 @@ def order_command(
     if order == TRACE:
         steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
         rank = _whole(asked.get("rank", 0), "rank", 0, MOST_RANK)
+        if not isinstance(asked.get("python", True), bool):
+            raise OrderRefusedError(f"python = {str(asked['python'])[:40]}: give true or false")
         python = ["--no-python"] if asked.get("python") is False else []
         return ["profile", job_id, "--steps", str(steps), "--rank", str(rank), *python]
     if order == RESUME:
@@ -135,6 +137,14 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
     sized = ["--nodes", str(ranks // each), "--procs-per-node", str(each)]
     return ["train", "--config", str(_order_file(home, job_id)), "--name", job_id, *sized, "--detach"]
+
+
+def environment_anywhere(environment: Mapping[str, str], home: Path) -> dict[str, str]:
+    """Return this environment with what it says of folders made absolute, so that a command works on the same ``home``
+    and with the same modules in whatever folder it is started. Pure but for the working directory."""
+    paths = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found = {**environment, "DTRAIN_HOME": os.path.abspath(home)}
+    return found | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def _order_file(home: Path, job_id: str) -> Path:
@@ -179,8 +189,9 @@ class OrderDesk:
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
-        made = OrderState(order=order, command=redact(shlex.join(["dtrain", *arguments])), since=time.time())
-        script = script_of(self.home, job_id) if order == RESUME else None
+        folder = self._folder_of_script(job_id) if order == RESUME else None
+        words = f"{f'cd {shlex.quote(folder)} && ' if folder else ''}{shlex.join(['dtrain', *arguments])}"
+        made = OrderState(order=order, command=redact(words), since=time.time())
         with self._lock:
             under_way = [name for name, known in self._states.items() if known.code is None]
             if order == CANCEL and job_id in under_way and self._states[job_id].order == TRACE:
@@ -194,9 +205,9 @@ class OrderDesk:
             output = tempfile.TemporaryFile()  # noqa: SIM115 - `_follow` closes it
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _DTRAIN, *arguments],
+                    [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of a script's folder is a module
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                    cwd=script.folder if script else None,
+                    cwd=folder, env=environment_anywhere(os.environ, self.home),
                 )  # fmt: skip
         except Exception:
             with self._lock:
@@ -205,6 +216,12 @@ class OrderDesk:
         follower = threading.Thread(target=self._follow, args=(job_id, made, process, output), daemon=True)
         follower.start()
         return made
+
+    def _folder_of_script(self, job_id: str) -> str | None:
+        """Return the folder in which a script's job is started again; None for other jobs."""
+        ordered = _read_order(self.home, job_id)
+        script = script_of(self.home, job_id) if ordered is not None and ordered.is_of_script else None
+        return script.folder if script else None
 
     def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
         code = process.wait()

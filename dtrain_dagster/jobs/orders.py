@@ -85,6 +85,7 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
     path = _path(home, job.job_id)
     if there is None:
         _registered_path(home, job.job_id).unlink(missing_ok=True)
+        _script_path(home, job.job_id).unlink(missing_ok=True)
         _write(path, job.to_json())
     elif path.exists():
         _refuse_difference(there, _read(path), f"{job.run_dir}/job.json")

@@ -157,7 +157,7 @@ INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(
         ("DTRAIN_INCARNATION", "DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_LAUNCH_NUMBER", "DTRAIN_PART_OF"), _TOLD
     ),
-    **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI"), _TOLD),
+    **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI", "DTRAIN_TRACKING"), _TOLD),
     **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
     "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
     "DTRAIN_WORK_FILE": "a command tells by it to the processes below it where to note the jobs that they follow",
@@ -172,7 +172,9 @@ INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"), _LAUNCHER),
     "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in every pod",
     "AZUREML_MODEL_DIR": "Azure ML sets it to where the model lies",
-    **dict.fromkeys(("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCHINDUCTOR_CACHE_DIR"), _OURS),
+    **dict.fromkeys(
+        ("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCHINDUCTOR_CACHE_DIR", "TEARDOWN_CUPTI"), _OURS
+    ),
     "DRAY_SESSION": "dtrain marks by it the processes of a Ray that it starts",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
     **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),

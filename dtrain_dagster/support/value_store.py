@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import dagster as dg
-from dagster._core.storage.fs_io_manager import PickledObjectFilesystemIOManager
+from dagster._core.storage.fs_io_manager import PickledObjectFilesystemIOManager  # the public one only makes this one
 
 
 class ValueFiles(PickledObjectFilesystemIOManager):

@@ -75,7 +75,9 @@ def test_each_job_is_told_once_with_its_page_and_picture_whoever_dies(shell: Fle
     with web_hook() as (address, heard):
         shell = replace(shell, environment={**shell.environment, "DTRAIN_NOTIFY": address})
         shell.write(
-            10_000.0, [job("short", 2, 30, 0.2), job("long", 2, 120, 0.2), job("bad", 1, 400, 0.0, fails_after=60)], 900
+            10_000.0,
+            [job("short", 2, 120, 0.2), job("long", 2, 240, 0.2), job("bad", 1, 400, 0.0, fails_after=60)],
+            900,
         )
         shell.run_until(lambda: all(list(shell.rundir(name).events("step")) for name in ("short", "long")))
         assert heard == [], "nothing has ended"

@@ -90,6 +90,11 @@ _BY_LOOKS = (
         r"(?i)((?:\bsig|account_?key|shared_?access_?(?:key|signature)|password|passwd|secret|api[-_]?key|token)"
         r"[\\\"']{0,4}\s*[=:]\s*[\\\"']{0,4})[^\s&;,\\\"'<>]+"
     ),
+    # …and as an option of a command with the value behind it; a reference such as env:NAME is no secret.
+    re.compile(
+        r"(?i)((?<![\w-])--?[\w-]{0,40}(?:token|passw(?:or)?d|secret|api[-_]?key|[-_]key)[\\\"']{0,2}\s+[\\\"']{0,2})"
+        r"(?!-|env:|keyvault:)[^\s\\\"'<>]+"
+    ),
     re.compile(r"(?i)([?&]code=)[^\s&\"'<>]+"),
     re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),
     re.compile(r"(://[^/\s:@]{0,100}:)(?!\d{1,5}(?:[/?#]|$))[^\s\"'<>]{1,200}(?=@)"),

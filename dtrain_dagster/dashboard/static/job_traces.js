@@ -99,6 +99,7 @@ async function loadTrace() {
     element("trace-chart").hidden = false;
     drawTrace();
   } catch (error) {
+    if (name !== traces.name) return;
     element("trace-note").textContent = error instanceof Refused ? error.message : "the dashboard's server does not answer";
   }
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.tracking import as_tracked_before
 from dtrain_dagster.jobs.progress import last_step
 from tests.tables import copy_tables
+from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability.mlflow_sink import TRACKING
 from trainer.rundir import RunDir
 
@@ -133,7 +136,7 @@ def test_the_training_of_a_script_is_in_mlflow_with_its_own_metrics(tmp_path: Pa
     } <= metrics.keys()
     assert 0.5 < metrics["test/accuracy"] <= 1
     assert metrics["cost/total_usd"] > 0
-    assert run.data.tags["mlflow.source.name"] == "points.py 8"
+    assert run.data.tags["mlflow.source.name"] == "points.py"
     assert "Run directory: `" in run.data.tags["mlflow.note.content"]
     assert {"job.json", "result.json", "reports"} <= artifacts
 
@@ -168,7 +171,7 @@ def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its
     copy_tables(tmp_path / "home" / "mlflow.db")
     asked = ["--dataset", str(write_dataset(tmp_path / "dataset")), "--model", "tcn", "--name", "one"]
     for setting in (
-        "model.args.channels=4", "training.max_steps=100", "training.epochs=1000", "training.warmup_steps=1",
+        "model.args.channels=4", "training.max_steps=400", "training.epochs=1000", "training.warmup_steps=1",
         "training.log_frequency=1", "training.checkpoint_frequency=2",
     ):  # fmt: skip
         asked += ["--set", setting]
@@ -193,5 +196,17 @@ def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its
     assert "in MLflow: experiment dtrain, run one" in ordered(tmp_path, *asked)
     run, _ = run_of(tmp_path / "home")
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    assert max(losses()) == 100
+    assert max(losses()) == 400
     assert stopped[0] + 3 not in losses(), "of the launch that was kept out"
+
+
+def test_a_training_that_says_something_of_tracking_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    job = JobConfig(job_id="one", run_dir=str(tmp_path), dataset=DatasetRef(uri="script:points.py"))
+    first = TrackingConfig(
+        tensorboard=False, mlflow_tracking_uri="sqlite:///x.db", mlflow_run_name="one", tags={"code_version": "a"}
+    )
+    RunDir(str(tmp_path)).write_job(replace(job, tracking=first))
+    again = as_tracked_before(replace(job, tracking=TrackingConfig(tensorboard=False)), RunDir(str(tmp_path)))
+    assert again.tracking == first
+    other = as_tracked_before(replace(job, tracking=TrackingConfig(mlflow_experiment="x")), RunDir(str(tmp_path)))
+    assert other.tracking == replace(first, mlflow_experiment="x"), "which is then refused as another configuration"

@@ -52,6 +52,19 @@ def paths_of(picture: dict[str, Any]) -> dict[str, tuple[float, int]]:
     return paths
 
 
+def test_functions_of_a_thread_that_lives_for_a_part_of_the_trace_are_shown() -> None:
+    function = {"cat": "python_function"}
+    trace = [
+        operation("main.py(1): run", 0, 1000, **function),
+        operation("aten::mm", 10, 900),
+        operation("saving.py(3): save", 500, 100, thread=2, **function),
+        operation("aten::copy_", 520, 50, thread=2),
+    ]
+    paths = paths_of(picture_of({"traceEvents": trace}, "python"))
+    assert "all threads/thread 2/saving.py(3): save/aten::copy_" in paths
+    assert not any("run" in path for path in paths), "what runs all the time says nothing"
+
+
 @pytest.mark.parametrize("parts", [3, 7, 90])
 def test_no_frame_is_shorter_than_those_below_it_together(parts: int) -> None:
     """A browser draws nothing of a flame graph in which one is, be it by the last digit of a sum."""

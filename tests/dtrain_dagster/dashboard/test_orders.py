@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -246,17 +247,21 @@ def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(t
 
 @pytest.mark.slow
 def test_a_script_that_was_cancelled_goes_on_from_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's command runs where the script was started: it reads a file by a relative path."""
+    """The page's command runs where the script was started, which reads a file by a relative path, but in the home of
+    the dashboard, and without taking modules from there."""
     home, folder = tmp_path / "home", tmp_path / "work"
     folder.mkdir()
+    (folder / "dagster.py").write_text("raise RuntimeError('a file of the script is taken for a module of dtrain')")
     (folder / "points.py").write_text(SCRIPT)
     (folder / "width.txt").write_text("8")
-    for name, value in {"DTRAIN_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTRAIN_HOME", "home")
+    monkeypatch.setenv("PYTHONPATH", os.path.relpath(Path(__file__).parents[3]))
+    absolute = os.environ | {"DTRAIN_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])}
 
     def dtrain(*words: str) -> None:
-        command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", *words]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-P", "-c", "from dtrain_dagster.cli.main import main; main()", *words]
+        done = subprocess.run(command, cwd=folder, env=absolute, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def wait_for(holds: Callable[[], Any]) -> None:

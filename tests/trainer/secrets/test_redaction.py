@@ -27,6 +27,8 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
         "Endpoint=sb://x;SharedAccessKey=PLANTED=",
         "Authorization: Bearer PLANTED.eyJzdWIi.sig-_x",
         "password=PLANTED",
+        "python train.py --hf-token PLANTED --epochs 3",
+        "train.py --password 'PLANTED' -- --wandb-key PLANTED",
         '{"client_secret": "PLANTED"}',
         json.dumps({"body": json.dumps({"access_token": "PLANTED"})}),
         "DTRAIN_ENDPOINT_TOKEN='PLANTED' is no reference",
@@ -47,6 +49,8 @@ def test_what_looks_like_a_credential_is_struck_out(text: str) -> None:
         "az://container/jobs/train-1",
         "the key is under the mat, code=1, exit code: 137",
         "TOKENIZERS_PARALLELISM=false",
+        "dtrain dashboard --token env:NAME --port 1, dtrain data tokens --tokenizer file.json --tokens 100",
+        "give the option --token --and-more, or what-token you like",
     ],
 )
 def test_what_is_none_stays(text: str) -> None:
@@ -77,6 +81,8 @@ def test_a_secret_inside_another_leaves_nothing_of_the_longer_one() -> None:
 
 
 @pytest.mark.timeout(20)  # where some pattern takes the square of the length, it is minutes
-@pytest.mark.parametrize("piece", ["a", "token", "token=", "://a:", "?code=", "bearer ", "sig='", '\\"secret'])
+@pytest.mark.parametrize(
+    "piece", ["a", "token", "token=", "://a:", "?code=", "bearer ", "sig='", "-", "--token", '\\"secret']
+)
 def test_a_long_text_takes_no_time_to_speak_of(piece: str) -> None:
     redact(piece * (400_000 // len(piece)))
