@@ -173,6 +173,10 @@ def run_directory_page() -> str:
         "system or in Blob storage. Each file is written whole; readers of a newer version read files of older ones. "
         "The reasons for this design: [Architecture](../architecture.md).\n\n"
         f"```text\n{plain(layout).rstrip()}\n```\n\n"
+        "Beside these, where they apply: `plan.json` (the plan with its estimate), `model/` (the trained model), "
+        "`reports/` (what the pages of assets show, as files), `tensorboard/`, `tracking.json` (the run in MLflow), "
+        "`registration.json` (the version in the registry), and what people were told: `alerts.json`, "
+        "`cost_alerts.json`, `notices/`.\n\n"
         "A *generation* counts the worlds of ranks that worked in the directory: 1 for the first, one more for each "
         "restart or change of members.\n\n"
         "## Events\n\n"
@@ -191,7 +195,13 @@ def run_directory_page() -> str:
             if field.name not in ("time", "rank", "generation")
         )
         text += f"\n### {kind.kind}\n\n{plain(inspect.getdoc(kind) or '')}\n\n" + table(rows, name="field")
-    return text
+    return text + (
+        "\n### communication, communication_error\n\n"
+        'These two are for people. `communication`: what `training.communication = "auto"` uses from this `step` on '
+        "(`choice`, `before`, `reason`, the expected `step_seconds` of each mode, `latency_seconds`, "
+        "`bandwidth_bytes_per_second`). `communication_error`: communication has failed, as one rank saw it (`step`, "
+        "`attempt`, `operation`, `waited_seconds`, `error`, `peers`).\n"
+    )
 
 
 def graph_page() -> str:
