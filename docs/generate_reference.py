@@ -30,7 +30,7 @@ from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.scaling import ScalingOptions
 from dtrain_dagster.assets.search import SearchOptions
-from dtrain_dagster.assets.walk_forward import YearConfig
+from dtrain_dagster.assets.walk_forward import YearConfig, YearTrainingOptions
 from dtrain_dagster.cli.reference import describe_commands
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.definitions import defs
@@ -69,7 +69,8 @@ LAUNCHPAD: tuple[tuple[str, type], ...] = (
     ("cost_estimate of a script of your own", ScriptOptions),
     ("hyperparameter_search", SearchOptions),
     ("scaling_study", ScalingOptions),
-    ("walk_forward/training_dataset", YearConfig),
+    ("walk_forward/sharded_dataset", YearConfig),
+    ("walk_forward/cost_estimate", YearTrainingOptions),
     ("an asset of your own that runs a program", ProgramOptions),
 )
 """The assets that have options in the launchpad, and the class of these."""
@@ -100,9 +101,9 @@ def settings_page() -> str:
         "# Environment variables\n\n"
         "These variables describe the environment: the cluster, the storage, the registry, the prices. What changes "
         "from run to run is set in the [launchpad](launchpad.md) or with `--set` ([job.json](job.md)).\n\n"
-        "A value that is set and cannot be used is an error at the start, and so is a name that nothing reads, with "
-        "the name that was probably meant. Settings are stored with everything that is made, so a value that contains "
-        "a password, key, signature or the token of a web hook is refused. Give `env:NAME` or "
+        "A value that is set and cannot be used is an error at the start. A name that nothing reads is warned of, "
+        "with the name that was probably meant. Settings are stored with everything that is made, so a value that "
+        "contains a password, key, signature or the token of a web hook is refused. Give `env:NAME` or "
         "`keyvault://vault/secret` instead: it is resolved where it is used. The path of the home may contain any "
         "character but `?`, `%` and control characters, which addresses of SQLite databases cannot hold.\n"
     )
@@ -172,6 +173,10 @@ def run_directory_page() -> str:
         "system or in Blob storage. Each file is written whole; readers of a newer version read files of older ones. "
         "The reasons for this design: [Architecture](../architecture.md).\n\n"
         f"```text\n{plain(layout).rstrip()}\n```\n\n"
+        "Beside these, where they apply: `plan.json` (the plan with its estimate), `model/` (the trained model), "
+        "`reports/` (what the pages of assets show, as files), `tensorboard/`, `tracking.json` (the run in MLflow), "
+        "`registration.json` (the version in the registry), and what people were told: `alerts.json`, "
+        "`cost_alerts.json`, `notices/`.\n\n"
         "A *generation* counts the worlds of ranks that worked in the directory: 1 for the first, one more for each "
         "restart or change of members.\n\n"
         "## Events\n\n"
@@ -190,7 +195,13 @@ def run_directory_page() -> str:
             if field.name not in ("time", "rank", "generation")
         )
         text += f"\n### {kind.kind}\n\n{plain(inspect.getdoc(kind) or '')}\n\n" + table(rows, name="field")
-    return text
+    return text + (
+        "\n### communication, communication_error\n\n"
+        'These two are for people. `communication`: what `training.communication = "auto"` uses from this `step` on '
+        "(`choice`, `before`, `reason`, the expected `step_seconds` of each mode, `latency_seconds`, "
+        "`bandwidth_bytes_per_second`). `communication_error`: communication has failed, as one rank saw it (`step`, "
+        "`attempt`, `operation`, `waited_seconds`, `error`, `peers`).\n"
+    )
 
 
 def graph_page() -> str:
@@ -245,6 +256,8 @@ def metrics_page() -> str:
     )  # fmt: skip
     for labels, metrics in groups:
         text += "".join(f"| `{name}` | {labels} | {about[0]} |\n" for name, about in metrics.items())
+    for name, (about, own, _) in prometheus.PARTS.items():
+        text += f"| `{name}` | {', '.join(f'`{label}`' for label in ('job', *own))} | {about} |\n"
     return text
 
 

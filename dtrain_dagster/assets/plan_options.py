@@ -122,8 +122,8 @@ class TrainingOptions(PlanOptions):
     seed: int = _of_training("seed")
     """Seed of the first weights and of the order of samples."""
     settings_file: str = ""
-    """The file that `dtrain tune` has written for this training. A value stated here, other than its default or under
-    ``more``, takes precedence."""
+    """The file that `dtrain tune` or a search has written for this training. A value stated here, other than its
+    default or under ``more``, takes precedence."""
 
     def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
         """Return the trainer's configuration: the fields named here, then those of ``more``."""

@@ -168,7 +168,7 @@ def watch(job_id: str) -> None:
     "--python/--no-python",
     default=True,
     show_default=True,
-    help="Also trace the Python functions that call the operations; the trace is twice as large.",
+    help="Whether the trace has the Python functions that call operations (default); they double its size.",
 )
 @click.option(
     "--wait",

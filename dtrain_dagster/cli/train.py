@@ -102,7 +102,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     "settings_file",
     metavar="FILE",
     shell_complete=complete_files,
-    help="What `dtrain tune` has written; other options win.",
+    help="What `dtrain tune` or `dtrain search` has written; other options win.",
 )
 @click.option(
     "--name",

@@ -67,6 +67,24 @@ COUNTERS = {
     "dtrain_communication_errors_total": ("Failures of communication, as ranks saw them", "communication_error"),
     "dtrain_out_of_memory_total": ("Times that memory ran out", "out_of_memory"),
 }
+PARTS: dict[str, tuple[str, tuple[str, ...], Callable[[OpenJob], Iterable[Value]]]] = {
+    "dtrain_step_segment_seconds": (
+        "Where an optimizer step's time goes; segments add up to the step",
+        ("node", "rank", "segment"), lambda job: _segments(job),
+    ),
+    "dtrain_rank_lateness_seconds": (
+        "How much less a rank waited than the one that waited most, median",
+        ("node", "rank"), lambda job: _lateness(job),
+    ),
+    "dtrain_collective_seconds": (
+        "Time of a collective per step: network, waiting, hidden by computation",
+        ("collective", "part"), lambda job: _collectives(job),
+    ),
+    "dtrain_collective_bandwidth_bytes_per_second": (
+        "Bus bandwidth", ("collective",), lambda job: _bandwidths(job),
+    ),
+}  # fmt: skip
+"""Metrics with labels of their own: meaning, labels besides the job's, what reads them."""
 
 
 def _time_left(job: OpenJob) -> float | None:
@@ -105,21 +123,8 @@ class JobCollector(Collector):
             yield _gauge(name, about, ("node",), jobs, partial(_of_nodes, column=column, unit=unit))
         for name, (about, column, unit) in GPU.items():
             yield _gauge(name, about, ("node", "gpu"), jobs, partial(_of_gpus, column=column, unit=unit))
-        yield _gauge(
-            "dtrain_step_segment_seconds", "Where an optimizer step's time goes; segments add up to the step",
-            ("node", "rank", "segment"), jobs, _segments,
-        )  # fmt: skip
-        yield _gauge(
-            "dtrain_rank_lateness_seconds", "How much less a rank waited than the one that waited most, median",
-            ("node", "rank"), jobs, _lateness,
-        )  # fmt: skip
-        yield _gauge(
-            "dtrain_collective_seconds", "Time of a collective per step: network, waiting, hidden by computation",
-            ("collective", "part"), jobs, _collectives,
-        )  # fmt: skip
-        yield _gauge(
-            "dtrain_collective_bandwidth_bytes_per_second", "Bus bandwidth", ("collective",), jobs, _bandwidths
-        )
+        for name, (about, labels, read) in PARTS.items():
+            yield _gauge(name, about, labels, jobs, read)
 
 
 def _gauge(

@@ -81,6 +81,8 @@ OF_OTHER_PROGRAMS = VariableGroup(
             "MLflow server of a script with `HorovodTrainer` or another trainer by a framework's name that asks for "
             "MLflow"
         ),
+        "MLFLOW_TRACKING_USERNAME": PlainVariable("User of an MLflow server whose address names none"),
+        "MLFLOW_TRACKING_PASSWORD": PlainVariable("Password of that user"),
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": PlainVariable("Whether MLflow draws bars of progress", "`false`"),
         "OMP_NUM_THREADS": PlainVariable(
             "CPU threads of a rank, unless `DTRAIN_THREADS_PER_RANK` says it", "cores / ranks"
@@ -178,7 +180,7 @@ INTERNAL: Mapping[str, str] = {
     "DRAY_SESSION": "dtrain marks by it the processes of a Ray that it starts",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
     **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),
-    **dict.fromkeys(("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"), _OURS),
+    "MLFLOW_TRACKING_AUTH": _OURS,
     "PYTHONPATH": "Python's own; dtrain adds the folder in which it was started for the nodes",
 }
 """Variables that nobody sets by hand, each with the reason."""
