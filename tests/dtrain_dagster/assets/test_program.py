@@ -65,7 +65,7 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
         told = metadata_of(first)
         assert told["engine"] == "torchrun"
         assert "rank 1 of 2 --epochs 3" in told["log"]
-        assert {"file": "weights.txt", "bytes": 1} in [record.data for record in told["largest_files"]]
+        assert {"file": "weights.txt", "bytes": 1} in [record.data for record in told["largest_files"].records]
         assert told["cost_usd"] > 0
         assert told["node_hours"] > 0
         again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))

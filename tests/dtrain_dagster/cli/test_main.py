@@ -141,7 +141,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         ],
         "jobs": ["--json"],
         "status": ["--json", "job_id"],
-        "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
+        "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
         "cancel": ["job_id"],
         "summary": ["--json", "job_id"],
         "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port", "--read-only", "--token"],
@@ -150,7 +150,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "tensorboard": ["--allow-host", "--allow-user", "--port"],
         "report": ["--output", "-o", "job_id"],
         "watch": ["job_id"],
-        "profile": ["--rank", "--steps", "--wait", "job_id"],
+        "profile": ["--python", "--rank", "--steps", "--wait", "job_id"],
         "cost": ["--csv", "--json", "--usage-export", "job_id"],
     }
     endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]

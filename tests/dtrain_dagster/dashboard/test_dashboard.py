@@ -447,7 +447,7 @@ def test_metrics_follow_prometheus_conventions_and_feed_the_grafana_dashboard(se
     assert values["dtrain_hangs_total", "newer"] == 1
     recorded = {one.name for one in samples}
     assert not [name for name in recorded if re.search(r"percent|milli|_ms$|_gib", name)]
-    declared = {*prometheus.JOB, *prometheus.NODE, *prometheus.GPU, *prometheus.COUNTERS}
+    declared = {*prometheus.JOB, *prometheus.NODE, *prometheus.GPU, *prometheus.COUNTERS, *prometheus.PARTS}
     assert declared - recorded == {"dtrain_validation_loss", "dtrain_cost_dollars"}, "not known of this job"
 
     grafana = json.loads((ROOT / "deploy/grafana/dtrain.json").read_text())
