@@ -75,7 +75,9 @@ def test_each_example_is_of_a_command_with_options_that_exist():
                 assert found, line
                 named = max((name for name in COMMANDS if f"{found[0]} ".startswith(f"{name} ")), key=len, default=None)
                 assert named, f"{line}: no such command"
-                known = {name for option in options_of(COMMANDS[named]) for name in option.opts}
+                known = {
+                    name for option in options_of(COMMANDS[named]) for name in (*option.opts, *option.secondary_opts)
+                }
                 if named not in ("dtrain work", "dtrain launch"):  # what follows is another program's
                     assert set(re.findall(r" (--[a-z-]+)", own)) <= known, line
 
