@@ -13,7 +13,7 @@ from trainer.config import DatasetRef
 from .small_job import write_dataset
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_jobs_that_start_at_once_nothing_is_lost(tmp_path: Path):
     """Results, weights, checkpoints, steps, samples, events, bills, and runs in MLflow, whose database is still to be
     made by whoever comes first."""

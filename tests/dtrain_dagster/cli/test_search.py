@@ -54,7 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> None:
     size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1",

@@ -162,9 +162,9 @@ def interrupted(folder: Path, words: Sequence[str], until: Callable[[], object],
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["option", pytest.param("setting", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["option", "setting"])
 def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its_run(how: str, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
