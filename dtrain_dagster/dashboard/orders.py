@@ -189,7 +189,8 @@ class OrderDesk:
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
-        folder = self._folder_of_script(job_id) if order == RESUME else None
+        script = script_of(self.home, job_id) if order == RESUME else None  # only a script's job has a record
+        folder = script.folder if script else None
         words = f"{f'cd {shlex.quote(folder)} && ' if folder else ''}{shlex.join(['dtrain', *arguments])}"
         made = OrderState(order=order, command=redact(words), since=time.time())
         with self._lock:
@@ -216,12 +217,6 @@ class OrderDesk:
         follower = threading.Thread(target=self._follow, args=(job_id, made, process, output), daemon=True)
         follower.start()
         return made
-
-    def _folder_of_script(self, job_id: str) -> str | None:
-        """Return the folder in which a script's job is started again; None for other jobs."""
-        ordered = _read_order(self.home, job_id)
-        script = script_of(self.home, job_id) if ordered is not None and ordered.is_of_script else None
-        return script.folder if script else None
 
     def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
         code = process.wait()

@@ -205,7 +205,7 @@ class StepProfiler:
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             # Without this CUPTI stays attached after the trace, and each later step pays for it (`benchmarks.gpu`).
-            # With CUDA graphs it is known to crash below CUDA 12.6, which the pinned torch is not built with.
+            # Below CUDA 12.6 it crashed with CUDA graphs; the pinned torch is built with a later one.
             os.environ.setdefault("TEARDOWN_CUPTI", "1")
         # Two at once end in a crash. One of all threads is known to the second of these only.
         if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
