@@ -5,6 +5,7 @@ What a page leaves to its reader is filled in: a partition, the size of a node, 
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, read_blocks
 from tests.docs.checkout import environment_in, make_checkout
+from tests.dtrain_dagster.told_json import TOLD, fields_in
 from tests.engines.machines import Machines, missing, open_machines, variables
 from trainer.rundir import LAUNCH, RunDir
 
@@ -75,10 +77,12 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Machines, dict[str, str], 
         yield machines, values, make_checkout(folder / "dtrain")
 
 
-def run(checkout: Path, script: str) -> str:
+def run(checkout: Path, script: str, **variables: str) -> str:
+    """Run commands as in a shell of the checkout with these variables, and return what they print."""
     done = subprocess.run(
         ["bash", "-c", f"set -euo pipefail\nexport PATH=$PWD/.venv/bin:$PATH\n{script}"],
-        cwd=checkout, env=environment_in(checkout), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=checkout, env=environment_in(checkout) | variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
@@ -96,3 +100,7 @@ def test_the_blocks_of_the_pages_run(kind: str, tmp_path: Path) -> None:
             assert launch["engine"] == kind, rundir.uri
             assert {node.node_id for node in rundir.nodes()} == set(range(3)), rundir.uri
             assert all(job.state == "ended" for job in machines.jobs(launch)), rundir.uri
+        words = f"dtrain {kind} check"
+        answer = json.loads(run(checkout, f"{words} --json 2>{tmp_path}/said", **values))
+        assert fields_in(words, [answer]) == set(TOLD[words])
+        assert answer["usable"], answer
