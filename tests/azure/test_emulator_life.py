@@ -78,7 +78,8 @@ def test_one_command_for_a_person(tmp_path: Path) -> None:
     for line in process.stdout:
         if "Ctrl-C" in line:
             break
-    shell = f"set -eu; export PYTHONPATH=mine; . {folder}/azure.env; echo $PYTHONPATH; curl -sS --cacert $SSL_CERT_FILE $ARM_CLOUD_METADATA_URL"
+    shell = f"set -eu; export PYTHONPATH=mine; . {folder}/azure.env; echo $PYTHONPATH"
+    shell += "; curl -sS --cacert $SSL_CERT_FILE $ARM_CLOUD_METADATA_URL"
     shell += "; curl -sS -X POST $AZURE_EMULATOR_CONTROL/bought"
     said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
     assert "EmulatedCloud" in said

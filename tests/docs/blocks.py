@@ -50,7 +50,7 @@ class Part(NamedTuple):
 SERVE = """
 serve() {  # start a server, ask for its page, end it
   "$@" >served.txt 2>&1 & local pid=$! address
-  until address=$(grep -oEm1 'https?://(127.0.0.1|localhost):[0-9]+' served.txt) && curl -fsSL -o /dev/null "$address"; do
+  until address=$(grep -oEm1 'http://(127.0.0.1|localhost):[0-9]+' served.txt) && curl -fsSLo page.html "$address"; do
     kill -0 $pid || { cat served.txt; return 1; }
     sleep 0.5
   done

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,10 +61,17 @@ def _without(script: str, begins: str) -> str:
 
 
 def run_in(checkout: Path, script: str) -> str:
-    """Return what a script says that is run in a copy of the repository, as in a user's shell; it must end well."""
-    done = subprocess.run(
+    """Return what a script says that is run in a copy of the repository, as in a user's shell; it must end well.
+    Nothing that it has started in its background outlives it, a server of a failed script neither."""
+    shell = subprocess.Popen(
         ["bash", "-c", f"set -euo pipefail\nexport PATH=$PWD/.venv/bin:$PATH\n{script}"],
         cwd=checkout, env=environment_in(checkout), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:]
-    return done.stdout
+    try:
+        said = shell.communicate()[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)
+    assert shell.returncode == 0, said[-8000:]
+    return said

@@ -25,10 +25,10 @@ PAGES = [
         "test $(jobs -r | wc -l) = 1; grep -q '2 missing' said.txt; dtrain jobs --json | grep -q succeeded")),
     Page("docs/azure.md", "", MISSING, slice(0, 1)),
     Page("deploy/azure/README.md", "", MISSING | {
-        "dtrain azure doctor --json": "test 1 = $(dtrain azure doctor --json >said.json; echo $?); jq .missing said.json"},
+        "dtrain azure doctor --json": "test 1 = $(dtrain azure doctor --json >said.json; echo $?)"},
         slice(0, 1)),
     section("dtrain azure doctor", filled={
-        "dtrain azure doctor\ndtrain azure doctor --nodes 8": "! dtrain azure doctor\n! dtrain azure doctor --nodes 8"}),
+        "dtrain azure doctor\ndtrain azure doctor --nodes": "! dtrain azure doctor\n! dtrain azure doctor --nodes"}),
     Page("docs/azure.md", f"cat > my_models.py <<'EOF'{MODEL}EOF\nexport DTRAIN_FACTORY_MODULES=my_models", {
         "--nodes 3 --model my_models:make_model": "--nodes 2 --model my_models:make_model --epochs 1 --name mine",
         "dtrain status [JOB]": "dtrain status; dtrain status mine", "JOB": "mine"}, slice(3, 4)),

@@ -49,7 +49,8 @@ PRICES = """
 import pandas as pd
 from dtrain_dagster.data.sources import price_source
 panel = pd.read_csv(price_source("sp500_panel").local_file("."), parse_dates=["Date"])
-panel.loc[panel["Date"].dt.year.between(2012, 2017), ["Date", "JNJ", "KO", "PG", "XOM"]].to_csv("prices.csv", index=False)
+part = panel.loc[panel["Date"].dt.year.between(2012, 2017), ["Date", "JNJ", "KO", "PG", "XOM"]]
+part.to_csv("prices.csv", index=False)
 """
 BILLED = "echo Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId > usage.csv"
 """An export of Azure in which nothing was billed, as nothing is here."""
@@ -80,12 +81,12 @@ PAGES = [
     Page("docs/tuning.md", filled=MEASURED),
     Page("docs/performance.md", filled=MEASURED),
     Page("docs/large-models.md"),
-    Page("docs/prices.md", left_out={"dtrain prices refresh": "asks Azure; test_site_prices has its answers"}),
+    Page("docs/prices.md", left_out={"dtrain prices refresh": "asks Azure; costs/test_prices.py has a server that answers so"}),
     Page("docs/monitoring.md", "export HOME=$PWD; mkdir -p ~/.config/fish/completions", {
         "```sh server\ndtrain dashboard": "```sh server\ndtrain dashboard --port 0"},
          after="complete -p dtrain && test -s ~/.config/fish/completions/dtrain.fish"),
     Page("docs/installing.md", DATA_ONLY, blocks=slice(0, 1)),
-    Page("docs/installing.md", blocks=slice(1, 2), after="test -e my-training/definitions.py"),
+    Page("docs/installing.md", blocks=slice(1, 2), after="test -e my-training/my_training/definitions.py"),
     Page("docs/installing.md", blocks=slice(3, 4)),
     Page("docs/own-dagster-project.md", "cd $(mktemp -d)", {
         "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import ROOT, Part
+from tests.docs.blocks import ROOT
 from tests.docs.checkout import make_checkout
 from tests.docs.page import Page, run_in
 
@@ -61,7 +61,8 @@ python tables.py
 mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page my_texts/$(basename $page .md).txt; done
 """
 SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
-JOB = """dtrain train --dataset latest --epochs 1 --name first
+PRICES_JOB = """dtrain work dagster asset materialize -m dtrain_dagster.definitions --select stock_prices,sharded_dataset
+dtrain train --dataset latest --set training.max_steps=20 --name first
 jq '{dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
 FRAMEWORKS = "needs another framework; tests/frameworks runs it"
 RUNNING = """dtrain train --dataset latest --name long --epochs 100000 --detach
@@ -84,10 +85,10 @@ def section(command: str, before: str = "", filled: Mapping[str, str] | None = N
 PAGES = [
     section("dtrain init"),
     section("dtrain setup", filled={"/data/dtrain": "data"}, after="test -e data/dagster/dagster.yaml"),
+    section("dtrain tune", PRICES_JOB, {
+        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60"}, after="test -s tuned.json"),
     section("dtrain data tokens"),
     section("dtrain data rows"),
-    section("dtrain tune", "dtrain data rows houses.parquet --target price\n" + JOB, {
-        "--nodes 3": "--nodes 2 --seconds 20", "--seconds 600": "--seconds 20"}, after="test -s tuned.json"),
     section("dtrain train", filled={"--model my_models": "--epochs 1 --model my_models"}, left_out={
         "dtrain train --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
     section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
@@ -99,7 +100,7 @@ PAGES = [
     section("dtrain status", filled={"train-6f66": "mine"}),
     section("dtrain watch"),
     section("dtrain logs"),
-    section("dtrain summary"),
+    section("dtrain summary", filled={"dtrain summary\ndtrain": "dtrain summary mine\ndtrain"}),
     section("dtrain cost", filled={"train-6f66": "mine"}),
     section("dtrain profile", RUNNING),
     section("dtrain cancel", filled={"cancel train-20261126-1425": "status long | grep cancelled"}),

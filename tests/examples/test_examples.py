@@ -14,7 +14,6 @@ from dagster import AssetKey, DagsterInstance
 
 from tests.docs.blocks import ROOT, Part, script_of
 
-
 TABLE = Part("examples/table/README.md")
 LANGUAGE_MODEL = Part("examples/language_model/README.md", slice(0, 1))
 LANGUAGE_MODEL_GRAPH = Part("examples/language_model/README.md", slice(1, 2))
