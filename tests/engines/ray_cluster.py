@@ -52,7 +52,7 @@ class RayCluster:
         self.cpus = cpus
         self.folder = Path(tempfile.mkdtemp(prefix="dray-", dir="/tmp"))  # short: paths of sockets are
         self._token = secrets.token_hex(32)
-        self.port, self.dashboard_port = _free_ports(2)
+        self.port, self.dashboard_port, self._client_port = _free_ports(3)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -86,8 +86,31 @@ class RayCluster:
 
     def start(self, name: str) -> None:
         """Start the head (the first name) or a further machine, and return when it is part of the cluster."""
-        own = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--dashboard-host=127.0.0.1",
-               "--include-dashboard=true"] if name == self.names[0] else [f"--address={self.address}"]  # fmt: skip
+        self._spawn(name)
+        log, begun, tries = self.folder / f"{name}.log", 0, 3
+        deadline = time.monotonic() + 300
+        while b"Ray runtime started" not in (said := log.read_bytes())[begun:] or not self._takes_clients(name):
+            assert time.monotonic() < deadline, said.decode()
+            if self.processes[name].poll() is not None:  # Ray gives its own parts 30 s, too few beside other tests
+                tries -= 1
+                assert tries, said.decode()
+                begun = len(said)
+                self._spawn(name)
+            time.sleep(0.2)
+
+    def _takes_clients(self, name: str) -> bool:
+        """Whether the head's server for clients has come, without which the head ends; True for all others."""
+        with contextlib.suppress(OSError):
+            if name == self.names[0]:
+                socket.create_connection((self.address_of(name), self._client_port), 1).close()
+            return True
+        return False
+
+    def _spawn(self, name: str) -> None:
+        own = [
+            "--head", f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--dashboard-host=127.0.0.1",
+            "--include-dashboard=true", f"--ray-client-server-port={self._client_port}",
+        ] if name == self.names[0] else [f"--address={self.address}"]  # fmt: skip
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *(
@@ -111,11 +134,6 @@ class RayCluster:
             preexec_fn=partial(die_with, os.getpid()),  # also where the tests are killed
         )  # fmt: skip
         log.close()
-        deadline = time.monotonic() + 180
-        while b"Ray runtime started" not in (self.folder / f"{name}.log").read_bytes():
-            assert time.monotonic() < deadline, (self.folder / f"{name}.log").read_text()
-            assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()
-            time.sleep(0.2)
 
     def kill(self, name: str) -> None:
         """Kill a machine: its raylet and all that it started, at once."""

@@ -49,7 +49,7 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Machines, dict[str, str], 
     """An engine, the variables by which it is reached, and a copy of the repository beside it."""
     if why := missing(kind):
         pytest.skip(why)
-    with open_machines(kind, nodes=3) as machines:
+    with open_machines(kind) as machines:
         values = variables(kind, machines.options(folder))
         yield machines, values, make_checkout(folder / "dtrain")
 
