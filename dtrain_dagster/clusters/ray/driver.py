@@ -69,8 +69,10 @@ class Driver:
     def __init__(self, address: str, namespace: str, dashboard: str | None) -> None:
         import ray
 
-        self.ray, self.namespace, self.dashboard = ray, namespace, dashboard
-        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        self.ray, self.namespace = ray, namespace
+        joined = ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        # Without an address Ray's lists are those of whichever cluster runs on this machine.
+        self.dashboard = dashboard or (f"http://{joined.dashboard_url}" if joined.dashboard_url else None)
         self.actor_class = make_actor_class(ray)
 
     def submit(self, name: str, command: Sequence[str], output: str, demand: Mapping[str, float]) -> str:
