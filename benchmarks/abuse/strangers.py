@@ -30,7 +30,10 @@ from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.torch_transport import make_torch_transport
 from trainer.elastic.failure_detector import FailureDetector
 
-HOST, PATIENCE = "127.0.0.1", 30.0
+HOST = "127.0.0.1"
+PATIENCE = 120.0
+"""Seconds that those who belong there are given. A kernel whose backlog strangers have filled drops a connection's first
+packets, and sends them again after 1, 3, 7, 15 and 31 seconds: on a loaded machine 30 were once too few."""
 """Address of all listeners, and the seconds that a member waits."""
 
 
