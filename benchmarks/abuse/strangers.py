@@ -32,9 +32,8 @@ from trainer.elastic.failure_detector import FailureDetector
 
 HOST = "127.0.0.1"
 PATIENCE = 120.0
-"""Seconds that those who belong there are given. A kernel whose backlog strangers have filled drops a connection's first
-packets, and sends them again after 1, 3, 7, 15 and 31 seconds: on a loaded machine 30 were once too few."""
-"""Address of all listeners, and the seconds that a member waits."""
+"""Seconds that those who belong there are given. 30 were once too few, on a loaded machine: a kernel whose backlog is
+full drops a connection's first packet, and the sender repeats it after 1, 3, 7, 15 and 31 seconds."""
 
 
 def attack(random: random.Random, rounds: int) -> Tally:

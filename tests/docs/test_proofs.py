@@ -23,10 +23,13 @@ def is_long(node: ast.AST) -> bool:
 def has_quick_test(path: Path) -> bool:
     """Say whether `make test` runs a test of this file."""
     module = ast.parse(path.read_text())
-    for statement in module.body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
-            if is_long(statement.value):
-                return False
+    marks = [
+        node.value
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    if any(is_long(value) for value in marks):
+        return False
     tests = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return any(not any(is_long(decorator) for decorator in test.decorator_list) for test in tests)
 
