@@ -23,14 +23,25 @@ def deploy(cluster: KubernetesCluster) -> Path:
     command = [cluster.programs / "bin" / "kubectl", f"--kubeconfig={cluster.kubeconfig}", "apply", "-k", DEPLOYED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
+    return log_in(cluster)
+
+
+def log_in(cluster: KubernetesCluster) -> Path:
+    """Return a kubeconfig of the service account `dtrain`, as soon as it and the others have their tokens."""
     for account in ("dtrain", "dtrain-node", "default"):
-        cluster.wait(lambda account=account: cluster.ask("GET", f"{accounts}/{account}").get("secrets"), account)
-    name = cluster.ask("GET", f"{accounts}/dtrain")["secrets"][0]["name"]
-    secret = cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+        read_token(cluster, account)
     path = cluster.folder / "dtrain.yaml"
-    path.write_text(cluster.write_kubeconfig(base64.b64decode(secret["data"]["token"]).decode(), cluster.url))
+    path.write_text(cluster.write_kubeconfig(read_token(cluster, "dtrain"), cluster.url))
     return path
+
+
+def read_token(cluster: KubernetesCluster, account: str) -> str:
+    """Return the token of a service account of the namespace, as soon as it has one."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}"
+    cluster.wait(lambda: cluster.ask("GET", path).get("secrets"), f"a token of {account}")
+    name = cluster.ask("GET", path)["secrets"][0]["name"]
+    secret = cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+    return base64.b64decode(secret["data"]["token"]).decode()
 
 
 def make_options(kubeconfig: Path, **changes: Any) -> KubernetesOptions:
