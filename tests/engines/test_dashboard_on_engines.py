@@ -1,0 +1,184 @@
+"""The dashboard, and the commands beside it, with a training on each engine: they show what its nodes say, and what is
+asked for there happens on the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from dtrain_dagster.clusters.supervision.engine import name_launch
+from tests.dtrain_dagster.small_job import write_dataset
+from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
+from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines, variables
+from trainer.rundir import LAUNCH, STATUS, RunDir
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
+STEPS = 600
+LASTING = {
+    "training.max_steps": STEPS, "training.log_frequency": 1, "training.checkpoint_frequency": 1000,
+    "model.args": json.dumps({"pause_seconds": 0.08}), "training.threads_per_rank": 1,
+}  # fmt: skip
+"""Settings of a training that lasts for long enough to be cancelled twice."""
+
+
+class Desk:
+    """A job as a person deals with it: at its page, and in a shell."""
+
+    def __init__(self, project: Project, machines: Machines, url: str, job_id: str) -> None:
+        self.project, self.machines, self.job_id = project, machines, job_id
+        self.url = f"{url.rstrip('/')}/jobs/{job_id}"
+        self.rundir = RunDir(str(project.jobs / job_id))
+
+    def shell(self, *words: str) -> str:
+        done = self.project.cli(*words)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def shown(self, part: str, **asked: str) -> Any:
+        """What the page asks for."""
+        answer = requests.get(f"{self.url}{part}", params=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def give(self, order: str) -> None:
+        """Press a button of the page, and wait until its command has ended well."""
+        given = requests.post(f"{self.url}/orders", json={"order": order}, timeout=60)
+        assert given.status_code == 202, given.text
+        last = wait_for(lambda: self._ended(), 120, f"the end of {order}")
+        assert (last["order"], last["code"]) == (order, 0), last
+
+    def _ended(self) -> Any:
+        last = self.shown("/orders.json")["last"]
+        return last if last["code"] is not None else None
+
+    def step(self) -> int:
+        return max((event["step"] for event in self.rundir.events("step")), default=0)
+
+    def wait_for_steps(self, launch: int) -> None:
+        """Wait until this launch trains."""
+        begun = self.step()
+        wait_for(lambda: self.step() > begun + 20, 200, f"steps of launch {launch}")
+        assert self.launch()["launch"] == launch
+
+    def launch(self) -> dict[str, Any]:
+        return self.rundir.read_json(LAUNCH) or {}
+
+    def state(self) -> str:
+        return str((self.rundir.read_json(STATUS) or {}).get("state"))
+
+    def assert_runs(self) -> None:
+        """The engine runs both nodes, and everybody says so."""
+        assert [job.state for job in self.machines.jobs(self.launch())].count("running") == 2
+        assert self.shown(".json")["job"]["state"] == "running"
+        told = json.loads(self.shell("dtrain", "status", self.job_id, "--json"))
+        assert told["state"] == "running"
+        assert "running" in self.shell("dtrain", "status", self.job_id)
+
+    def assert_is_cancelled(self) -> None:
+        """Nothing of it is left on the engine, it has a checkpoint, and everybody says so."""
+        assert all(job.state == "ended" for job in self.machines.jobs(self.launch()))
+        assert self.rundir.latest_checkpoint() is not None
+        assert {node.exit_codes for node in self.rundir.nodes() if node.launch == self.launch()["launch"]} == {(143,)}
+        assert self.state() == "cancelled"
+        wait_for(lambda: self.shown(".json")["job"]["state"] == "cancelled", 30, "the page to say so")
+        assert json.loads(self.shell("dtrain", "status", self.job_id, "--json"))["state"] == "cancelled"
+
+
+@contextmanager
+def desk_of(kind: str, folder: Path) -> Iterator[Desk]:
+    """A home with a training of two nodes on an engine, and the dashboard of it."""
+    if why := missing(kind):
+        pytest.skip(why)
+    with open_machines(kind) as machines:
+        given = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ}
+        project = make_project(
+            folder / "home",
+            **variables(kind, machines.options(folder)),
+            **given,
+            DTRAIN_CLUSTER=kind,
+            DTRAIN_CLUSTER_NAME="engine",
+            DTRAIN_FACTORY_MODULES="paced",
+            PYTHONPATH=f"{ROOT}{os.pathsep}{OWN_MODELS}",
+        )
+        dataset = write_dataset(folder / "dataset")
+        settings = [word for name, value in LASTING.items() for word in ("--set", f"{name}={value}")]
+        started = project.cli(
+            *("dtrain", "train", "--dataset", str(dataset), "--nodes", "2", "--name", "one", "--epochs", "1000"),
+            *("--model", "paced:tcn", *settings, "--detach"),
+        )
+        assert started.returncode == 0, started.stdout
+        try:
+            with dashboard_of(project) as url:
+                yield Desk(project, machines, url, "one")
+        finally:
+            project.cli("dtrain", "cancel", "one")
+            for process in project.processes():
+                process.kill()
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ray"])
+def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tmp_path: Path) -> None:
+    with desk_of(kind, tmp_path) as desk:
+        desk.wait_for_steps(launch=1)
+        desk.assert_runs()
+        assert_logs_are_shown(desk)
+        if kind != "kubernetes":  # whose commands need kubectl, and a person's kubeconfig
+            assert_commands_of_the_page_show_the_nodes(desk)
+
+        desk.give("cancel")
+        desk.assert_is_cancelled()
+        desk.give("resume")
+        desk.wait_for_steps(launch=2)
+        desk.assert_runs()
+
+        assert "cancelled" in desk.shell("dtrain", "cancel", "one")
+        desk.assert_is_cancelled()
+        desk.give("resume")
+        wait_for(lambda: desk.state() not in ("queued", "running"), 300, "the end of the training")
+        assert desk.state() == "succeeded", desk.rundir.read_json(STATUS)
+        assert desk.launch()["launch"] == 3
+        result = desk.rundir.read_result()
+        assert result is not None
+        assert (result["status"], result["steps"]) == ("succeeded", STEPS)
+        steps = [event["step"] for event in desk.rundir.events("step")]
+        assert sorted(steps) == list(range(1, STEPS + 1)), "each launch went on where the one before it ended"
+        assert all(job.state == "ended" for job in desk.machines.jobs(desk.launch()))
+        wait_for(lambda: desk.shown(".json")["job"]["state"] == "succeeded", 30, "the page to say so")
+        assert {text for _, text in desk.shown("/logs.json", text="trains from step 0")["lines"]}
+        refused = requests.post(f"{desk.url}/orders", json={"order": "resume"}, timeout=60)
+        assert (refused.status_code, "it has succeeded" in refused.text) == (409, True)
+
+
+def assert_logs_are_shown(desk: Desk) -> None:
+    """The page's tab of logs and `dtrain logs` have the lines of both nodes."""
+    shown = desk.shown("/logs.json")
+    assert shown["nodes"] == [0, 1]
+    told = [json.loads(line) for line in desk.shell("dtrain", "logs", desk.job_id, "--json").splitlines()]
+    for node in (0, 1):
+        [begun] = desk.shown("/logs.json", node=str(node), text="trains from step 0")["lines"]
+        assert begun[0] == node
+        assert begun in shown["lines"]
+        assert begun[1] in {line["text"] for line in told if line["node"] == node}
+
+
+def assert_commands_of_the_page_show_the_nodes(desk: Desk) -> None:
+    """Each command that the page offers can be given as it is written, and shows this launch."""
+    offered = [item["command"] for item in desk.shown("/facts.json")["commands"]]
+    assert offered
+    said = []
+    for command in offered:
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        said.append(done.stdout)
+    name = name_launch(desk.launch())
+    assert all(f"{name}-n{node}-" in "\n".join(said) for node in (0, 1)), (offered, said)
