@@ -17,7 +17,7 @@ import requests
 from dtrain_dagster.clusters.supervision.engine import name_launch
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
-from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines, variables
+from tests.engines.machines import OWN_MODELS, Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -130,8 +130,7 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         desk.wait_for_steps(launch=1)
         desk.assert_runs()
         assert_logs_are_shown(desk)
-        if kind != "kubernetes":  # whose commands need kubectl, and a person's kubeconfig
-            assert_commands_of_the_page_show_the_nodes(desk)
+        assert_commands_of_the_page_show_the_nodes(desk)
 
         desk.give("cancel")
         desk.assert_is_cancelled()
@@ -173,12 +172,17 @@ def assert_commands_of_the_page_show_the_nodes(desk: Desk) -> None:
     """Each command that the page offers can be given as it is written, and shows this launch."""
     offered = [item["command"] for item in desk.shown("/facts.json")["commands"]]
     assert offered
+    machines, path = desk.machines, desk.project.env["PATH"]
+    if isinstance(machines, Pods):
+        path = f"{machines.cluster.programs / 'bin'}:{path}"
     said = []
     for command in offered:
         done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env, capture_output=True, text=True, timeout=120
-        )
+            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env | {"PATH": path}, capture_output=True,
+            text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert "forbidden" not in done.stdout + done.stderr, command
         said.append(done.stdout)
     name = name_launch(desk.launch())
     assert all(f"{name}-n{node}-" in "\n".join(said) for node in (0, 1)), (offered, said)
