@@ -35,6 +35,23 @@ def log_in(cluster: KubernetesCluster) -> Path:
     return path
 
 
+def provide_claim(cluster: KubernetesCluster, name: str, folder: Path) -> None:
+    """Make a claim of a storage that all nodes may mount: a folder of this machine, as all machines are here."""
+    about = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    volume = {**about, "hostPath": {"path": str(folder)}, "claimRef": {"namespace": NAMESPACE, "name": name}}
+    claim = {
+        "accessModes": about["accessModes"], "storageClassName": "", "volumeName": name,
+        "resources": {"requests": about["capacity"]},
+    }  # fmt: skip
+    claims = f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims"
+    for path, kind, spec in (
+        ("/api/v1/persistentvolumes", "PersistentVolume", volume),
+        (claims, "PersistentVolumeClaim", claim),
+    ):
+        cluster.ask("POST", path, {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec})
+    cluster.wait(lambda: cluster.ask("GET", f"{claims}/{name}")["status"].get("phase") == "Bound", f"the claim {name}")
+
+
 def read_token(cluster: KubernetesCluster, account: str) -> str:
     """Return the token of a service account of the namespace, as soon as it has one."""
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}"

@@ -93,15 +93,19 @@ class Desk:
 
 
 @contextmanager
-def desk_of(kind: str, folder: Path) -> Iterator[Desk]:
-    """A home with a training of two nodes on an engine, and the dashboard of it."""
+def desk_of(kind: str, folder: Path, python: str = "") -> Iterator[Desk]:
+    """A home with a training of two nodes on an engine, and the dashboard of it. ``python``: a script in place of the
+    interpreter in the image of nodes."""
     if why := missing(kind):
         pytest.skip(why)
     with open_machines(kind) as machines:
+        options = machines.options(folder)
+        if python:
+            Path(options["python"]).write_text(python)
         given = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ}
         project = make_project(
             folder / "home",
-            **variables(kind, machines.options(folder)),
+            **variables(kind, options),
             **given,
             DTRAIN_CLUSTER=kind,
             DTRAIN_CLUSTER_NAME="engine",
@@ -154,6 +158,18 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         assert {text for _, text in desk.shown("/logs.json", text="trains from step 0")["lines"]}
         refused = requests.post(f"{desk.url}/orders", json={"order": "resume"}, timeout=60)
         assert (refused.status_code, "it has succeeded" in refused.text) == (409, True)
+
+
+def test_what_a_pod_of_kubernetes_says_that_cannot_begin_is_shown(tmp_path: Path) -> None:
+    """An image without the project: its nodes write nothing into the run directory, so their output is the pods'."""
+    said = "python3: No module named trainer"
+    with desk_of("kubernetes", tmp_path, f"#!/bin/sh\necho '{said}' >&2\nexit 1\n") as desk:
+        wait_for(lambda: desk.state() == "failed", 120, "the end of the job")
+        assert [0, said] in desk.shown("/logs.json", node="0")["lines"]
+        assert said in desk.shell("dtrain", "logs", "one")
+        assert said in json.dumps(desk.shown("/facts.json")["failure"]), "why it failed"
+        assert said in json.loads(desk.shell("dtrain", "status", "one", "--json"))["message"]
+        assert all(job.state == "ended" for job in desk.machines.jobs(desk.launch()))
 
 
 def assert_logs_are_shown(desk: Desk) -> None:

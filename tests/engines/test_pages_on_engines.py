@@ -11,13 +11,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from urllib.error import HTTPError
 
 import pytest
 
 from tests.docs.blocks import ROOT, read_blocks
 from tests.docs.checkout import environment_in, make_checkout
 from tests.dtrain_dagster.told_json import TOLD, fields_in
-from tests.engines.machines import Machines, missing, open_machines, variables
+from tests.engines.kubernetes_access import NAMESPACE, log_in, provide_claim
+from tests.engines.kubernetes_cluster import KubernetesCluster
+from tests.engines.kubernetes_image import IMAGE
+from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
@@ -46,6 +50,15 @@ class Page(NamedTuple):
 
 SMALL = "DTRAIN_NODES=3 DTRAIN_THREADS_PER_RANK=1"
 ONE_EPOCH = {"--nodes 3": "--nodes 3 --epochs 1"}
+OF_IMAGE = ("PULL_POLICY", "PYTHON", "USER")
+"""Settings of a cluster without a registry and without Python in its images, which comes from the machine."""
+
+
+def exported(*names: str) -> str:
+    """Return the command that sets these variables of Kubernetes."""
+    return "export " + " ".join(f"DTRAIN_KUBERNETES_{name}={{DTRAIN_KUBERNETES_{name}}}" for name in names)
+
+
 PAGES: dict[str, list[Page]] = {
     "slurm": [
         Page("slurm.md", {
@@ -63,8 +76,20 @@ PAGES: dict[str, list[Page]] = {
         Page("clusters.md", {"DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=ray", **ONE_EPOCH},
              "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}"),
     ],
+    "kubernetes": [
+        Page("kubernetes.md", {
+            "DTRAIN_NODES=4": SMALL, "DTRAIN_HOME=/data/dtrain": "DTRAIN_HOME=$PWD/.dtrain",
+            "registry.example/dtrain-nodes:1": "{DTRAIN_KUBERNETES_IMAGE}",
+            "pvc:shared:/data": "{DTRAIN_KUBERNETES_VOLUMES}", "DTRAIN_KUBERNETES_GPUS=1": "DTRAIN_KUBERNETES_GPUS=0",
+            "DTRAIN_KUBERNETES_CPU=8": "DTRAIN_KUBERNETES_CPU=100m",
+            "DTRAIN_KUBERNETES_MEMORY=32Gi": "DTRAIN_KUBERNETES_MEMORY=1Gi"},
+            exported("KUBECONFIG", *OF_IMAGE), slice(1)),
+        Page("clusters.md", {"DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=kubernetes", **ONE_EPOCH},
+             exported("KUBECONFIG", "IMAGE", "VOLUMES", "CPU", "MEMORY", *OF_IMAGE)),
+    ],
 }  # fmt: skip
-"""The pages of an engine, in the order in which they are run in one home."""
+"""The pages of an engine, in the order in which they are run in one home. The block for the administrator of a
+Kubernetes has a test of its own."""
 
 
 @contextmanager
@@ -73,7 +98,13 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Machines, dict[str, str], 
     if why := missing(kind):
         pytest.skip(why)
     with open_machines(kind, nodes=3) as machines:
-        values = variables(kind, machines.options(folder))
+        options = machines.options(folder)
+        values = variables(kind, options)
+        if isinstance(machines, Pods):
+            provide_claim(machines.cluster, "shared", folder)
+            of_image = [one for one in options["volumes"] if one["read_only"]]
+            read = variables(kind, {"volumes": of_image})
+            values["DTRAIN_KUBERNETES_VOLUMES"] = f"pvc:shared:{folder},{read['DTRAIN_KUBERNETES_VOLUMES']}"
         yield machines, values, make_checkout(folder / "dtrain")
 
 
@@ -86,6 +117,24 @@ def run(checkout: Path, script: str, **variables: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
+
+
+def test_an_administrators_block_prepares_a_kubernetes(tmp_path: Path) -> None:
+    """A cluster that has nothing of ours takes nodes after it. The image is left out: no Docker engine can run here."""
+    if why := missing("kubernetes"):
+        pytest.skip(why)
+    checkout = make_checkout(tmp_path / "dtrain")
+    _, administrators = read_blocks((ROOT / "docs" / "kubernetes.md").read_text())
+    [apply] = [line for line in administrators.script.splitlines() if not line.startswith("docker build ")]
+    with KubernetesCluster(nodes=1) as cluster:
+        with pytest.raises(HTTPError, match="not found"):
+            cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}")
+        said = run(
+            checkout, f"export PATH={cluster.programs / 'bin'}:$PATH\n{apply}", KUBECONFIG=str(cluster.kubeconfig)
+        )
+        assert said.count(" created") == len(said.splitlines()) == 6, said
+        own = {"DTRAIN_KUBERNETES_KUBECONFIG": str(log_in(cluster)), "DTRAIN_KUBERNETES_IMAGE": IMAGE}
+        assert "takes nodes from this identity" in run(checkout, "dtrain kubernetes check", **own)
 
 
 @pytest.mark.parametrize("kind", PAGES)
