@@ -19,8 +19,8 @@ def completion(shell: str) -> None:
 
     \b
     Examples:
-      eval "$(dtrain completion bash)"     (in ~/.bashrc, to keep it)
-      eval "$(dtrain completion zsh)"      (in ~/.zshrc, after compinit)
+      eval "$(dtrain completion bash)"     # in ~/.bashrc, to keep it
+      eval "$(dtrain completion zsh)"      # in ~/.zshrc, after compinit
       dtrain completion fish > ~/.config/fish/completions/dtrain.fish
     """
     from click.shell_completion import get_completion_class

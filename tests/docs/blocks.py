@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,51 @@ class Block(NamedTuple):
 def read_blocks(text: str) -> list[Block]:
     """Return the blocks of a document, in order."""
     return [Block(kind.strip(), script) for _, kind, script in _BLOCK.findall(text)]
+
+
+class Part(NamedTuple):
+    """Blocks of a document. Whoever runs them names them so, and `test_every_block_is_run` adds up all parts."""
+
+    document: str
+    """Its path, seen from the repository."""
+    blocks: slice = slice(None)
+
+    def numbers(self) -> range:
+        """Return the numbers of its blocks, from 0 on."""
+        return range(*self.blocks.indices(len(read_blocks((ROOT / self.document).read_text()))))
+
+    def read(self) -> list[Block]:
+        """Return its blocks, in order."""
+        return read_blocks((ROOT / self.document).read_text())[self.blocks]
+
+
+SERVE = """
+serve() {  # start a server, ask for its page, end it
+  "$@" >served.txt 2>&1 & local pid=$! address
+  until address=$(grep -oEm1 'http://(127.0.0.1|localhost):[0-9]+' served.txt) && curl -fsSLo page.html "$address"; do
+    kill -0 $pid || { cat served.txt; return 1; }
+    sleep 0.5
+  done
+  kill $pid; wait $pid || true
+}
+"""
+
+
+def script_of(blocks: Iterable[Block]) -> str:
+    """Return blocks as one script, which says where it is and stops at the first failure. A block of commands that have
+    to fail goes on after them. A server answers once, and is ended; those of `make` are only looked at, since each has
+    tests of its own."""
+    lines = ["set -euo pipefail", SERVE]
+    for number, block in enumerate(blocks, start=1):
+        lines.append(f"echo '=== block {number}'")
+        if block.kind == "fails":
+            lines += [f"if ( {line} ); then exit 99; fi" for line in block.script.splitlines()]
+        elif block.kind == "server":
+            for line in block.script.splitlines():
+                lines.append(f"make --dry-run {line.split()[1]} >/dev/null" if line[:5] == "make " else f"serve {line}")
+        else:
+            lines.append(block.script)
+    return "\n".join(lines)
 
 
 def read_commands(script: str) -> Iterator[list[str]]:

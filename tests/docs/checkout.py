@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.docs.blocks import ROOT
 
-LEFT_OUT = (".git", ".venv", ".dtrain", ".*_cache", "__pycache__", "out", "_site", "tests", "benchmarks", "*.egg-info")
+LEFT_OUT = (".git", ".venv", ".dtrain", ".*_cache", "__pycache__", "out", "_site", "*.egg-info")
 
 
 def make_checkout(folder: Path) -> Path:

@@ -1,5 +1,5 @@
-"""Each command in a document exists, and has the options that it is shown with. The tutorial's are run
-(`test_tutorial`), and those of the examples are (tests/examples); the others need a cluster, an account or an hour."""
+"""Each command in a document exists, and has the options that it is shown with. That they run is proved by other tests:
+`test_every_block_is_run` adds them up."""
 
 from __future__ import annotations
 

@@ -7,25 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import ROOT, Block, read_blocks
+from tests.docs.blocks import Part, script_of
 from tests.docs.checkout import environment_in, make_checkout
 
-TUTORIAL = ROOT / "docs" / "tutorial.md"
-
-
-def script_of(blocks: list[Block]) -> str:
-    """Return the blocks as one script, which says where it is and stops at the first failure. A block of commands that
-    have to fail goes on after them. Servers are only looked at, since each has tests of its own."""
-    lines = ["set -euo pipefail"]
-    for number, block in enumerate(blocks, start=1):
-        lines.append(f"echo '=== block {number}'")
-        if block.kind == "fails":
-            lines += [f"if ( {line} ); then exit 99; fi" for line in block.script.splitlines()]
-        elif block.kind == "server":
-            lines += [f"make --dry-run {line.split()[1]} >/dev/null" for line in block.script.splitlines()]
-        else:
-            lines.append(block.script)
-    return "\n".join(lines)
+TUTORIAL = Part("docs/tutorial.md")
 
 
 @pytest.mark.long  # five to ten minutes; each of its commands is parsed in the quick run (`test_commands`)
@@ -33,7 +18,7 @@ def script_of(blocks: list[Block]) -> str:
 def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
     checkout = make_checkout(tmp_path / "dtrain")
     done = subprocess.run(
-        ["bash", "-c", script_of(read_blocks(TUTORIAL.read_text()))],
+        ["bash", "-c", script_of(TUTORIAL.read())],
         cwd=checkout, env=environment_in(checkout), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     said = done.stdout

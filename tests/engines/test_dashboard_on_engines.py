@@ -17,24 +17,45 @@ import requests
 from dtrain_dagster.clusters.supervision.engine import name_launch
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
-from tests.engines.machines import OWN_MODELS, Machines, Pods, missing, open_machines, variables
+from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
-STEPS = 600
-LASTING = {
-    "training.max_steps": STEPS, "training.log_frequency": 1, "training.checkpoint_frequency": 1000,
-    "model.args": json.dumps({"pause_seconds": 0.08}), "training.threads_per_rank": 1,
-}  # fmt: skip
-"""Settings of a training that lasts for long enough to be cancelled twice."""
+STEPS = 300
+BRAKED = """
+import time
+from pathlib import Path
+
+from torch import nn
+
+from trainer.model.stock import tcn as stock_tcn
+
+
+class Braked(nn.Module):
+    def __init__(self, body, brake):
+        super().__init__()
+        self.body, self.brake = body, Path(brake)
+
+    def forward(self, windows):
+        if self.training and self.brake.exists():
+            time.sleep(0.5)
+        return self.body(windows)
+
+
+def tcn(spec, outputs, brake):
+    return Braked(stock_tcn(spec, outputs, 16, 0.1), brake)
+"""
+"""A model of a user's own that trains slowly for as long as a file is there."""
 
 
 class Desk:
     """A job as a person deals with it: at its page, and in a shell."""
 
-    def __init__(self, project: Project, machines: Machines, url: str, job_id: str) -> None:
+    def __init__(self, project: Project, machines: Machines, job_id: str) -> None:
         self.project, self.machines, self.job_id = project, machines, job_id
-        self.url = f"{url.rstrip('/')}/jobs/{job_id}"
+        self.brake = project.home / "brake"
+        self.url = ""
+        """The address of its page, once the dashboard is started."""
         self.rundir = RunDir(str(project.jobs / job_id))
 
     def shell(self, *words: str) -> str:
@@ -65,7 +86,7 @@ class Desk:
     def wait_for_steps(self, launch: int) -> None:
         """Wait until this launch trains."""
         begun = self.step()
-        wait_for(lambda: self.step() > begun + 20, 200, f"steps of launch {launch}")
+        wait_for(lambda: self.step() > begun + 5, 200, f"steps of launch {launch}")
         assert self.launch()["launch"] == launch
 
     def launch(self) -> dict[str, Any]:
@@ -103,25 +124,29 @@ def desk_of(kind: str, folder: Path, python: str = "") -> Iterator[Desk]:
         if python:
             Path(options["python"]).write_text(python)
         given = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ}
+        modules = folder / "modules"
+        modules.mkdir()
+        (modules / "braked.py").write_text(BRAKED)
         project = make_project(
             folder / "home",
             **variables(kind, options),
             **given,
             DTRAIN_CLUSTER=kind,
             DTRAIN_CLUSTER_NAME="engine",
-            DTRAIN_FACTORY_MODULES="paced",
-            PYTHONPATH=f"{ROOT}{os.pathsep}{OWN_MODELS}",
+            DTRAIN_FACTORY_MODULES="braked",
+            PYTHONPATH=f"{ROOT}{os.pathsep}{modules}",
         )
-        dataset = write_dataset(folder / "dataset")
-        settings = [word for name, value in LASTING.items() for word in ("--set", f"{name}={value}")]
-        started = project.cli(
-            *("dtrain", "train", "--dataset", str(dataset), "--nodes", "2", "--name", "one", "--epochs", "1000"),
-            *("--model", "paced:tcn", *settings, "--detach"),
+        desk = Desk(project, machines, "one")
+        desk.brake.touch()
+        desk.shell(
+            *("dtrain", "train", "--dataset", str(write_dataset(folder / "dataset")), "--nodes", "2", "--name", "one"),
+            *("--epochs", "1000", "--set", f"training.max_steps={STEPS}", "--set", "training.log_frequency=1"),
+            *("--model", "braked:tcn", "--set", f"model.args={json.dumps({'brake': str(desk.brake)})}", "--detach"),
         )
-        assert started.returncode == 0, started.stdout
         try:
             with dashboard_of(project) as url:
-                yield Desk(project, machines, url, "one")
+                desk.url = f"{url.rstrip('/')}/jobs/one"
+                yield desk
         finally:
             project.cli("dtrain", "cancel", "one")
             for process in project.processes():
@@ -145,6 +170,7 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         assert "cancelled" in desk.shell("dtrain", "cancel", "one")
         desk.assert_is_cancelled()
         desk.give("resume")
+        desk.brake.unlink()
         wait_for(lambda: desk.state() not in ("queued", "running"), 300, "the end of the training")
         assert desk.state() == "succeeded", desk.rundir.read_json(STATUS)
         assert desk.launch()["launch"] == 3

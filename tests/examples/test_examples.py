@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from dagster import AssetKey, DagsterInstance
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.blocks import ROOT, Part, script_of
 
-
-def commands_of(text: str, kind: str = "sh") -> str:
-    """The shell commands of a README, in blocks of this kind."""
-    return "\n".join(re.findall(rf"```{re.escape(kind)}\n(.*?)```", text, re.DOTALL))
+TABLE = Part("examples/table/README.md")
+LANGUAGE_MODEL = Part("examples/language_model/README.md", slice(0, 1))
+LANGUAGE_MODEL_GRAPH = Part("examples/language_model/README.md", slice(1, 2))
 
 
 def run(script: str, home: Path) -> str:
@@ -43,9 +42,7 @@ def test_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_table(tmp_path: Path) -> None:
-    script = commands_of((ROOT / "examples/table/README.md").read_text()).replace(
-        "tumours.parquet", f"{tmp_path}/t.parquet"
-    )
+    script = script_of(TABLE.read()).replace("tumours.parquet", f"{tmp_path}/t.parquet")
     said = run(script, tmp_path / "home")
     found = re.search(r"test accuracy +([\d.]+) \(constant ([\d.]+), linear ([\d.]+)\)", said)
     assert found, said
@@ -55,7 +52,7 @@ def test_a_table(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_language_model(tmp_path: Path) -> None:
-    said = run(commands_of((ROOT / "examples/language_model/README.md").read_text()), tmp_path / "home")
+    said = run(script_of(LANGUAGE_MODEL.read()), tmp_path / "home")
     found = re.search(r"test perplexity +([\d.]+) \(bigram ([\d.]+), unigram ([\d.]+)\)", said)
     assert found, said
     assert float(found[1]) < float(found[2])
@@ -68,7 +65,7 @@ def test_a_language_model_as_a_graph_whose_page_shows_what_it_has_written(tmp_pa
     home = tmp_path / "home"
     (home / "dagster").mkdir(parents=True)
     shutil.copy(ROOT / "dagster.yaml", home / "dagster")
-    run(commands_of((ROOT / "examples/language_model/README.md").read_text(), "sh dagster"), home)
+    run(script_of(LANGUAGE_MODEL_GRAPH.read()), home)
     with DagsterInstance.from_config(str(home / "dagster")) as instance:
         made = instance.get_latest_materialization_event(AssetKey(["python_bytes", "trained_checkpoint"]))
     assert made is not None

@@ -97,7 +97,7 @@ class Emulator:
     def control(self, verb: str, **asked: Any) -> Any:
         """Tell it something, or ask: see `tests.azure.emulator.control`. ValueError, with its words, if it refuses."""
         request = urllib.request.Request(
-            f"{self.environment['DTRAIN_EMULATOR_CONTROL']}/{verb}",
+            f"{self.environment['AZURE_EMULATOR_CONTROL']}/{verb}",
             json.dumps(asked).encode(),
             {"Content-Type": "application/json"},
         )
@@ -152,6 +152,6 @@ def environment(addresses: Addresses, ca: Path, resolver: Path, identity_header:
         "DTRAIN_AZURE_RESOURCE_GROUP": RESOURCE_GROUP,
         "DTRAIN_AZURE_WORKSPACE": WORKSPACE,
         "DTRAIN_STORAGE": f"az://{CONTAINER}",
-        "DTRAIN_EMULATOR_CONTROL": f"{addresses.control}/control",
+        "AZURE_EMULATOR_CONTROL": f"{addresses.control}/control",
         "PYTHONPATH": str(resolver),
     }

@@ -33,6 +33,8 @@ from tests.azure.emulator.state import CONTAINER, DATASTORE_CONTAINER, Cloud
 from tests.azure.emulator.storage import Blobs
 from tests.azure.emulator.tracking import Tracking, mlflow_routes
 
+ENVIRONMENT, READY = "azure.env", "ready.json"
+"""Files for a shell and for `Emulator`, which are there once it answers."""
 RESOLVER = Path(__file__).parents[1] / "resolver"
 EPILOG = f"""\
 In another terminal:  source DIR/azure.env   and use dtrain (or az-ml code of your own) as with a real workspace.
@@ -45,7 +47,7 @@ or at any time over the control port:
   curl -d '{{"fault": "throttle", "operation": "job.get", "count": 3}}' -H content-type:application/json $CONTROL/fault
   curl -d '{{"advance_seconds": 600}}' -H content-type:application/json $CONTROL/clock
   curl -X POST $CONTROL/bought
-where CONTROL is DTRAIN_EMULATOR_CONTROL of azure.env. Kinds of faults: {", ".join(FIELDS)};
+where CONTROL is AZURE_EMULATOR_CONTROL of azure.env. Kinds of faults: {", ".join(FIELDS)};
 their fields are described in tests/azure/emulator/faults.py, the verbs in tests/azure/emulator/control.py.
 """
 
@@ -54,6 +56,7 @@ def main() -> int:
     arguments = _arguments()
     folder: Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    _forget(folder)
     script = json.loads(arguments.faults.read_text()) if arguments.faults else []
     warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # of its own storage account
     certificates = make_certificates(folder / "certificates")
@@ -115,6 +118,7 @@ def main() -> int:
         try:
             asyncio.run(serve())
         finally:
+            _forget(folder)
             for part in (runner, serving, tracking):
                 part.close()
     return 0
@@ -137,16 +141,26 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _forget(folder: Path) -> None:
+    """Remove what leads to an emulator that no longer answers, so that whoever waits for this one is not misled."""
+    for name in (ENVIRONMENT, READY):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _announce(folder: Path, variables: dict[str, str], quiet: bool) -> None:
-    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-    secret = folder / "azure.env"
-    secret.touch(0o600)
-    secret.write_text(lines)
+    # The shell's own path, to a person's modules, stays behind the one that is added.
+    more = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
+    lines = "".join(f"export {name}={shlex.quote(value)}{more.get(name, '')}\n" for name, value in variables.items())
+    secret = folder / ENVIRONMENT
+    part = secret.with_suffix(".part")
+    part.touch(0o600)
+    part.write_text(lines)
+    os.replace(part, secret)
     if not quiet:
         print(
             f"{lines}\n# The same is in {secret}: source it in another terminal. Ctrl-C stops everything.", flush=True
         )
-    ready = folder / "ready.json"
+    ready = folder / READY
     ready.with_suffix(".part").write_text(json.dumps(variables))
     os.replace(ready.with_suffix(".part"), ready)
 

@@ -1,0 +1,140 @@
+"""The examples of the reference of commands are run, section by section, in one home with small tables and texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import ROOT
+from tests.docs.checkout import make_checkout
+from tests.docs.page import Page, run_in
+
+DOCUMENT = "docs/reference/commands.md"
+FILES = r"""
+cat > tables.py <<'EOF'
+import pandas as pd
+pd.DataFrame({"size": [20 + n % 80 for n in range(400)], "price": [50.0 + 3 * (n % 80) for n in range(400)]}
+             ).to_parquet("houses.parquet")
+pd.DataFrame({"visit_id": range(400), "customer": [f"c{n % 40}" for n in range(400)],
+              "age": [20 + n % 50 if n % 7 else None for n in range(400)],
+              "bought": ["yes" if n % 3 else "no" for n in range(400)]}).to_parquet("visits.parquet")
+EOF
+cat > my_models.py <<'EOF'
+from torch import nn
+def make_model(spec, outputs=None):
+    return nn.Linear(spec.inputs, outputs or spec.outputs)
+EOF
+cat > my_tokens.py <<'EOF'
+def encode(document):
+    return [byte * 3 for byte in document]
+EOF
+cat > my_script.py <<'EOF'
+import os
+print("rank", os.environ["RANK"])
+EOF
+cat > my_training.py <<'EOF'
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainer import DistributedConfig, Trainer
+width = int(sys.argv[sys.argv.index("--width") + 1])
+inputs = torch.arange(64.0)[:, None] / 64
+data = TensorDataset(inputs, inputs * 2)
+model = nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))
+Trainer(DistributedConfig(epochs=1)).fit(model, data)
+EOF
+cat > night.yaml <<'EOF'
+name: night
+budget_usd: 20
+nodes: 2
+defaults: {dataset: latest, epochs: 1}
+jobs: [{name: one, most_nodes: 1}, {name: two, most_nodes: 1}]
+EOF
+echo '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}' > space.json
+echo Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId > export.csv; gzip export.csv
+python tables.py
+mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page my_texts/$(basename $page .md).txt; done
+"""
+SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
+PRICES_JOB = """dtrain work dagster asset materialize -m dtrain_dagster.definitions --select stock_prices,sharded_dataset
+dtrain train --dataset latest --set training.max_steps=20 --name first
+jq '{dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
+FRAMEWORKS = "needs another framework; tests/frameworks runs it"
+RUNNING = """dtrain train --dataset latest --name long --epochs 100000 --detach
+until dtrain status long | grep -q 'training · step'; do sleep 1; done"""
+
+
+def number_of(command: str) -> int:
+    """Return the number of the block of examples in the section of a command."""
+    before = re.search(rf".*?^## {re.escape(command)}\n", (ROOT / DOCUMENT).read_text(), re.M | re.S)
+    assert before, f"{DOCUMENT} has no section {command}"
+    return len(re.findall(r"^```sh\n", before[0], re.MULTILINE))
+
+
+def section(command: str, before: str = "", filled: Mapping[str, str] | None = None, **more: Any) -> Page:
+    """Return the examples of a command as blocks to run."""
+    number = number_of(command)
+    return Page(DOCUMENT, before, filled or {}, slice(number, number + 1), **more)
+
+
+PAGES = [
+    section("dtrain init"),
+    section("dtrain setup", filled={"/data/dtrain": "data"}, after="test -e data/dagster/dagster.yaml"),
+    section("dtrain tune", PRICES_JOB, {
+        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60"}, after="test -s tuned.json"),
+    section("dtrain data tokens"),
+    section("dtrain data rows"),
+    section("dtrain train", filled={"--model my_models": "--epochs 1 --model my_models"}, left_out={
+        "dtrain train --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
+    section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
+    section("dtrain searches"),
+    section("dtrain launch", left_out={
+        f"dtrain launch --engine {name}": FRAMEWORKS for name in ("horovod", "deepspeed", "ray")},
+        after="dtrain watch night"),
+    section("dtrain jobs"),
+    section("dtrain status", filled={"train-6f66": "mine"}),
+    section("dtrain watch"),
+    section("dtrain logs"),
+    section("dtrain summary", filled={"dtrain summary\ndtrain": "dtrain summary mine\ndtrain"}),
+    section("dtrain cost", filled={"train-6f66": "mine"}),
+    section("dtrain profile", RUNNING),
+    section("dtrain cancel", filled={"cancel train-20261126-1425": "status long | grep cancelled"}),
+    section("dtrain report", after="test -s training.html"),
+    section("dtrain fleet run"),
+    section("dtrain fleet status"),
+    section("dtrain fleet cost"),
+    section("dtrain fleet cancel"),
+    section("dtrain prices list"),
+    section("dtrain prices show"),
+    section("dtrain work", filled={"'not group:studies'": "stock_prices"}),
+    section("dtrain dashboard", filled={"dtrain dashboard\ndtrain": "dtrain dashboard --port 0\ndtrain"}, served=True),
+    section("dtrain ui", filled={"dtrain ui\ndtrain ui --port 3001": "dtrain ui --port 0\ndtrain ui --port 0"},
+            served=True),
+    section("dtrain mlflow", filled={"dtrain mlflow\n```": "dtrain mlflow --port 0\n```"}, served=True),
+    section("dtrain tensorboard", filled={"dtrain tensorboard\n```": "dtrain tensorboard --port 0\n```"}, served=True),
+    section("dtrain completion", "export HOME=$PWD; mkdir -p ~/.config/fish/completions", left_out={
+        'eval "$(dtrain completion zsh)"': "test_completion.py runs it in zsh"}),
+    section("dtrain clean", filled={"dtrain clean\n```": "dtrain clean --yes\n```"}, after="test ! -e .dtrain/storage"),
+]  # fmt: skip
+"""The sections in the order in which they are run: some take what earlier ones have made."""
+PARTS = [page.part for page in PAGES]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, with the tables, texts and scripts that the examples name."""
+    folder = make_checkout(tmp_path_factory.mktemp("reference") / "dtrain")
+    run_in(folder, f"make setup\n{FILES}")
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.blocks.start))
+def test_the_examples_of_a_command_run(checkout: Path, page: Page) -> None:
+    run_in(checkout, f"{SETTINGS}\n{page.script()}")
