@@ -104,9 +104,9 @@ def test_an_administrators_block_prepares_a_kubernetes(tmp_path: Path) -> None:
         with pytest.raises(HTTPError, match="not found"):
             cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}")
         values = {"kubeconfig": str(cluster.kubeconfig), "tools": str(cluster.programs / "bin")}
-        said = run_in(checkout, ADMINISTRATOR.script(values)).splitlines()
-        assert len(said) == 6, said
-        assert all(line.endswith(" created") for line in said), said
+        heading, *made = run_in(checkout, ADMINISTRATOR.script(values)).splitlines()
+        assert (heading, len(made)) == ("=== block 1", 6), made
+        assert all(line.endswith(" created") for line in made), made
         own = exported("KUBECONFIG", "IMAGE").format(
             DTRAIN_KUBERNETES_KUBECONFIG=log_in(cluster), DTRAIN_KUBERNETES_IMAGE=IMAGE
         )
