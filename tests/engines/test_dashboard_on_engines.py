@@ -116,17 +116,18 @@ class Desk:
 @contextmanager
 def desk_of(kind: str, folder: Path, python: str = "") -> Iterator[Desk]:
     """A home with a training of two nodes on an engine, and the dashboard of it. ``python``: a script in place of the
-    interpreter in the image of nodes."""
+    interpreter in the image of Kubernetes' nodes."""
     if why := missing(kind):
         pytest.skip(why)
     with open_machines(kind) as machines:
-        options = machines.options(folder)
-        if python:
-            Path(options["python"]).write_text(python)
         given = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ}
         modules = folder / "modules"
         modules.mkdir()
         (modules / "braked.py").write_text(BRAKED)
+        options = machines.options(folder)
+        if isinstance(machines, Pods):
+            image = Path(options["python"])  # has a user's own modules as well
+            image.write_text(python or image.read_text().replace("PYTHONPATH=", f"PYTHONPATH={modules}:"))
         project = make_project(
             folder / "home",
             **variables(kind, options),
