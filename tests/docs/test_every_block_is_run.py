@@ -53,7 +53,7 @@ NOT_RUN = [
     NotRun("deploy/azure/README.md", "az group create", SUBSCRIPTION),
     NotRun("deploy/azure/README.md", "docker buildx", DOCKER),
     NotRun("deploy/azure/README.md", "az keyvault secret set", SUBSCRIPTION),
-    NotRun(REFERENCE, "dtrain prices refresh", "asks Azure; costs/test_prices.py has a server that answers so"),
+    NotRun(REFERENCE, "dtrain prices refresh", "asks Azure; costs/test_prices.py emulates it"),
     NotRun(REFERENCE, "dtrain endpoint check", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
     NotRun(REFERENCE, "dtrain endpoint deploy", "needs an image that serves; tests/azure/test_endpoint.py emulates it"),
     NotRun(REFERENCE, "dtrain endpoint delete", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
