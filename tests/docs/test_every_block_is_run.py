@@ -14,9 +14,7 @@ from tests.engines import test_pages_on_engines
 from tests.examples import test_examples
 from tests.frameworks import test_pages
 
-ON_ENGINES = [
-    Part(f"docs/{page.name}", page.blocks) for pages in test_pages_on_engines.PAGES.values() for page in pages
-]
+ON_ENGINES = [page.part for pages in test_pages_on_engines.PAGES.values() for page in pages]
 """A page may be run on several engines: that counts once."""
 RUN: list[Part] = [
     *(part for number, part in enumerate(ON_ENGINES) if part not in ON_ENGINES[:number]),

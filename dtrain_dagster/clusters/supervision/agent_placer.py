@@ -37,6 +37,9 @@ LOOK_SECONDS = 0.2
 """Seconds between two looks at the presences of a small job."""
 LOOK_SECONDS_PER_NODE = 0.005
 """The same for each node of a large one: shared storage answers some hundred requests a second to each client."""
+LEAVE_SECONDS = 3.0
+"""Seconds within which the job of a node that has ended by itself ends too. A job that is cancelled before is told as
+cancelled in the engine's account, though nothing was wrong with it."""
 
 
 class AgentPlacer:
@@ -105,17 +108,26 @@ class AgentPlacer:
         end is seen."""
 
     def sweep(self, seconds: float) -> None:
-        """End all jobs that the engine still has of this launch, and wait for at most that long for their end."""
-        deadline = time.monotonic() + seconds
+        """End all jobs that the engine still has of this launch, and wait for at most that long for their end. Those of
+        nodes that have ended by themselves may take a moment."""
+        begun = time.monotonic()
+        leaving = {
+            (record.node_id, record.incarnation)
+            for record in (*self.nodes.values(), *self.successors.values())
+            if record.presence is not None and record.presence.ended_at is not None and record.force_at is None
+        }
         while self.launch:
+            if time.monotonic() - begun > LEAVE_SECONDS:
+                leaving.clear()
             try:
-                left = [job.id for job in self.engine.list_jobs(self.launch) if job.state != "ended"]
+                left = [job for job in self.engine.list_jobs(self.launch) if job.state != "ended"]
                 if not left:
                     return
-                self.engine.cancel(left, force=True)
+                if over := [job.id for job in left if (job.node_id, job.incarnation) not in leaving]:
+                    self.engine.cancel(over, force=True)
             except (EngineUnreachableError, LaunchError) as error:  # agents end as soon as they read the status
                 warn_once(f"what the engine may have left cannot be seen: {error}")
-            if time.monotonic() > deadline:
+            if time.monotonic() - begun > seconds:
                 return
             time.sleep(LOOK_SECONDS)
 

@@ -241,6 +241,46 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
     assert closed.ended_at is not None
 
 
+class SlowEngine(ForgetfulEngine):
+    """Its jobs of both nodes run for a second after the first look at them, unless they are cancelled."""
+
+    def __init__(self) -> None:
+        self.ends_at = float("inf")
+        self.cancelled: list[int] = []
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        self.ends_at = min(self.ends_at, time.monotonic() + 1.0)
+        return [
+            EngineJob(
+                id=str(node), node_id=node, incarnation=1,
+                state="ended" if node in self.cancelled or time.monotonic() > self.ends_at else "running",
+            )
+            for node in range(2)
+        ]  # fmt: skip
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        self.cancelled += [int(each) for each in ids]
+
+
+def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path / "run"))
+    rundir.make()
+    clock, engine = SteadyClock.begin(), SlowEngine()
+    launch = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True}
+    now = clock.now()
+    for node_id, end in ((0, {"ended_at": now, "exit_codes": (0,)}), (1, {})):
+        rundir.begin_presence(
+            NodePresence(node_id=node_id, launch=1, started_at=now - 60, last_seen_at=now, host="n1", **end)
+        )
+    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock)
+    placer.resume_launch(launch)
+    placer.look()
+    engine.ends_at = float("inf")
+    placer.sweep(5.0)
+    assert engine.cancelled == [1], "the one whose agent runs"
+    assert all(job.state == "ended" for job in engine.list_jobs(launch)), "the sweep has waited for both"
+
+
 def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:
     job = make_job(SUCCEEDS)
     (job.folder / "engine" / "down").touch()
