@@ -26,8 +26,8 @@ def kubernetes() -> None:
 def check(as_json: bool) -> None:
     """Tell whether this cluster takes nodes; create nothing.
 
-    It asks the cluster of DTRAIN_KUBERNETES_* whether it answers, has the namespace, and lets this identity start and
-    end nodes there.
+    It asks the cluster of DTRAIN_KUBERNETES_* whether it answers, has the namespace, and lets this identity start,
+    follow and end nodes there. The first right that is missing is named.
 
     \b
     Examples:

@@ -32,6 +32,7 @@ class ClusterPlace:
     slurm_host: str = ""
     namespace: str = ""
     """The namespace of Kubernetes."""
+    kubeconfig: str = ""
     context: str = ""
     """The context of the kubeconfig."""
     ray_dashboard: str = ""
@@ -52,6 +53,7 @@ def place_of_options(kind: str, options: Mapping[str, Any]) -> ClusterPlace:
         kind=kind,
         slurm_host=str(options.get("host") or "") if kind == "slurm" else "",
         namespace=str(options.get("namespace") or "") if kind == "kubernetes" else "",
+        kubeconfig=str(options.get("kubeconfig") or "") if kind == "kubernetes" else "",
         context=str(options.get("context") or "") if kind == "kubernetes" else "",
         ray_dashboard=str(options.get("dashboard") or "").rstrip("/") if kind == "ray" else "",
     )
@@ -87,18 +89,17 @@ def cluster_commands(
     if kind == "slurm":
         return _slurm(own, name, logs, runs)
     if kind == "kubernetes":
-        where = [*(["--context", own.context] if own.context else [])]
+        where = ["--kubeconfig", own.kubeconfig] if own.kubeconfig else []
+        where += ["--context", own.context] if own.context else []
         where += ["--namespace", own.namespace] if own.namespace else []
-        selector = ["--selector", f"{LAUNCH_LABEL}={name}"]
+        nodes = ["get", "jobs,pods", "--output=wide", "--selector", f"{LAUNCH_LABEL}={name}"]
+        # Not `describe`: it gets each pod by its name, and the role of deploy/kubernetes may only list them.
+        events = shlex.join(["kubectl", *where, "get", "events", "--sort-by=.lastTimestamp"])
         return [
             JobCommand(
-                command=shlex.join(["kubectl", *where, "get", "jobs,pods", "--output=wide", *selector]),
-                note="its nodes, and the machines that they run on",
+                command=shlex.join(["kubectl", *where, *nodes]), note="its nodes, and the machines that they run on"
             ),
-            JobCommand(
-                command=shlex.join(["kubectl", *where, "describe", "pods", *selector]),
-                note="why a node waits or ended, with its events",
-            ),
+            JobCommand(command=f"{events} | grep {name}-", note="why a node waits or ended; kept for about an hour"),
         ]
     if kind == "ray":
         where = ["--address", own.ray_dashboard] if own.ray_dashboard else []

@@ -5,19 +5,27 @@ The tests name the blocks that they run (`tests.docs.blocks.Part`), in the table
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from typing import NamedTuple
 
+import pytest
+
 from tests.docs import test_azure_page, test_laptop_pages, test_reference_commands, test_tutorial
 from tests.docs.blocks import DOCUMENTS, ROOT, Part, read_blocks
+from tests.docs.page import Page
 from tests.engines import test_pages_on_engines
 from tests.examples import test_examples
 from tests.frameworks import test_pages
 
 ON_ENGINES = [page.part for pages in test_pages_on_engines.PAGES.values() for page in pages]
 """A page may be run on several engines: that counts once."""
+PAGES = [*test_laptop_pages.PAGES, *test_azure_page.PAGES, *test_reference_commands.PAGES, *test_pages.PAGES,
+         *(page for pages in test_pages_on_engines.PAGES.values() for page in pages),
+         test_pages_on_engines.ADMINISTRATOR]  # fmt: skip
 RUN: list[Part] = [
     *(part for number, part in enumerate(ON_ENGINES) if part not in ON_ENGINES[:number]),
+    test_pages_on_engines.ADMINISTRATOR.part,
     test_tutorial.TUTORIAL,
     *(page.part for page in test_laptop_pages.PAGES),
     *test_azure_page.PARTS,
@@ -51,7 +59,7 @@ NOT_RUN = [
     NotRun("deploy/azure/README.md", "az group create", SUBSCRIPTION),
     NotRun("deploy/azure/README.md", "docker buildx", DOCKER),
     NotRun("deploy/azure/README.md", "az keyvault secret set", SUBSCRIPTION),
-    NotRun(REFERENCE, "dtrain prices refresh", "asks Azure; costs/test_prices.py has a server that answers so"),
+    NotRun(REFERENCE, "dtrain prices refresh", "asks Azure; costs/test_prices.py emulates it"),
     NotRun(REFERENCE, "dtrain endpoint check", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
     NotRun(REFERENCE, "dtrain endpoint deploy", "needs an image that serves; tests/azure/test_endpoint.py emulates it"),
     NotRun(REFERENCE, "dtrain endpoint delete", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
@@ -91,6 +99,13 @@ def unclaimed(blocks: Blocks, run: list[Part], not_run: list[NotRun]) -> list[st
 
 def test_every_block_is_run_by_one_test():
     assert unclaimed(written(), RUN, NOT_RUN) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.document}-{page.blocks.start}")
+def test_what_is_run_of_a_page_is_still_in_it_and_is_shell(page: Page):
+    """What a table fills in or leaves out of a page has to be there, long before the page is run."""
+    done = subprocess.run(["bash", "-n", "-c", page.script()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_new_block_is_found():

@@ -58,15 +58,15 @@ EOF
 echo '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}' > space.json
 echo Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId > export.csv; gzip export.csv
 python tables.py
-mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page my_texts/$(basename $page .md).txt; done
+mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page my_texts/${page:5}.txt; done
 """
 SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
-PRICES_JOB = """dtrain work dagster asset materialize -m dtrain_dagster.definitions --select stock_prices,sharded_dataset
+PRICES_JOB = """make run SELECT=stock_prices,sharded_dataset
 dtrain train --dataset latest --set training.max_steps=20 --name first
 jq '{dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
 FRAMEWORKS = "needs another framework; tests/frameworks runs it"
 RUNNING = """dtrain train --dataset latest --name long --epochs 100000 --detach
-until dtrain status long | grep -q 'training · step'; do sleep 1; done"""
+until dtrain status long | grep 'training · step'; do sleep 1; done"""
 
 
 def number_of(command: str) -> int:

@@ -23,14 +23,42 @@ def deploy(cluster: KubernetesCluster) -> Path:
     command = [cluster.programs / "bin" / "kubectl", f"--kubeconfig={cluster.kubeconfig}", "apply", "-k", DEPLOYED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
+    return log_in(cluster)
+
+
+def log_in(cluster: KubernetesCluster) -> Path:
+    """Return a kubeconfig of the service account `dtrain`, as soon as it and the others have their tokens."""
     for account in ("dtrain", "dtrain-node", "default"):
-        cluster.wait(lambda account=account: cluster.ask("GET", f"{accounts}/{account}").get("secrets"), account)
-    name = cluster.ask("GET", f"{accounts}/dtrain")["secrets"][0]["name"]
-    secret = cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+        read_token(cluster, account)
     path = cluster.folder / "dtrain.yaml"
-    path.write_text(cluster.write_kubeconfig(base64.b64decode(secret["data"]["token"]).decode(), cluster.url))
+    path.write_text(cluster.write_kubeconfig(read_token(cluster, "dtrain"), cluster.url))
     return path
+
+
+def provide_claim(cluster: KubernetesCluster, name: str, folder: Path) -> None:
+    """Make a claim of a storage that all nodes may mount: a folder of this machine, as all machines are here."""
+    about = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    volume = {**about, "hostPath": {"path": str(folder)}, "claimRef": {"namespace": NAMESPACE, "name": name}}
+    claim = {
+        "accessModes": about["accessModes"], "storageClassName": "", "volumeName": name,
+        "resources": {"requests": about["capacity"]},
+    }  # fmt: skip
+    claims = f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims"
+    for path, kind, spec in (
+        ("/api/v1/persistentvolumes", "PersistentVolume", volume),
+        (claims, "PersistentVolumeClaim", claim),
+    ):
+        cluster.ask("POST", path, {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec})
+    cluster.wait(lambda: cluster.ask("GET", f"{claims}/{name}")["status"].get("phase") == "Bound", f"the claim {name}")
+
+
+def read_token(cluster: KubernetesCluster, account: str) -> str:
+    """Return the token of a service account of the namespace, as soon as it has one."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}"
+    cluster.wait(lambda: cluster.ask("GET", path).get("secrets"), f"a token of {account}")
+    name = cluster.ask("GET", path)["secrets"][0]["name"]
+    secret = cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+    return base64.b64decode(secret["data"]["token"]).decode()
 
 
 def make_options(kubeconfig: Path, **changes: Any) -> KubernetesOptions:

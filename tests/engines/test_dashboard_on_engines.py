@@ -17,7 +17,7 @@ import requests
 from dtrain_dagster.clusters.supervision.engine import name_launch
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
-from tests.engines.machines import Machines, missing, open_machines, variables
+from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -114,8 +114,9 @@ class Desk:
 
 
 @contextmanager
-def desk_of(kind: str, folder: Path) -> Iterator[Desk]:
-    """A home with a training of two nodes on an engine, and the dashboard of it."""
+def desk_of(kind: str, folder: Path, python: str = "") -> Iterator[Desk]:
+    """A home with a training of two nodes on an engine, and the dashboard of it. ``python``: a script in place of the
+    interpreter in the image of Kubernetes' nodes."""
     if why := missing(kind):
         pytest.skip(why)
     with open_machines(kind) as machines:
@@ -123,9 +124,13 @@ def desk_of(kind: str, folder: Path) -> Iterator[Desk]:
         modules = folder / "modules"
         modules.mkdir()
         (modules / "braked.py").write_text(BRAKED)
+        options = machines.options(folder)
+        if isinstance(machines, Pods):
+            image = Path(options["python"])  # has a user's own modules as well
+            image.write_text(python or image.read_text().replace("PYTHONPATH=", f"PYTHONPATH={modules}:"))
         project = make_project(
             folder / "home",
-            **variables(kind, machines.options(folder)),
+            **variables(kind, options),
             **given,
             DTRAIN_CLUSTER=kind,
             DTRAIN_CLUSTER_NAME="engine",
@@ -155,8 +160,7 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         desk.wait_for_steps(launch=1)
         desk.assert_runs()
         assert_logs_are_shown(desk)
-        if kind != "kubernetes":  # whose commands need kubectl, and a person's kubeconfig
-            assert_commands_of_the_page_show_the_nodes(desk)
+        assert_commands_of_the_page_show_the_nodes(desk)
 
         desk.give("cancel")
         desk.assert_is_cancelled()
@@ -183,6 +187,18 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         assert (refused.status_code, "it has succeeded" in refused.text) == (409, True)
 
 
+def test_what_a_pod_of_kubernetes_says_that_cannot_begin_is_shown(tmp_path: Path) -> None:
+    """An image without the project: its nodes write nothing into the run directory, so their output is the pods'."""
+    said = "python3: No module named trainer"
+    with desk_of("kubernetes", tmp_path, f"#!/bin/sh\necho '{said}' >&2\nexit 1\n") as desk:
+        wait_for(lambda: desk.state() == "failed", 120, "the end of the job")
+        assert [0, said] in desk.shown("/logs.json", node="0")["lines"]
+        assert said in desk.shell("dtrain", "logs", "one")
+        assert said in json.dumps(desk.shown("/facts.json")["failure"]), "why it failed"
+        assert said in json.loads(desk.shell("dtrain", "status", "one", "--json"))["message"]
+        assert all(job.state == "ended" for job in desk.machines.jobs(desk.launch()))
+
+
 def assert_logs_are_shown(desk: Desk) -> None:
     """The page's tab of logs and `dtrain logs` have the lines of both nodes."""
     shown = desk.shown("/logs.json")
@@ -199,12 +215,17 @@ def assert_commands_of_the_page_show_the_nodes(desk: Desk) -> None:
     """Each command that the page offers can be given as it is written, and shows this launch."""
     offered = [item["command"] for item in desk.shown("/facts.json")["commands"]]
     assert offered
+    machines, path = desk.machines, desk.project.env["PATH"]
+    if isinstance(machines, Pods):
+        path = f"{machines.cluster.programs / 'bin'}:{path}"
     said = []
     for command in offered:
         done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env, capture_output=True, text=True, timeout=120
-        )
+            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env | {"PATH": path}, capture_output=True,
+            text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert "forbidden" not in done.stdout + done.stderr, command
         said.append(done.stdout)
     name = name_launch(desk.launch())
     assert all(f"{name}-n{node}-" in "\n".join(said) for node in (0, 1)), (offered, said)

@@ -10,18 +10,37 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
 from tests.docs.checkout import make_checkout
 from tests.docs.page import Page, run_in
 from tests.dtrain_dagster.told_json import TOLD, fields_in
-from tests.engines.machines import Machines, missing, open_machines, variables
+from tests.e2e.conftest import small_prices
+from tests.engines.kubernetes_access import NAMESPACE, log_in, provide_claim
+from tests.engines.kubernetes_cluster import KubernetesCluster
+from tests.engines.kubernetes_image import IMAGE
+from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
 SMALL = "DTRAIN_NODES=3 DTRAIN_THREADS_PER_RANK=1"
 ONE_EPOCH = {"--nodes 3": "--nodes 3 --epochs 1"}
+OF_IMAGE = ("PULL_POLICY", "PYTHON", "USER")
+"""Settings of a cluster without a registry and without Python in its images, which comes from the machine."""
+LITTLE = (
+    "export DTRAIN_PRICES=$PWD/../my_prices.csv "
+    "SELECT=stock_prices,sharded_dataset,cost_estimate,trained_checkpoint,cost_breakdown"
+)
+"""Of `make run` what the page is about, on four tickers. `test_whole_graph` has the rest."""
+
+
+def exported(*names: str) -> str:
+    """Return the command that sets these variables of Kubernetes."""
+    return "export " + " ".join(f"DTRAIN_KUBERNETES_{name}={{DTRAIN_KUBERNETES_{name}}}" for name in names)
+
+
 PAGES: dict[str, list[Page]] = {
     "slurm": [
         Page("docs/slurm.md", filled={
@@ -39,9 +58,24 @@ PAGES: dict[str, list[Page]] = {
         Page("docs/clusters.md", "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}", {
             "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=ray", **ONE_EPOCH}),
     ],
+    "kubernetes": [
+        Page("docs/kubernetes.md", f"{exported('KUBECONFIG', *OF_IMAGE)}\n{LITTLE}", {
+            "DTRAIN_NODES=4": SMALL, "DTRAIN_HOME=/data/dtrain": "DTRAIN_HOME=$PWD/.dtrain",
+            "registry.example/dtrain-nodes:1": "{DTRAIN_KUBERNETES_IMAGE}",
+            "pvc:shared:/data": "{DTRAIN_KUBERNETES_VOLUMES}", "DTRAIN_KUBERNETES_GPUS=1": "DTRAIN_KUBERNETES_GPUS=0",
+            "DTRAIN_KUBERNETES_CPU=8": "DTRAIN_KUBERNETES_CPU=100m",
+            "DTRAIN_KUBERNETES_MEMORY=32Gi": "DTRAIN_KUBERNETES_MEMORY=1Gi"}, slice(1)),
+        Page("docs/clusters.md", exported("KUBECONFIG", "IMAGE", "VOLUMES", "CPU", "MEMORY", *OF_IMAGE), {
+            "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=kubernetes", **ONE_EPOCH}),
+    ],
 }  # fmt: skip
 """The pages of an engine, in the order in which they are run in one home. ``{DTRAIN_…}`` in what is filled in is the
 value by which the engine is reached."""
+ADMINISTRATOR = Page(
+    "docs/kubernetes.md", "export KUBECONFIG={kubeconfig} PATH={tools}:$PATH", blocks=slice(1, 2),
+    left_out={"docker build ": "needs a Docker engine"},
+)  # fmt: skip
+"""What prepares a Kubernetes. `deploy` does the same for all other tests."""
 
 
 @contextmanager
@@ -50,8 +84,33 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Machines, dict[str, str], 
     if why := missing(kind):
         pytest.skip(why)
     with open_machines(kind) as machines:
-        values = variables(kind, machines.options(folder))
+        options = machines.options(folder)
+        values = variables(kind, options)
+        if isinstance(machines, Pods):
+            small_prices(folder)
+            provide_claim(machines.cluster, "shared", folder)
+            of_image = [one for one in options["volumes"] if one["read_only"]]
+            read = variables(kind, {"volumes": of_image})
+            values["DTRAIN_KUBERNETES_VOLUMES"] = f"pvc:shared:{folder},{read['DTRAIN_KUBERNETES_VOLUMES']}"
         yield machines, values, make_checkout(folder / "dtrain")
+
+
+def test_an_administrators_block_prepares_a_kubernetes(tmp_path: Path) -> None:
+    """A cluster that has nothing of ours takes nodes after it."""
+    if why := missing("kubernetes"):
+        pytest.skip(why)
+    checkout = make_checkout(tmp_path / "dtrain")
+    with KubernetesCluster(nodes=1) as cluster:
+        with pytest.raises(HTTPError, match="not found"):
+            cluster.ask("GET", f"/api/v1/namespaces/{NAMESPACE}")
+        values = {"kubeconfig": str(cluster.kubeconfig), "tools": str(cluster.programs / "bin")}
+        heading, *made = run_in(checkout, ADMINISTRATOR.script(values)).splitlines()
+        assert (heading, len(made)) == ("=== block 1", 6), made
+        assert all(line.endswith(" created") for line in made), made
+        own = exported("KUBECONFIG", "IMAGE").format(
+            DTRAIN_KUBERNETES_KUBECONFIG=log_in(cluster), DTRAIN_KUBERNETES_IMAGE=IMAGE
+        )
+        assert "takes nodes from this identity" in run_in(checkout, f"{own}\ndtrain kubernetes check")
 
 
 @pytest.mark.parametrize("kind", PAGES)

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = (5.0, 15.0)
 """For a connection, and for an answer."""
 MAX_LOG_BYTES = 4 * 2**20
-_NEEDED = (
-    ("batch", "jobs", "create"),
-    ("batch", "jobs", "delete"),
-    ("", "configmaps", "create"),
-    ("", "pods", "delete"),
-)
+RIGHTS = (
+    ("batch", "jobs", "", "create"), ("batch", "jobs", "", "list"), ("batch", "jobs", "", "delete"),
+    ("", "configmaps", "", "create"), ("", "configmaps", "", "get"), ("", "configmaps", "", "delete"),
+    ("", "pods", "", "list"), ("", "pods", "", "delete"), ("", "pods", "log", "get"), ("", "events", "", "list"),
+)  # fmt: skip
+"""What an identity needs in the namespace, as API group, resource, subresource and verb: what the methods of
+`KubernetesEngine` ask for, and no more."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _REFUSALS = {
     0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
@@ -128,23 +129,22 @@ class KubernetesEngine:
             )
 
     def check(self) -> None:
-        """Raise `KubernetesError` where this cluster cannot be used: not reached, no namespace, or no right to create
-        Jobs. Nothing is created."""
+        """Raise `KubernetesError` where this cluster cannot be used: not reached, no namespace, or one of `RIGHTS`
+        missing. Nothing is created."""
         with self._asking("look at the namespace"):
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
-        for group, resource, verb in (
-            ("batch", "jobs", "create"),
-            ("", "configmaps", "create"),
-            ("", "pods", "delete"),
-        ):
-            attributes = {"namespace": self._space, "group": group, "resource": resource, "verb": verb}
+        for group, resource, part, verb in RIGHTS:
+            attributes = {
+                "namespace": self._space, "group": group, "resource": resource, "subresource": part, "verb": verb,
+            }  # fmt: skip
             body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
             with self._asking("ask for the rights"):
                 answer = self._authorization.create_self_subject_access_review(
                     {**body, "spec": {"resourceAttributes": attributes}}, **_RAW
                 )
                 if not json.loads(answer.data)["status"].get("allowed"):
-                    raise refusal(f"{verb} {resource} in {self._space}", 403, "not allowed")
+                    what = f"{resource}/{part}" if part else resource
+                    raise refusal(f"{verb} {what} in {self._space}", 403, "not allowed")
 
     # ---
 

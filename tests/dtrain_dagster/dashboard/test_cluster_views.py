@@ -38,11 +38,13 @@ def recorded(folder: Path, kind: str) -> dict[str, Any]:
 
 def test_kubectl_selects_what_the_engine_has_labelled(tmp_path: Path) -> None:
     launch = recorded(tmp_path, "kubernetes")
-    options = KubernetesOptions(image="x", namespace="team a", context="gpu")
-    place = place_of_options("kubernetes", {"namespace": options.namespace, "context": options.context})
+    options = KubernetesOptions(image="x", namespace="team a", context="gpu", kubeconfig="/my kube.yaml")
+    place = place_of_options("kubernetes", asdict(options))
     shown = [shlex.split(item.command) for item in cluster_commands(place, launch, [], runs=True)]
-    assert [words[:5] for words in shown] == [["kubectl", "--context", "gpu", "--namespace", "team a"]] * 2
+    where = ["kubectl", "--kubeconfig", "/my kube.yaml", "--context", "gpu", "--namespace", "team a"]
+    assert [words[:7] for words in shown] == [where] * 2
     key, value = shown[0][-1].split("=")
+    assert name_job(launch, 1, 2).startswith(shown[1][-1]), "events are those of objects of such names"
     node = node_object(options, launch, 1, 2, ["python"], "uid", 30.0)
     for labelled in (node, node["spec"]["template"], group_object(options, launch, "/x")):
         assert labelled["metadata"]["labels"][key] == value

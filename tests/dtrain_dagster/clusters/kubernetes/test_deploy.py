@@ -12,6 +12,7 @@ from dagster_k8s import K8sRunLauncher
 from dagster_k8s.job import UserDefinedDagsterK8sConfig
 from kubernetes_validate import utils as schemas
 
+from dtrain_dagster.clusters.kubernetes.engine import RIGHTS
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
@@ -41,11 +42,14 @@ def test_all_files_are_applied():
 
 def test_the_role_is_the_least_that_the_engine_needs():
     (role,) = (made for made in objects() if made["kind"] == "Role")
-    granted = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert granted == {
-        ("jobs", "create"), ("jobs", "list"), ("jobs", "delete"), ("configmaps", "create"), ("configmaps", "get"),
-        ("configmaps", "delete"), ("pods", "list"), ("pods", "delete"), ("pods/log", "get"), ("events", "list"),
-    }  # fmt: skip
+    granted = [
+        (group, *resource.partition("/")[::2], verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    ]
+    assert sorted(granted) == sorted(RIGHTS)
     assert not [made for made in objects() if made["kind"].startswith("ClusterRole")]
 
 
