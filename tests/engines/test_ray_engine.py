@@ -124,3 +124,15 @@ def test_a_cluster_that_is_not_there_is_told(make: Callable[..., RayEngine], lau
         engine.submit(launch, 0, 1)
     with pytest.raises(EngineUnreachableError, match="a moment ago"):
         engine.list_jobs(launch)
+
+
+@pytest.mark.long
+def test_without_a_dashboard_the_cluster_that_was_joined_is_asked(
+    make: Callable[..., RayEngine], launch: dict[str, Any], ray_cluster: RayCluster
+) -> None:
+    """Another cluster runs on this machine."""
+    with RayCluster(nodes=1):
+        engine = make("true", dashboard=None)
+        assert engine.check() == len(ray_cluster.names)
+        engine.submit(launch, 0, 1)
+        wait_for(engine, launch, "ended")
