@@ -49,7 +49,8 @@ def track(
     if not is_new:
         job = as_tracked_before(job, run_dir(settings, job.job_id))
     elif job.tracking.mlflow_tracking_uri is None and not is_off:
-        job = with_tracking(job, cluster, project, {**_source(entry, Path.cwd()), **(more or {})})
+        source = {} if project.tracks_in_workspace else _source(entry, Path.cwd())
+        job = with_tracking(job, cluster, project, {**source, **(more or {})})
     return Tracked(job=job, is_on=not is_off and job.tracking.mlflow_tracking_uri is not None)
 
 
@@ -70,7 +71,7 @@ def with_tracking(
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
         mlflow_experiment=project.experiment if stated == TrackingConfig().mlflow_experiment else stated,
         mlflow_run_name=job.tracking.mlflow_run_name or job.job_id,
-        tags={**({} if project.tracks_in_workspace else tags), "code_version": code_version(), **job.tracking.tags},
+        tags={**tags, "code_version": code_version(), **job.tracking.tags},
     )
     return replace(job, tracking=tracking)
 
