@@ -122,8 +122,8 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
                 tracker.update(list(runner.entries.values()))
 
         runner.run(update)
-    if tracker is not None:
-        tracker.finish()
+    for sentence in tracker.finish() if tracker is not None else ():
+        say(sentence, err=True)
     view = watch.view()
     print_fleet(console(), view)
     say(headline(view))

@@ -101,6 +101,7 @@ class FleetTracker:
         self._thread: threading.Thread | None = None
         self._places: dict[tuple[str, str], _Place] = {}
         self._said: set[str] = set()
+        self._where: list[str] = []
 
     def update(self, entries: Sequence[Entry]) -> None:
         """Take the state of all jobs, and return at once. Those of which none is tracked load no MLflow."""
@@ -110,13 +111,14 @@ class FleetTracker:
                 self._thread = threading.Thread(target=self._work, name="fleet-tracking", daemon=True)
                 self._thread.start()
 
-    def finish(self) -> None:
-        """Write what is left of a fleet that is over, and wait for it."""
+    def finish(self) -> Sequence[str]:
+        """Write what is left of a fleet that is over, wait for it, and return where its runs are, in sentences."""
         with self._wake:
             self._is_over = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+        return self._where
 
     def _work(self) -> None:
         tried_at, is_over, goes_well = -self._patience, False, True
@@ -145,7 +147,7 @@ class FleetTracker:
             problems = place.write(entries, self._tier)
             if is_over:
                 place.finish(entries, self._limits, self._records.is_cancelled())
-                self._told(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain mlflow`)")
+                self._where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain mlflow`)")
         except _errors() as error:
             problems = [str(error)]
         for problem in problems:
@@ -156,7 +158,6 @@ class FleetTracker:
         return not problems
 
     def _open(self, tracking_uri: str, experiment: str) -> _Place:
-
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         address, name = authorised(tracking_uri), self._records.name
         if is_workspace(address):  # has pages of its own for what is written here
@@ -256,7 +257,8 @@ class _Place:
                 with suppress(DamagedError):
                     metrics |= figures_of_test(rundir.read_json(EVALUATION) or {})
         write_to_run(self.client, run_id, rundir, metrics=metrics, note=note)
-        self._nest(run_id, {STATE_TAG: str(kept.state), REASON_TAG: redact(kept.reason)})
+        why = {REASON_TAG: redact(kept.reason)} if kept.reason else {}
+        self._nest(run_id, {STATE_TAG: str(kept.state), **why})
         status = STATUS_OF[kept.state]
         if self.client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
             self.client.set_terminated(run_id, status=status)
