@@ -64,7 +64,7 @@ def main() -> None:
         write("requirements-cuda.lock", "pyproject.toml", cuda.values())
         write("requirements-torch.lock", "pyproject.toml", [" \\\n    --hash=".join(lines) + "\n"])
         supply = compiled([*uv, "--universal", "--constraint=requirements.lock", supply_of(Path(scratch))])
-        write("deploy/supply/requirements.lock", "the extra «supply»", supply.values())
+        write("deploy/supply/requirements.lock", "the extra supply", supply.values())
         image = [*uv, "--python-platform=x86_64-manylinux_2_28", "--constraint=requirements.lock"]
         nodes = compiled([*image, "deploy/azure/requirements-nodes.txt"])
         write("deploy/azure/requirements-nodes.lock", "requirements-nodes.txt", nodes.values())
@@ -93,7 +93,7 @@ def asked() -> tuple[list[str], list[str]]:
 
 
 def supply_of(scratch: Path) -> str:
-    """Write the extra «supply» to a file of requirements, and return its path."""
+    """Write the extra `supply` to a file of requirements, and return its path."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["supply"]
     return written(scratch / "supply.in", extra)
 

@@ -95,7 +95,7 @@ def with_release(changelog: str, version: str, date: str) -> tuple[str, str]:
     found = _UNRELEASED.search(changelog)
     notes = found[1].strip() if found else ""
     if found is None or not notes:
-        raise ReleaseError(f"{CHANGELOG} has nothing under «## Unreleased»: say what has changed")
+        raise ReleaseError(f"{CHANGELOG} has nothing under '## Unreleased': say what has changed")
     if f"## {version} " in changelog:
         raise ReleaseError(f"{CHANGELOG} has a section {version} already")
     section = f"## Unreleased\n\n## {version} ({date})\n\n{notes}\n\n"

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
+from windows import BIN, browser, dashboard
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
 SIZE = {"width": 1280, "height": 800}
 SLOW = [{"kind": "sleep", "at": "forward", "node": 1, "every": True, "seconds": 0.1}]
 """Node 1 waits this long in each micro-batch, as if its machine were slow."""
@@ -32,23 +31,15 @@ def train() -> str:
 
 def main(job: str) -> None:
     """Take the pictures of a job that has ended."""
-    server = subprocess.Popen([BIN / "dtrain", "dashboard", "--port", "0"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            take(browser, f"{url}jobs/{job}", "light", "", "dashboard.png")
-            take(browser, f"{url}jobs/{job}", "dark", "Where the time goes", "dashboard-dark.png")
-            take(browser, url, "light", "", "jobs.png")
-            browser.close()
-    finally:
-        server.terminate()
+    with dashboard() as url, browser() as chromium:
+        take(chromium, f"{url}jobs/{job}", "light", "", "dashboard.png")
+        take(chromium, f"{url}jobs/{job}", "dark", "Where the time goes", "dashboard-dark.png")
+        take(chromium, url, "light", "", "jobs.png")
 
 
-def take(browser: Browser, url: str, theme: str, heading: str, file: str) -> None:
+def take(chromium: Browser, url: str, theme: str, heading: str, file: str) -> None:
     """Take what a window shows in this theme, from this heading on."""
-    page = browser.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
+    page = chromium.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
     page.goto(url)
     page.get_by_text("node 1").first.wait_for()
     page.wait_for_timeout(4000)  # charts are drawn one after the other

@@ -6,22 +6,20 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 from PIL import Image, ImageDraw, ImageFont
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
+from windows import BIN, browser, dashboard
 
 from dtrain_dagster.cli.common import run_dir
 from dtrain_dagster.settings.environment import load_settings
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
 JOB = f"story-{int(time.time())}"
 SIZE = (1240, 620)
 WIDTH = 900
@@ -36,18 +34,12 @@ def main() -> None:
     nodes = {**os.environ, "DTRAIN_FAULTS": json.dumps(SLOW), "DTRAIN_REPLACEMENT_DELAY_SECONDS": "3"}
     command = ["train", "--dataset", "latest", "--nodes", "3", "--epochs", "3", "--name", JOB, "--detach"]
     subprocess.run([BIN / "dtrain", *command], env=nodes, check=True, stdout=subprocess.DEVNULL)
-    server = subprocess.Popen([BIN / "dtrain", "dashboard", "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
+        with dashboard() as url, browser() as chromium:
+            page = chromium.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
             page.goto(f"{url}jobs/{JOB}")
             frames = film(page)
-            browser.close()
     finally:
-        server.terminate()
         subprocess.run([BIN / "dtrain", "cancel", JOB], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     small = [frame.quantize(64, method=Image.Quantize.FASTOCTREE) for frame in frames]
     small[0].save(

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
+from windows import browser
 
 HERE = Path(__file__).parent
 
 
 def main(url: str) -> None:
     """Take all pictures from the UI at this address."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1500, "height": 900})
+    with browser() as chromium:
+        page = chromium.new_page(viewport={"width": 1500, "height": 900})
         page.goto(f"{url}/assets/trained_checkpoint?view=lineage&lineageScope=neighbors&lineageDepth=5")
         page.get_by_text("registered_model").first.wait_for()
         page.wait_for_timeout(4000)
         page.screenshot(path=HERE / "lineage.png")
         dialog(page, url, "trained_checkpoint", "skill", "checkpoint.png")
         dialog(page, url, "performance_report", "pictures", "report.png")
-        browser.close()
 
 
 def dialog(page: Page, url: str, asset: str, entry: str, file: str) -> None:

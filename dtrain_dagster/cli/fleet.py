@@ -54,12 +54,16 @@ def run(file: str, check: bool) -> None:
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
     also after a crash. `dtrain fleet cancel` ends them.
 
+    Each job is a run of MLflow, below a run of the fleet (`dtrain mlflow`). DTRAIN_COMMAND_TRACKING=off keeps a start
+    of the fleet out of it, `set: {tracking.mlflow_tracking_uri: null}` a job.
+
     \b
     Examples:
       dtrain fleet run night.yaml --check
       dtrain fleet run night.yaml
     """
     from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
+    from dtrain_dagster.cli.fleet_tracking import tracked_jobs
     from dtrain_dagster.cli.job_options import read_file
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import ListedJobs
@@ -70,13 +74,14 @@ def run(file: str, check: bool) -> None:
     settings = read_settings()
     records = FleetRecords(settings.home, wanted.name)
     began_at = records.began_at(time.time())
-    cluster, _ = cluster_of(settings)
+    cluster, project = cluster_of(settings)
     limits = limits_of(wanted, settings, cluster, began_at)
     expected = jobs_of(wanted, settings, limits, began_at)
     given = {entry.job.job_id: entry.job for entry in records.entries()} if records.is_there() else {}
     tell_what_is_asked(expected, given, limits)
     if check:
         return
+    expected = tracked_jobs(wanted, expected, settings, cluster, project)
     ensure_importable()
     with records.sole_orchestrator():
         if records.is_cancelled():
@@ -91,20 +96,34 @@ def run(file: str, check: bool) -> None:
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
     from dtrain_dagster.cli.fleet_screen import FleetScreen, headline, print_fleet
+    from dtrain_dagster.cli.fleet_tracking import FleetTracker
     from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
     from dtrain_dagster.costs.prices import tier_of
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
+    from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
 
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     if not records.is_cancelled():
         manager.provision_cluster(records.limits().nodes, cluster.sku)
-    env = cluster.node_env(project) | {PART_OF: FLEET}
+    is_tracked = settings.command_tracking != OFF
+    kept_out = {} if is_tracked else {TRACKING_OF_LAUNCH: OFF}
+    env = cluster.node_env(project) | kept_out | {PART_OF: FLEET}
     terms = LaunchTerms(processes_per_node=ranks_of(settings), env=env, tier=tier_of(cluster.first_tier))
     watch = FleetWatch(records)
     with FleetScreen(console(), watch) as screen, ended_by_signals(lambda: _say_that_jobs_go_on(records.name)):
-        FleetRunner(manager, records, source, terms, screen.tell).run(screen.update)
+        runner = FleetRunner(manager, records, source, terms, screen.tell)
+        tracker = FleetTracker(records, terms.tier, screen.tell) if is_tracked else None
+
+        def update() -> None:
+            screen.update()
+            if tracker is not None:
+                tracker.update(list(runner.entries.values()))
+
+        runner.run(update)
+    for sentence in tracker.finish() if tracker is not None else ():
+        say(sentence, err=True)
     view = watch.view()
     print_fleet(console(), view)
     say(headline(view))

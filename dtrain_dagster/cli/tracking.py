@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import run_dir, say
 from trainer.config import TrackingConfig
 from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
+from trainer.rundir import RESULT
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
+    from dtrain_dagster.costs.prices import Tier
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig
@@ -36,17 +39,18 @@ class Tracked:
 
 def track(
     job: JobConfig, asked: Collection[str], settings: Settings, cluster: GPUClusterResource, project: ProjectResource,
-    entry: str = "dtrain train",
+    entry: str = "dtrain train", more: Mapping[str, str] | None = None,
 ) -> Tracked:  # fmt: skip
     """Return how a training is tracked. A new one is in the MLflow of the settings, or where it says itself; one that
     goes on is in the run in which it began. ``asked``: the overrides, which may switch it off, as the settings do;
-    ``entry``: what MLflow names as its source."""
+    ``entry``: what MLflow names as its source; ``more``: tags of its run besides those that say where it comes from."""
     is_new = not run_dir(settings, job.job_id).storage.exists("job.json")
     is_off = job.tracking.mlflow_tracking_uri is None and (is_stated(asked) or settings.command_tracking == OFF)
     if not is_new:
         job = as_tracked_before(job, run_dir(settings, job.job_id))
     elif job.tracking.mlflow_tracking_uri is None and not is_off:
-        job = with_tracking(job, settings, cluster, project, entry)
+        source = {} if project.tracks_in_workspace else _source(entry, Path.cwd())
+        job = with_tracking(job, cluster, project, {**source, **(more or {})})
     return Tracked(job=job, is_on=not is_off and job.tracking.mlflow_tracking_uri is not None)
 
 
@@ -56,22 +60,28 @@ def is_stated(asked: Collection[str]) -> bool:
 
 
 def with_tracking(
-    job: JobConfig, settings: Settings, cluster: GPUClusterResource, project: ProjectResource, entry: str
+    job: JobConfig, cluster: GPUClusterResource, project: ProjectResource, tags: Mapping[str, str]
 ) -> JobConfig:
-    """Return the job, reporting to the MLflow of the settings."""
+    """Return the job, reporting to the MLflow of the settings, in a run with these tags."""
     from dtrain_dagster.jobs.progress import code_version
-    from dtrain_dagster.jobs.source_tags import source_tags
 
     stated = job.tracking.mlflow_experiment
-    source = {} if project.tracks_in_workspace else source_tags(entry, Path.cwd())
     tracking = replace(
         job.tracking,
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
         mlflow_experiment=project.experiment if stated == TrackingConfig().mlflow_experiment else stated,
         mlflow_run_name=job.tracking.mlflow_run_name or job.job_id,
-        tags={**source, "code_version": code_version(), **job.tracking.tags},
+        tags={**tags, "code_version": code_version(), **job.tracking.tags},
     )
     return replace(job, tracking=tracking)
+
+
+@cache
+def _source(entry: str, folder: Path) -> dict[str, str]:
+    """Return where a training comes from. A command asks git once, however many trainings it starts."""
+    from dtrain_dagster.jobs.source_tags import source_tags
+
+    return source_tags(entry, folder)
 
 
 def as_tracked_before(job: JobConfig, rundir: RunDir) -> JobConfig:
@@ -108,27 +118,48 @@ def record_end(
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
     from dtrain_dagster.costs.prices import PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.costs.worth import worth_line
-    from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, note_of
-    from trainer.rundir import EVALUATION, RESULT
+    from dtrain_dagster.registry.run_record import add_to_run
 
     assert job.tracking.mlflow_tracking_uri is not None
-    tier, result = tier_of(settings.tiers[0]), rundir.read_json(RESULT) or {}
-    figures: dict[str, float] = {}
+    tier, bill = tier_of(settings.tiers[0]), None
     try:
         tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
-        figures = {
-            "total_usd": tracker.total_usd,
-            "node_hours": tracker.node_hours,
-            "usd_per_1000_samples": 1000 * tracker.total_usd / max(1, result.get("samples_seen") or 1),
-        }
+        bill = Bill(usd=tracker.total_usd, node_hours=tracker.node_hours)
     except PriceError as error:
         say(f"the dollars of {job.job_id} are not known: {error}", err=True)
-    evaluation = rundir.read_json(EVALUATION)
-    worth = worth_line(evaluation, figures.get("total_usd")) if evaluation else None
-    write_report(rundir, tier)
-    note = note_of(result.get("status", ""), worth, job.run_dir)
+    metrics, note = describe_end(rundir, tier, bill, (rundir.read_json(RESULT) or {}).get("status", ""))
     uri = job.tracking.mlflow_tracking_uri
-    why = add_to_run(uri, rundir, job.job_id, metrics=cost_metrics(figures), note=note)
+    why = add_to_run(uri, rundir, job.job_id, metrics=metrics, note=note)
     say(why or f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain mlflow`)", err=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """What a training has cost."""
+
+    usd: float
+    node_hours: float
+
+    def metrics(self, samples: int | None = None) -> dict[str, float]:
+        """Return it as metrics of a run. ``samples``: those that were trained on; None where that is not known."""
+        from dtrain_dagster.registry.run_record import cost_metrics
+
+        figures = {"total_usd": self.usd, "node_hours": self.node_hours}
+        if samples:
+            figures["usd_per_1000_samples"] = 1000 * self.usd / samples
+        return cost_metrics(figures)
+
+
+def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) -> tuple[dict[str, float], str]:
+    """Return the metrics and the description of a training that has ended, and write its report. ``bill``: None where
+    its dollars are not known; ``verdict``: how it ended. Raise as the run directory does where it cannot be read."""
+    from dtrain_dagster.costs.worth import worth_line
+    from dtrain_dagster.dashboard.page import write_report
+    from dtrain_dagster.registry.run_record import note_of
+    from trainer.rundir import EVALUATION
+
+    samples = (rundir.read_json(RESULT) or {}).get("samples_seen")
+    evaluation = rundir.read_json(EVALUATION)
+    worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None
+    write_report(rundir, tier)
+    return bill.metrics(samples) if bill else {}, note_of(verdict, worth, rundir.uri)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.config import DistributedTrainingConfig
+from trainer.printable import visible
 from trainer.secrets.redaction import redact
 
 MOST_CHARACTERS = 2000
@@ -45,7 +46,7 @@ def _nodes(launch: Mapping[str, Any]) -> Iterator[JobSetting]:
     for field, words in _NODES.items():
         if launch.get(field) not in (None, "") and not (is_here and field == "cluster_name"):
             name = "size whose price stands in" if is_here and field == "sku" else words
-            yield JobSetting(name=name, value=_shown(launch[field]), is_given=True)
+            yield JobSetting(name=name, value=setting_text(launch[field]), is_given=True)
 
 
 def _parts(job: Mapping[str, Any]) -> Iterator[JobSetting]:
@@ -53,15 +54,15 @@ def _parts(job: Mapping[str, Any]) -> Iterator[JobSetting]:
         if part == "training" or part in _OF_EVERY_JOB:
             continue
         for name, value in _flat(document, part):
-            yield JobSetting(name=name, value=_shown(value), is_given=part != "tracking")
+            yield JobSetting(name=name, value=setting_text(value), is_given=part != "tracking")
 
 
 def _training(given: Mapping[str, Any]) -> Iterator[JobSetting]:
     defaults = asdict(DistributedTrainingConfig())
     for name, value in given.items():
         is_given = name not in defaults or value != defaults[name]
-        default = _shown(defaults[name]) if is_given and name in defaults else None
-        yield JobSetting(name=f"training.{name}", value=_shown(value), default=default, is_given=is_given)
+        default = setting_text(defaults[name]) if is_given and name in defaults else None
+        yield JobSetting(name=f"training.{name}", value=setting_text(value), default=default, is_given=is_given)
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -72,7 +73,8 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _shown(value: Any) -> str:
+def setting_text(value: Any, most: int = MOST_CHARACTERS) -> str:
+    """Return the value of a setting as pages show it: one line of at most so many characters, without secrets. Pure."""
     text = redact(value) if isinstance(value, str) else json.dumps(redact(value), ensure_ascii=False)
-    text = {"null": "none", "true": "yes", "false": "no"}.get(text, text)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+    text = visible({"null": "none", "true": "yes", "false": "no"}.get(text, text))
+    return text if len(text) <= most else f"{text[: most - 1]}…"

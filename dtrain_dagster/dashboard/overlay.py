@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.dashboard.job_account import launched_usage
 from dtrain_dagster.dashboard.job_board import OpenJob
+from dtrain_dagster.dashboard.job_settings import setting_text
 from dtrain_dagster.dashboard.tracks import Row, is_number
 from dtrain_dagster.monitoring.learning import Evaluation
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -142,7 +142,9 @@ def settings_of(job: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, 
     """Return a job's settings by their dotted names, as text. Pure."""
     found = {name: text for name, text in _flat(job).items() if not name.startswith(LEFT_OUT)}
     bought = {"nodes": "node_count", "processes per node": "processes_per_node", "SKU": "sku", "tier": "tier"}
-    return found | {name: _text(launch[field]) for name, field in bought.items() if launch.get(field) is not None}
+    return found | {
+        name: setting_text(launch[field], MOST_TEXT) for name, field in bought.items() if launch.get(field) is not None
+    }
 
 
 def differing(settings: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -200,11 +202,5 @@ def _flat(document: Mapping[str, Any], place: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             found |= _flat(value, f"{whole}.")
         else:
-            found[whole] = _text(value)
+            found[whole] = setting_text(value, MOST_TEXT)
     return found
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    shown = visible(text)
-    return shown if len(shown) <= MOST_TEXT else f"{shown[:MOST_TEXT]}…"

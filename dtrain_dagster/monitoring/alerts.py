@@ -117,7 +117,7 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
 def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
     """Return the strategies that are expected to gain something, the largest gain first."""
     useful = [item for item in ranked if item.is_worth_it]
-    return tuple(sorted(useful, key=lambda item: item.order, reverse=True)[:count])
+    return tuple(sorted(useful, key=lambda item: item.sort_key, reverse=True)[:count])
 
 
 def describe_strategy(item: Strategy) -> str:

@@ -37,7 +37,7 @@ class Strategy:
     """The gain that chance alone shows in the measurements that this one is predicted from."""
 
     @property
-    def order(self) -> tuple[bool, float]:
+    def sort_key(self) -> tuple[bool, float]:
         """The key to sort by: strategies that are faster, by how much; then those that are cheaper."""
         return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
 

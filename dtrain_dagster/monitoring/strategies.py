@@ -50,7 +50,7 @@ def strategies(
     if exceeds_limit(world, ("communication",)):
         ranked += communication_strategies(world, training)
     ranked += _memory(world, events, training)
-    return sorted(ranked, key=lambda item: item.order, reverse=True)
+    return sorted(ranked, key=lambda item: item.sort_key, reverse=True)
 
 
 def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Strategy]:

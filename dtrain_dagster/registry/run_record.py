@@ -23,6 +23,7 @@ from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 PARENT_TAG, STUDY_TAG = "mlflow.parentRunId", "dtrain.study"
 REPORTS, PICTURES = "reports", "pictures"
@@ -46,16 +47,21 @@ def add_to_run(
 
     try:
         address = authorised(tracking_uri)
-        if WORKSPACE in address or address.startswith("azureml:"):
+        if is_workspace(address):
             return ""
         client = open_client(address)
-        run_id = _run_of(client, rundir, job_id)
+        run_id = run_of(client, rundir, job_id)
         if run_id is None:
             return f"MLflow has no run of {job_id}"
-        _add(client, run_id, rundir, metrics or {}, pictures or {}, note)
+        write_to_run(client, run_id, rundir, metrics=metrics or {}, pictures=pictures or {}, note=note)
     except (MlflowException, OSError, ValueError) as error:
         return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory has"
     return ""
+
+
+def is_workspace(address: str) -> bool:
+    """Return whether this is the address of a workspace of Azure ML. Pure."""
+    return WORKSPACE in address or address.startswith("azureml:")
 
 
 def nested_in(tracking_uri: str, experiment: str, study: str) -> dict[str, str]:
@@ -69,21 +75,27 @@ def nested_in(tracking_uri: str, experiment: str, study: str) -> dict[str, str]:
         address = authorised(tracking_uri)
         client = open_client(address)
         experiment_id = ensure_experiment(client, experiment, address)
-        known = client.search_runs(
-            [experiment_id], f"tags.`{STUDY_TAG}` = '{study}'", order_by=["attributes.start_time ASC"], max_results=1
-        )
-        if known:
-            return {PARENT_TAG: known[0].info.run_id}
-        tags = {STUDY_TAG: study, NOTE_TAG: "A run for each training of it is nested here."}
-        made = client.create_run(experiment_id, run_name=study, tags=tags)
-        client.set_terminated(made.info.run_id)
-        return {PARENT_TAG: made.info.run_id}
+        parent = parent_run(client, experiment_id, study, STUDY_TAG, study)
+        if parent.info.status == "RUNNING":
+            client.set_terminated(parent.info.run_id)
+        return {PARENT_TAG: parent.info.run_id}
     except (MlflowException, OSError) as error:
         _log.warning("the trainings of %s are not nested in MLflow: %s", study, redact(str(error)))
         return {}
 
 
-def _run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:
+def parent_run(client: MlflowClient, experiment_id: str, name: str, tag: str, value: str) -> Run:
+    """Return the run with this tag, below which others are shown; a new one of this name where there is none."""
+    known = client.search_runs(
+        [experiment_id], f"tags.`{tag}` = '{value}'", order_by=["attributes.start_time ASC"], max_results=1
+    )
+    if known:
+        return known[0]
+    tags = {tag: value, NOTE_TAG: "A run for each training of it is nested here."}
+    return client.create_run(experiment_id, run_name=name, tags=tags)
+
+
+def run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:
     """Return the id of a job's run; None where there is none. Nodes name it, and may name another job's."""
     run_id = (rundir.read_json(TRACKING) or {}).get("mlflow_run_id")
     if not run_id or client.get_run(run_id).data.tags.get(JOB_TAG) != job_id:
@@ -91,14 +103,16 @@ def _run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:
     return str(run_id)
 
 
-def _add(
+def write_to_run(
     client: MlflowClient,
     run_id: str,
     rundir: RunDir,
+    *,
     metrics: Mapping[str, float],
-    pictures: Mapping[str, bytes],
-    note: str,
+    pictures: Mapping[str, bytes] | None = None,
+    note: str = "",
 ) -> None:
+    """Add to this run as `add_to_run` does. Raise as MLflow and the storage do."""
     from mlflow.entities import Metric
 
     now = int(1000 * time.time())
@@ -108,7 +122,7 @@ def _add(
     with scratch_folder("mlflow") as scratch:
         for name in _files_of(rundir):
             _write(scratch, name, rundir.storage.read(name))
-        for name, picture in pictures.items():
+        for name, picture in (pictures or {}).items():
             _write(scratch, f"{PICTURES}/{name.lower().replace(' ', '_')}.svg", picture)
         client.log_artifacts(run_id, str(scratch))
 

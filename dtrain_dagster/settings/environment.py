@@ -116,7 +116,8 @@ class Settings(BaseSettings):
     )
     experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
     command_tracking: Literal["mlflow", "off"] = Field(
-        default="mlflow", description="Whether `dtrain train` writes its trainings to MLflow: mlflow or off"
+        default="mlflow",
+        description="Whether `dtrain train` and `dtrain fleet run` write their trainings to MLflow: mlflow or off",
     )
     model_name: str = Field(
         default="stock-return-distribution",

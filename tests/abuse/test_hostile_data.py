@@ -221,7 +221,7 @@ def test_a_shard_that_is_a_link_is_not_followed_out_of_the_dataset(copy: Path, t
 
 
 def test_another_dataset_of_the_same_id_gets_arrays_of_its_own(copy: Path, tmp_path: Path) -> None:
-    """«Wrong data with the right digest»: the id alone does not say what is in the cache."""
+    """Wrong data with the right digest: the id alone does not say what is in the cache."""
     first = DataShardManager(str(copy), tmp_path / "cache").column("adj_close", np.arange(5)).copy()
     other = hostile_data.dataset(tmp_path / "other")
     manifest_id = copy.name

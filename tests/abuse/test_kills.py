@@ -126,7 +126,7 @@ def half_made(tables: Path, path: Path) -> None:
 
 
 def test_a_database_without_its_tables_is_moved_aside_and_made_anew(tables: Path, tmp_path: Path):
-    """Else MLflow says «duplicate column» or «out-of-date schema» of it from then on."""
+    """Else MLflow says 'duplicate column' or 'out-of-date schema' of it from then on."""
     from mlflow import MlflowClient
 
     path = tmp_path / "mlflow.db"

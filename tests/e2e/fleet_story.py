@@ -39,8 +39,10 @@ class FleetShell:
     """The address of the run directories."""
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `dtrain`; without MLflow unless the environment says otherwise, since seconds of nodes are counted."""
+        environment = {"DTRAIN_COMMAND_TRACKING": "off", **self.environment}
         return subprocess.Popen(
-            [*DTRAIN, *arguments], env=dict(self.environment), cwd=self.folder, text=True, stdin=subprocess.DEVNULL,
+            [*DTRAIN, *arguments], env=environment, cwd=self.folder, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

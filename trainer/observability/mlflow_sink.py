@@ -68,34 +68,9 @@ class MLflowSink:
         if known := self._rundir.read_json(TRACKING):
             self._client.update_run(known["mlflow_run_id"], status="RUNNING")
             return str(known["mlflow_run_id"])
-        run_id = self._start(job)
+        run_id = begin_run(self._client, self._uri, job)
         self._rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
         return run_id
-
-    def _start(self, job: JobConfig) -> str:
-        from mlflow.entities import Param
-
-        experiment_id = ensure_experiment(self._client, job.tracking.mlflow_experiment, self._uri)
-        where, manifest = {"job_id": job.job_id, "run_dir": job.run_dir}, _manifest_of(job)
-        tags = {**tags_of(job, manifest), **where, **job.tracking.tags}
-        if self._on_azure and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
-            tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
-        name = job.tracking.mlflow_run_name or job.job_id
-        # A process may have been killed after it made a run and before it recorded it. Such a run names this very run
-        # directory, since others may have called a job the same, and is empty, since this may be another job.
-        left = [
-            run
-            for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
-            if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
-        ]
-        run = left[0] if left else self._client.create_run(experiment_id, tags=tags, run_name=name)
-        known = run.data.params  # cannot be changed
-        params = [Param(key, value) for key, value in params_of(job).items() if key not in known]
-        for at in range(0, len(params), PARAMS_PER_REQUEST):
-            self._client.log_batch(run.info.run_id, params=params[at : at + PARAMS_PER_REQUEST])
-        if not self._on_azure and not (run.inputs and run.inputs.dataset_inputs):  # Azure ML keeps none
-            self._client.log_inputs(run.info.run_id, datasets=[_dataset_input(job, manifest)])
-        return run.info.run_id
 
     def write(self, events: list[dict[str, Any]]) -> None:
         """Send the scalars of these events; an ``end`` event adds the figures of the test split, and ends the run."""
@@ -128,6 +103,35 @@ class MLflowSink:
 
     def close(self) -> None:
         """Do nothing: no connection is kept open."""
+
+
+def begin_run(client: MlflowClient, tracking_uri: str, job: JobConfig) -> str:
+    """Return the id of a new run of a job, with its parameters, dataset, source and description; or of one that a
+    process made which was killed before it recorded it."""
+    from mlflow.entities import Param
+
+    on_azure = WORKSPACE in tracking_uri
+    experiment_id = ensure_experiment(client, job.tracking.mlflow_experiment, tracking_uri)
+    where, manifest = {"job_id": job.job_id, "run_dir": job.run_dir}, _manifest_of(job)
+    tags = {**tags_of(job, manifest), **where, **job.tracking.tags}
+    if on_azure and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
+        tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
+    name = job.tracking.mlflow_run_name or job.job_id
+    # A run that was not recorded names this very run directory, since others may have called a job the same, and is
+    # empty, since this may be another job.
+    left = [
+        run
+        for run in client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
+        if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
+    ]
+    run = left[0] if left else client.create_run(experiment_id, tags=tags, run_name=name)
+    known = run.data.params  # cannot be changed
+    params = [Param(key, value) for key, value in params_of(job).items() if key not in known]
+    for at in range(0, len(params), PARAMS_PER_REQUEST):
+        client.log_batch(run.info.run_id, params=params[at : at + PARAMS_PER_REQUEST])
+    if not on_azure and not (run.inputs and run.inputs.dataset_inputs):  # Azure ML keeps none
+        client.log_inputs(run.info.run_id, datasets=[_dataset_input(job, manifest)])
+    return str(run.info.run_id)
 
 
 def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str:

@@ -1,5 +1,5 @@
 // Application Insights, with the Log Analytics workspace that keeps its records. Azure ML makes no workspace without one
-// (400, «Missing dependent resources in workspace json»), though its schema calls it optional. dtrain writes nothing to
+// (400, "Missing dependent resources in workspace json"), though its schema calls it optional. dtrain writes nothing to
 // it, so it costs nothing; what Azure ML itself may write is limited by the cap of a day.
 param name string
 param location string

@@ -23,7 +23,7 @@ var builtIn = {
 }
 
 // Nodes may change run directories and their logs, but no datasets, code or models. Their role has no operation on
-// containers («Storage Blob Data Contributor» may delete them, whatever a condition says, because conditions bind only
+// containers ("Storage Blob Data Contributor" may delete them, whatever a condition says, because conditions bind only
 // operations on blobs). One identity serves all jobs, so a condition cannot distinguish the run directories of different
 // jobs.
 var blobs = 'Microsoft.Storage/storageAccounts/blobServices/containers/blobs'
@@ -90,7 +90,7 @@ resource orchestrates 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
     permissions: [
       {
         actions: [
-          // What Microsoft documents as the least for submitting jobs (how-to-assign-roles, «Submitting any type of run (V2)»).
+          // What Microsoft documents as the least for submitting jobs (how-to-assign-roles, "Submitting any type of run (V2)").
           'Microsoft.MachineLearningServices/workspaces/*/read'
           'Microsoft.MachineLearningServices/workspaces/environments/write'
           'Microsoft.MachineLearningServices/workspaces/jobs/*'

@@ -13,10 +13,11 @@ import pytest
 from told_events import HOSTILE, START, event, told, write_run
 
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.dashboard import overlay
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
-from dtrain_dagster.dashboard.job_settings import settings_of
+from dtrain_dagster.dashboard.job_settings import setting_text, settings_of
 from dtrain_dagster.dashboard.judged_result import MODEL, result_of
 from dtrain_dagster.reports.performance import summarise_performance
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
@@ -84,6 +85,17 @@ def test_a_cancelled_job_explains_nothing_and_a_finished_one_has_no_failure() ->
 
 
 # ---- settings
+
+
+def test_a_setting_reads_alike_on_the_page_of_one_job_and_where_runs_are_overlaid() -> None:
+    values = {"a": True, "b": [1, None], "c": "two\nlines", "d": None, "e": "ü"}
+    document = {"model": {"factory": "mine", "args": values}}
+    page = {item.name: item.value for item in settings_of(document, None)}
+    overlaid = overlay.settings_of(document, {})
+    assert page == {name: text for name, text in overlaid.items() if text != "none"}, "the page leaves these out"
+    assert [page[f"model.args.{name}"] for name in "abce"] == ["yes", "[1, null]", "two\\nlines", "ü"]
+    assert overlaid["model.args.d"] == setting_text(None) == "none"
+    assert (setting_text("abcd", 4), setting_text("abcde", 4)) == ("abcd", "abc…")
 
 
 def test_settings_that_differ_from_the_defaults_come_first_and_secrets_never() -> None:

@@ -104,7 +104,7 @@ def test_a_single_rank_neither_communicates_nor_waits() -> None:
 
 
 def test_each_collective_has_its_network_its_waiting_and_what_the_backward_pass_hides() -> None:
-    """The second step has no «bucket 1»."""
+    """The second step has no 'bucket 1'."""
     sizes = (("bucket 0", 1000), ("bucket 1", 3000))
     gone = np.nan
     own = np.array([

@@ -213,7 +213,7 @@ def test_compressed_exports_are_read_and_parquet_is_refused_by_name():
 
 
 def test_focus_without_the_extensions_of_microsoft_is_read():
-    """FOCUS 1.2 has SkuMeter and SkuPriceDetails, with an «x_» before the keys that are the provider's own."""
+    """FOCUS 1.2 has SkuMeter and SkuPriceDetails, with an 'x_' before the keys that are the provider's own."""
     details = json.dumps({"x_PoolName": f"dtrain-nc6_{GUID}", "x_ServiceType": SIZE})
     header = (
         "BilledCost,BillingCurrency,ChargePeriodStart,ConsumedQuantity,ConsumedUnit,ResourceId,ServiceName,SkuMeter"

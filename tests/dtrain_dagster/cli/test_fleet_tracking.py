@@ -1,0 +1,120 @@
+"""What a fleet writes to a real MLflow, of processes that end within a second; `tests/e2e` has it of trainings."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain_dagster.cli.fleet_tracking import FleetTracker
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.source import ListedJobs
+from tests.tables import copy_tables
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir
+
+LIMITS = FleetLimits(budget_usd=1.0, nodes=2, usd_per_node_hour=3.06, margin_seconds=5.0, slice_seconds=60.0)
+ROOT = Path(__file__).parents[3]
+WORK = ROOT / "tests" / "dtrain_dagster" / "fleet" / "small_work.py"
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[LocalClusterManager]:
+    made = LocalClusterManager(tmp_path / "home")
+    yield made
+    made.cleanup_cluster()
+
+
+def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succeeds", least_nodes: int = 1) -> FleetJob:
+    job = JobConfig(
+        job_id=name,
+        run_dir=str(home / "storage" / "jobs" / name),
+        dataset=DatasetRef(uri="script:small_work.py"),
+        training=DistributedTrainingConfig(world_size=2),
+        tracking=TrackingConfig(tensorboard=False, mlflow_tracking_uri=tracking_uri, mlflow_experiment="e"),
+    )
+    order = JobOrder(job=job, command=(sys.executable, str(WORK), "0.2", ending))
+    nodes = {"least_nodes": least_nodes, "most_nodes": least_nodes}
+    return FleetJob(job_id=name, node_seconds=0.2, startup_seconds=2.0, order=order, **nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterManager) -> None:
+    from mlflow.tracking import MlflowClient
+
+    home = manager.home
+    copy_tables(home / "mlflow.db")
+    uri = f"sqlite:///{home}/mlflow.db"
+    records = FleetRecords(home, "small")
+    records.write_limits(LIMITS, time.time())
+    jobs = [job_of(home, "good", uri), job_of(home, "bad", uri, ending="fails"), job_of(home, "out", None)]
+    jobs.append(job_of(home, "wide", uri, least_nodes=3))
+    told: list[str] = []
+    killed = FleetTracker(records, "dedicated", told.append)
+    runner = FleetRunner(manager, records, ListedJobs(jobs), LaunchTerms(env={"PYTHONPATH": str(ROOT)}))
+    runner.run(lambda: killed.update([entry for entry in records.entries() if entry.job.job_id != "good"]))
+    (home / "storage" / "jobs" / "good" / "result.json").write_text("{")  # its end is told without it
+    client = MlflowClient(uri)
+    deadline = time.monotonic() + 120
+    while True:  # a process that is killed now has written these, and not the end of the fleet
+        experiment = client.get_experiment_by_name("e")
+        runs = client.search_runs([experiment.experiment_id]) if experiment else []
+        if {"bad", "wide"} <= {run.info.run_name for run in runs if run.info.status != "RUNNING"}:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+    for _ in range(2):  # the second one has nothing to add
+        tracker = FleetTracker(records, "dedicated", told.append)
+        tracker.update(records.entries())
+        assert tracker.finish() == ["in MLflow: experiment e, run small (`dtrain mlflow`)"]
+    assert told == []
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["bad", "good", "small", "wide"]
+    found = {run.info.run_name: run for run in runs}
+    parent = found.pop("small")
+    for name, (status, state) in {
+        "good": ("FINISHED", "succeeded"), "bad": ("FAILED", "failed"), "wide": ("KILLED", "ended"),
+    }.items():  # fmt: skip
+        run = found[name]
+        assert (run.info.status, run.data.tags["state"]) == (status, state)
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.data.params["world_size"] == "2"
+        assert [item.dataset.source_type for item in run.inputs.dataset_inputs]
+    assert "it was to fail" in found["bad"].data.tags["reason"]
+    assert found["wide"].data.tags["mlflow.note.content"].startswith("**ended: it needs 3 nodes")
+    assert not RunDir(str(home / "storage" / "jobs" / "wide")).storage.exists("job.json")
+    assert (parent.info.status, parent.data.metrics["jobs/failed"]) == ("FAILED", 1)
+    assert "1 of 3 jobs succeeded" in parent.data.tags["mlflow.note.content"]
+    paid = sum(run.data.metrics.get("cost/total_usd", 0.0) for run in found.values())
+    assert parent.data.metrics["cost/total_usd"] == pytest.approx(paid)
+    assert paid > 0
+
+
+def test_a_server_that_does_not_answer_delays_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    records = FleetRecords(tmp_path, "small")
+    records.write_limits(FleetLimits(budget_usd=1.0, nodes=1, usd_per_node_hour=3.06), time.time())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tracking = TrackingConfig(mlflow_tracking_uri=f"http://127.0.0.1:{server.getsockname()[1]}")
+        config = JobConfig(job_id="one", run_dir=str(tmp_path / "one"), dataset=DatasetRef(uri="/d"), tracking=tracking)
+        given = FleetJob(job_id="one", node_seconds=1.0, order=JobOrder(job=config))
+        entry, told = records.add(given, 0), list[str]()
+        tracker = FleetTracker(records, "dedicated", told.append)
+        began = time.monotonic()
+        for _ in range(100):
+            tracker.update([entry])
+        assert time.monotonic() - began < 0.5
+        tracker.finish()
+    assert len(told) == 1, "once, however often it was tried"
+    assert told[0].startswith("MLflow does not have all of fleet small: ")
