@@ -63,7 +63,7 @@ mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page m
 SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
 PRICES_JOB = """make run SELECT=stock_prices,sharded_dataset
 dtrain train --dataset latest --set training.max_steps=20 --name first
-jq '{dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
+jq '{job_id: "again", dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
 FRAMEWORKS = "needs another framework; tests/frameworks runs it"
 RUNNING = """dtrain train --dataset latest --name long --epochs 100000 --detach
 until dtrain status long | grep 'training · step'; do sleep 1; done"""
@@ -86,10 +86,14 @@ PAGES = [
     section("dtrain init"),
     section("dtrain setup", filled={"/data/dtrain": "data"}, after="test -e data/dagster/dagster.yaml"),
     section("dtrain tune", PRICES_JOB, {
-        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60"}, after="test -s tuned.json"),
+        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60",
+        "train --config job.json --settings": "train --config job.json --name tuned --settings"},
+        after="test -s tuned.json"),
     section("dtrain data tokens"),
     section("dtrain data rows"),
-    section("dtrain train", filled={"--model my_models": "--epochs 1 --model my_models"}, left_out={
+    section("dtrain train", filled={
+        "--config job.json --nodes 2 --procs": "--config job.json --name given --nodes 2 --procs",
+        "--model my_models": "--epochs 1 --model my_models"}, left_out={
         "dtrain train --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
     section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
     section("dtrain searches"),
