@@ -70,6 +70,7 @@ def test_what_was_killed_at_any_moment_is_done_again(work: str):
     assert tally.is_clean, tally.findings
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_registration_that_was_killed_is_done_again():
     """One that has a run of its training, killed early and then late; afterwards its files are an older version's."""
@@ -77,6 +78,7 @@ def test_a_registration_that_was_killed_is_done_again():
     assert tally.is_clean, tally.findings
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_was_killed_over_its_checkpoints_goes_on_from_the_last_good_one():
     tally = killed_checkpoints.attack(random.Random(6), rounds=2)
@@ -178,6 +180,7 @@ def test_what_a_killed_registration_has_left_is_used_by_the_next_one(tables: Pat
     assert tracking_run(client, rundir, uri, "e", "job", "weights") != run, "its files would be written over"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One version, whoever asks at the same time."""

@@ -29,10 +29,8 @@ def test_the_command_line_refuses_such_a_home_and_makes_nothing(tmp_path: Path) 
     assert not odd_paths.refusal(tmp_path, "a\x1b[31m?b")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [odd_paths.NASTIEST[0], pytest.param(odd_paths.NASTIEST[1], marks=pytest.mark.long)], ids=["signs", "sql"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", odd_paths.NASTIEST, ids=["signs", "sql"])
 def test_a_training_runs_in_a_home_of_odd_signs(name: str, tmp_path: Path) -> None:
     assert not odd_paths.pipeline(tmp_path, name)
 

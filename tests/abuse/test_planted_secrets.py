@@ -208,6 +208,7 @@ def test_the_password_of_a_tracking_server_leaves_its_address(monkeypatch: pytes
         assert authorised("env:TRACKING") == plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_campaign_finds_nothing() -> None:
     tally = attack(random.Random(11), 1)

@@ -144,6 +144,7 @@ def test_all_damages_to_all_files():
     assert tally.is_clean, tally.findings
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_training_among_strangers_files_ends_with_the_honest_weights(stage: Stage, tmp_path: Path):
     """Thrown in before it starts and all the while: into every folder, whatever is in it, and candidacies of nobody."""

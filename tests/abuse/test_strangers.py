@@ -169,6 +169,7 @@ def listening(nodes: Nodes) -> set[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_training_under_siege_ends_with_the_honest_weights(tmp_path: Path, who: Stranger) -> None:
     """A node is killed in the middle of it, so that the others regroup; and no process may have more than 512

@@ -151,6 +151,7 @@ def test_storage_that_lets_nobody_in_is_not_taken_for_empty(proxy: BlobProxy, wa
     assert watched.loaded() == (folder, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_two_racing_writers_the_fenced_out_never_wins(container: Container) -> None:
     """Real processes on one container."""

@@ -97,6 +97,7 @@ def weights(storage: Storage) -> dict[str, torch.Tensor]:
     return torch.load(io.BytesIO(storage.read("model/weights.pt")), weights_only=True)
 
 
+@pytest.mark.long
 def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     begin: Callable[..., Nodes], whole: Job, azurite: Azurite
 ) -> None:

@@ -93,6 +93,7 @@ def blobs() -> dict[str, Any]:
     return {item.name: item for item in service().get_container_client("dagster").list_blobs(name_starts_with="team/")}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_values_and_outputs_go_to_azure_and_are_read_on_another_machine(
     environment: dict[str, str], lake: DataLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

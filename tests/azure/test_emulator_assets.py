@@ -143,6 +143,7 @@ def test_a_model_that_does_not_load_fails_its_deployment(client: Any, model: Pat
     assert client.online_deployments.get("blue", "breaks").provisioning_state == "Failed"
 
 
+@pytest.mark.long
 def test_metrics_reach_the_workspace_and_jobs_are_runs(
     emulator: Emulator, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def test_nobody_there_is_a_finding(run_dir: str) -> None:
     assert "cannot be reached" in check.message
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mlflows_own_server_passes_the_same_check(home: Path, run_dir: str) -> None:
     uri = f"sqlite:///{home}/mlflow.db"

@@ -31,6 +31,7 @@ def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
     assert [job.name for job in manager.jobs.active()] == [f"{spec.job_id}-l1"]
 
 
+@pytest.mark.long
 def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage: Stage) -> None:
     manager, spec = stage.run()
     wait_for(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")

@@ -224,6 +224,7 @@ def test_a_job_of_a_shell_fails_in_words_where_there_is_not_one_node(stage: Stag
     assert len(stage.jobs()) == 1
 
 
+@pytest.mark.long
 def test_a_job_of_a_run_whose_nodes_never_come_has_not_failed_and_is_asked_for_again(stage: Stage) -> None:
     """Another size is tried first, the service is seen to have ended each job before the run may queue, and the next
     try, by another process, is a launch of the same job."""
@@ -288,6 +289,7 @@ def test_lost_nodes_lead_to_the_next_launch(stage: Stage, fault: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_job_that_was_submitted_last_comes_first(stage: Stage) -> None:
     """Also where another was submitted between its two launches: `latest` is the first of the list."""
     manager, spec = stage.run(FOREVER)
@@ -315,6 +317,7 @@ def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     assert end(manager, spec).state is JobState.SUCCEEDED
 
 
+@pytest.mark.long
 def test_is_not_submitted_again_for_ever(stage: Stage) -> None:
     stage.control("fault", fault="lose", log="in launch", count=None)
     manager, spec = stage.run(FOREVER, max_resubmissions=1)
@@ -342,6 +345,7 @@ def test_a_job_that_does_not_respond_is_ended_and_gone_on_with(stage: Stage) -> 
     assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Canceled"
 
 
+@pytest.mark.long
 def test_a_name_that_is_taken_by_another_job_is_not_taken_for_ours(stage: Stage) -> None:
     manager, spec = stage.run()
     assert end(manager, spec).state is JobState.SUCCEEDED
@@ -367,6 +371,7 @@ def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(sta
     assert now <= ends[0] <= time.time()
 
 
+@pytest.mark.long
 def test_orphans_are_found_and_ended(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")

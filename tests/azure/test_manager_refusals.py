@@ -78,7 +78,9 @@ def test_where_only_such_a_compute_could_be_had_nothing_is_left(stage: Stage) ->
     assert not stage.computes()
 
 
-@pytest.mark.parametrize("seconds", [5, 1e6], ids=["shown-later", "never-shown"])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(5, id="shown-later", marks=pytest.mark.long), pytest.param(1e6, id="never-shown")]
+)
 def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage, seconds: float) -> None:
     """The compute shows it only later, or not at all, so its job fails first, with a sentence that says nothing."""
     stage.control("timing", refusal_seconds=seconds)

@@ -44,7 +44,7 @@ def look_until(manager: Any, spec: Any, words: str) -> JobStatus:
     return status
 
 
-@pytest.mark.parametrize("by", ["get", "all"])
+@pytest.mark.parametrize("by", ["get", pytest.param("all", marks=pytest.mark.long)])
 def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: str) -> None:
     manager, spec = stage.run(WAITS, **LONG)
     is_running(stage, manager, spec)
@@ -59,7 +59,7 @@ def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: s
     assert RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"] == []
 
 
-@pytest.mark.parametrize("tends", [True, False])
+@pytest.mark.parametrize("tends", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage, tends: bool) -> None:
     """Looks are counted in the launch record, so another orchestrator goes on with them, or whoever lists the jobs."""
     manager, spec = stage.run(FOREVER, missing_seconds=4.0)
@@ -81,6 +81,7 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
     assert manager.jobs.end(f"{spec.job_id}-l1", "the end of the test", 5.0, time.monotonic() + 30)
 
 
+@pytest.mark.long
 def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: Stage) -> None:
     manager, spec = stage.run(LAST_ONE_DONE, missing_seconds=3.0)
     is_running(stage, manager, spec)
@@ -92,6 +93,7 @@ def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: 
     assert "took its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
 
 
+@pytest.mark.long
 def test_a_cancellation_is_not_confirmed_by_answers_that_there_is_no_job(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER, **LONG)
     is_running(stage, manager, spec)

@@ -29,6 +29,7 @@ def waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
+@pytest.mark.long
 def test_computes_are_asked_after_as_often_as_the_settings_say(stage: Stage, waits: list[float]) -> None:
     stage.control("timing", create_seconds=CREATED_AFTER, delete_seconds=DELETED_AFTER)
     try:
@@ -64,6 +65,7 @@ def test_a_client_without_the_setting_waits_for_half_a_minute(
     client.compute.begin_delete(f"{stage.name}-bare").wait()
 
 
+@pytest.mark.long
 def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> None:
     manager, spec = stage.run()
     assert end(manager, spec).state is JobState.SUCCEEDED

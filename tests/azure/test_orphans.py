@@ -27,6 +27,7 @@ V100, A100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4"
 LEFT_ALONE, OF_NOBODY, OF_OTHERS = "job-of-a-live-run", "job-of-an-ended-run", "job-of-another-dagster"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_orphans_are_found_told_once_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := missing():

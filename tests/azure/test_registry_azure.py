@@ -271,6 +271,7 @@ def test_what_the_workspace_gives_back_serves_the_models_numbers(
     assert check.passed, check.message
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(workspace: Workspace) -> None:
     first, second = workspace.train("job-first", steps=5), workspace.train("job-second", steps=12)
@@ -335,6 +336,7 @@ def traffic(workspace: Workspace, name: str) -> dict[str, int]:
     return dict(workspace.client.online_endpoints.get(name).traffic)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_does_not(
     workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from trainer.secrets import azure_token
 from trainer.storage.open import open_storage
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nodes_report_by_their_identity_and_the_model_carries_it(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

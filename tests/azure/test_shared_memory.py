@@ -23,7 +23,9 @@ def test_several_ranks_get_more_than_the_services_default_and_no_node_is_filled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sku", "ranks", "expected"), [(V100, 1, "2g"), (TWO_GPUS, 2, "16g")])
+@pytest.mark.parametrize(
+    ("sku", "ranks", "expected"), [pytest.param(V100, 1, "2g", marks=pytest.mark.long), (TWO_GPUS, 2, "16g")]
+)
 def test_a_job_is_sent_with_it(stage: Any, sku: str, ranks: int, expected: str) -> None:
     manager = stage.manager(chain=(sku,), processes_per_node=ranks)
     manager.provision_cluster(1, sku)

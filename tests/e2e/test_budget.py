@@ -21,6 +21,7 @@ NODE_SECONDS = 120
 """So many that two nodes start, and make their first steps, beside other tests."""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("probed")
 def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
     job: dg.JobDefinition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +60,7 @@ def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
         assert "cost_within_estimate" in checks(raised)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared")
 def test_a_plan_that_does_not_fit_buys_nothing_and_one_that_may_choose_takes_what_costs_least(
     job: dg.JobDefinition, tmp_path: Path

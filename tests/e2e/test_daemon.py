@@ -159,6 +159,7 @@ def start_job(manager: GPUClusterManager, jobs_uri: str) -> None:
     manager.submit_job(JobSpec(job_id=JOB, run_dir=run_dir, command=command, node_count=2))
 
 
+@pytest.mark.long
 def test_each_cause_fires_once_however_often_the_daemon_dies(world: World):
     settings = Settings(home=world.project.home, nodes=2)
     manager = build_resources(settings)["cluster"].manager()

@@ -20,6 +20,7 @@ def workers(dagster: Dagster, prefix: str = "train-") -> list[psutil.Process]:
     return [p for p in dagster.project.processes() if any(prefix in part for part in p.info["cmdline"])]
 
 
+@pytest.mark.long
 def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     """One story, because each part needs a training that is under way (about 10 s to get there)."""
     before, made = jobs_started(dagster), dagster.materializations("trained_checkpoint")

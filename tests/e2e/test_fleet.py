@@ -30,6 +30,7 @@ def shell(tmp_path: Path) -> Iterator[FleetShell]:
     LocalClusterManager(home).cleanup_cluster()
 
 
+@pytest.mark.long
 def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: FleetShell):
     budget = 240 * PRICE
     jobs = [{"name": "a", "priority": 1}, {"name": "b"}]

@@ -25,6 +25,7 @@ OWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared")
 def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path):
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:

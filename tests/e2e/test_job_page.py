@@ -99,6 +99,7 @@ def test_a_failed_job_says_why_first_and_its_address_keeps_what_is_looked_at(
     assert page.complaints == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_a_training_is_traced_cancelled_and_resumed_from_its_page(
     project: Project,
     url: str,

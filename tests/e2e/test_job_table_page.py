@@ -221,7 +221,10 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("table", "overlay", "job") else pytest.param(name, marks=pytest.mark.long) for name in PAGES],
+)
 def test_pages_are_accessible_and_fit_every_screen(url: str, page: Page, name: str):
     address, there = PAGES[name]
     for width, theme in ((360, "dark"), (1280, "light"), (1280, "dark"), (3840, "light")):

@@ -148,6 +148,7 @@ def test_all_nodes_that_are_killed_at_once_are_started_again(small: Callable[...
     assert checks(result)["every_sample_used_once"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_all_nodes_are_killed_and_materializing_again_resumes(small: Callable[..., Any], tmp_path: Path):
     """R4.4: the checkpoint stays, the asset fails and says how to go on; the next run goes on from it."""

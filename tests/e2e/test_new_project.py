@@ -76,9 +76,8 @@ def trial(python: Path, at: Path, options: tuple[str, ...]) -> None:
     assert json.loads(run(f"{python} -c '{code}'", python, team).splitlines()[-1]) == ["team", ["champion"]]
 
 
-@pytest.mark.parametrize(
-    "start", [name if number == 0 else pytest.param(name, marks=pytest.mark.long) for number, name in enumerate(TRIALS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("start", TRIALS)
 def test_a_project_from_the_wheel_makes_its_graph(start: str, layered: Path, tmp_path: Path) -> None:
     trial(layered, tmp_path, TRIALS[start])
 

@@ -31,6 +31,7 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield found
 
 
+@pytest.mark.long
 def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
             assert "no run waits" in tick().skip_message
 
 
+@pytest.mark.long
 def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: tuple[str, list[dict[str, Any]]]
 ) -> None:

@@ -33,6 +33,7 @@ def of_year(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_two_years_are_trained_and_a_failed_one_is_made_again_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def wait_for_output(engine: RayEngine, name: str, words: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
     engine = make()
     names = [engine.submit(launch, node, 1) for node in range(2)]

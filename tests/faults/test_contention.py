@@ -31,6 +31,7 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
     made.close()
 
 
+@pytest.mark.long
 def test_more_ranks_than_cores_are_told_and_no_node_is_to_be_replaced(clinic: Clinic) -> None:
     rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
     plant = Plant(seed=0, cause=SlowdownCause.CONTENTION, ranks=RANKS, model={"rounds": rounds})

@@ -33,7 +33,8 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "killed"), [pytest.param(18, 5, marks=pytest.mark.long), (24, 8)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "killed"), [(18, 5), (24, 8)])
 def test_a_third_of_many_ranks_are_killed_at_once_and_the_weights_are_those_of_an_undisturbed_run(
     tmp_path: Path, ranks: int, killed: int
 ) -> None:

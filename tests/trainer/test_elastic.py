@@ -169,7 +169,9 @@ def test_a_frozen_node_is_left_out_and_comes_back(begin: Callable[..., Nodes], p
     )
 
 
-@pytest.mark.parametrize("launch", [pytest.param(2, id="launched again"), pytest.param(1, id="restarted by Azure")])
+@pytest.mark.parametrize(
+    "launch", [pytest.param(2, id="launched again"), pytest.param(1, id="restarted by Azure", marks=pytest.mark.long)]
+)
 def test_one_is_evicted_then_all_and_another_start_goes_on_with_fewer(
     begin: Callable[..., Nodes], paced: Job, launch: int
 ) -> None:

@@ -16,6 +16,7 @@ A_STEP = 0.9
 block for each of its 40 steps."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_objects_do_not_grow_with_the_steps(new_job: Callable[..., Job], tmp_path: Path) -> None:
     counts = tmp_path / "counts.txt"

@@ -211,6 +211,7 @@ def test_a_resumed_training_has_the_losses_of_one_that_was_not(whole: Job, new_j
     assert largest_difference({step: whole.losses()[step] for step in resumed}, resumed) <= 1e-5
 
 
+@pytest.mark.long
 def test_a_rank_that_works_alone_for_long_is_waited_for(new_job: NewJob) -> None:
     """Longer than a collective may wait; and a model with a parameter that it does not use trains in any world."""
     job = new_job(environment=HERE, max_steps=2, collective_timeout_seconds=5, checkpoint_frequency=1000)

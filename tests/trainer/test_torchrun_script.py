@@ -24,7 +24,7 @@ SCRIPT = ROOT / "examples" / "torchrun_script.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--own-loop",)])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), ("--own-loop",)])
 def test_two_ranks_learn_and_end_with_equal_weights(new_job: Callable[..., Job], more: tuple[str, ...]) -> None:
     job = new_job(world_size=2, batch_size_per_gpu=64, clip_norm=None)
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))

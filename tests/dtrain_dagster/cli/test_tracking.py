@@ -115,6 +115,7 @@ def ordered(folder: Path, *words: str, code: int = 0, **environment: str) -> str
     return done.output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_training_of_a_script_is_in_mlflow_with_its_own_metrics(tmp_path: Path) -> None:
     copy_tables(tmp_path / "home" / "mlflow.db")

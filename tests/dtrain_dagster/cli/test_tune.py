@@ -135,6 +135,7 @@ def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
     assert folder.job("stated").read_json("result.json")["status"] == "succeeded"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Folder):
     process = folder.start("tune", "--dataset", "walks", "--seconds", "300", "--name", "t", *SMALL)

@@ -245,6 +245,7 @@ def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(t
     assert "does not know how it was started" in trouble()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_that_was_cancelled_goes_on_from_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's command runs where the script was started, which reads a file by a relative path, but in the home of

@@ -46,6 +46,7 @@ def write_interleaved(path: Path, days: int) -> float:
     return path.stat().st_size / 1e6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """A file ten times as large takes little more: far less than what came on top, even as text."""

@@ -64,6 +64,7 @@ def frames_of(count: int, rows: int) -> Iterator[tuple[str, pd.DataFrame]]:
         yield f"T{number}", pd.DataFrame({"ticker": f"T{number}", "adj_close": np.full(rows, number, dtype=float)})
 
 
+@pytest.mark.long
 def test_unsorted_prices_with_gaps_masks_and_one_giant_ticker_give_the_same_bytes(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,6 +43,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dg.A
     return run
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_an_endpoint_answers_is_told_and_how_much_it_matters(
     tmp_path: Path, check: Callable[..., dg.AssetCheckEvaluation], monkeypatch: pytest.MonkeyPatch

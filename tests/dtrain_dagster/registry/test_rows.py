@@ -82,6 +82,7 @@ def test_the_gate_reads_what_the_weights_answer(
             registry.judge_rows(run, None, forged, str(tmp_path / "cache"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))

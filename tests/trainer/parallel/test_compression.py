@@ -300,7 +300,7 @@ def test_ranks_that_try_what_compressing_takes_and_probe_the_link_agree(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("communication", ["fp16", "topk"])
+@pytest.mark.parametrize("communication", [pytest.param("fp16", marks=pytest.mark.long), "topk"])
 def test_a_node_that_is_killed_while_gradients_are_compressed(new_job: Callable[..., Job], communication: str) -> None:
     """Those who are left go on from the step that failed; what had been kept back is lost, and nothing else."""
     job = new_job(communication=communication, **QUICK)
