@@ -41,7 +41,7 @@ def list_(regions: tuple[str, ...], everywhere: bool, as_json: bool) -> None:
     \b
     Examples:
       dtrain prices list
-      dtrain prices list --region westeurope --region swedencentral
+      dtrain prices list --region westus2 --region centralus
       dtrain prices list --all --json
     """
     from dtrain_dagster.costs.prices import known_regions, price_table

@@ -25,8 +25,8 @@ pd.DataFrame({"visit_id": range(400), "customer": [f"c{n % 40}" for n in range(4
 EOF
 cat > my_models.py <<'EOF'
 from torch import nn
-def make_model(spec, outputs=None):
-    return nn.Linear(spec.inputs, outputs or spec.outputs)
+def make_model(spec, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))
 EOF
 cat > my_tokens.py <<'EOF'
 def encode(document):
@@ -46,7 +46,7 @@ width = int(sys.argv[sys.argv.index("--width") + 1])
 inputs = torch.arange(64.0)[:, None] / 64
 data = TensorDataset(inputs, inputs * 2)
 model = nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))
-Trainer(DistributedConfig(epochs=1)).fit(model, data)
+Trainer(model, DistributedConfig(epochs=1)).fit(data)
 EOF
 cat > night.yaml <<'EOF'
 name: night
@@ -63,7 +63,7 @@ mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page m
 SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
 PRICES_JOB = """make run SELECT=stock_prices,sharded_dataset
 dtrain train --dataset latest --set training.max_steps=20 --name first
-jq '{dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
+jq '{job_id: "again", dataset, model, loss, training}' .dtrain/storage/jobs/first/job.json > job.json"""
 FRAMEWORKS = "needs another framework; tests/frameworks runs it"
 RUNNING = """dtrain train --dataset latest --name long --epochs 100000 --detach
 until dtrain status long | grep 'training · step'; do sleep 1; done"""
@@ -86,11 +86,15 @@ PAGES = [
     section("dtrain init"),
     section("dtrain setup", filled={"/data/dtrain": "data"}, after="test -e data/dagster/dagster.yaml"),
     section("dtrain tune", PRICES_JOB, {
-        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60"}, after="test -s tuned.json"),
+        "--nodes 3": "--nodes 2 --seconds 60", "--seconds 600": "--seconds 60",
+        "train --config job.json --settings": "train --config job.json --name tuned --settings"},
+        after="test -s tuned.json"),
+    section("dtrain train", filled={
+        "train --dataset latest": "train --set training.max_steps=20 --dataset latest",
+        "--config job.json --nodes 2 --procs": "--config job.json --name given --nodes 2 --procs"}, left_out={
+        "dtrain train --set training.max_steps=20 --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
     section("dtrain data tokens"),
     section("dtrain data rows"),
-    section("dtrain train", filled={"--model my_models": "--epochs 1 --model my_models"}, left_out={
-        "dtrain train --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
     section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
     section("dtrain searches"),
     section("dtrain launch", left_out={
