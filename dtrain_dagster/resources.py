@@ -18,6 +18,7 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
+from trainer.node.environment import PEER_GRACE, STOP_GRACE
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
@@ -37,6 +38,12 @@ def allowed_modules() -> dict[str, str]:
     process's environment and no resource: a user of the launchpad must not decide what is imported."""
     value = os.environ.get(VARIABLE)
     return {VARIABLE: value} if value else {}
+
+
+def grace_periods() -> dict[str, str]:
+    """Return the variables that say for how long a node's processes may go on when they have to end, where they are
+    set: nodes elsewhere do not inherit this process's environment."""
+    return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
 
 
 class ProjectResource(dg.ConfigurableResource):
@@ -177,7 +184,7 @@ class GPUClusterResource(dg.ConfigurableResource):
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
         if self.traits.is_this_machine:
             return project.trainer_env()
-        return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules()}
+        return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules(), **grace_periods()}
 
     def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
         """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is

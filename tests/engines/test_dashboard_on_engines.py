@@ -135,6 +135,7 @@ def desk_of(kind: str, folder: Path, python: str = "") -> Iterator[Desk]:
             DTRAIN_CLUSTER=kind,
             DTRAIN_CLUSTER_NAME="engine",
             DTRAIN_FACTORY_MODULES="braked",
+            DTRAIN_STOP_GRACE_SECONDS="60",  # a busy machine needs more than the usual ones to save a checkpoint
             PYTHONPATH=f"{ROOT}{os.pathsep}{modules}",
         )
         desk = Desk(project, machines, "one")

@@ -110,6 +110,15 @@ def test_nodes_keep_their_copies_of_datasets_where_the_user_says(monkeypatch, ki
     assert made["cluster"].node_env(made["project"])["DTRAIN_CACHE"] == "/scratch/mine"
 
 
+def test_nodes_elsewhere_are_told_how_long_a_process_has_to_end(monkeypatch):
+    """A pod has nothing of the submitter's environment; its agent would end a process after the usual 8 seconds."""
+    monkeypatch.setenv("DTRAIN_CLUSTER", "slurm")
+    made = build_resources(load_settings())
+    assert not [name for name in made["cluster"].node_env(made["project"]) if "GRACE" in name]
+    monkeypatch.setenv("DTRAIN_STOP_GRACE_SECONDS", "90")
+    assert made["cluster"].node_env(made["project"])["DTRAIN_STOP_GRACE_SECONDS"] == "90"
+
+
 def test_azure_is_asked_for_what_can_be_bought_and_a_v100_stands_in_elsewhere(monkeypatch):
     assert load_settings().gpu_type == "Standard_NC6s_v3"
     on_azure(monkeypatch)
