@@ -18,7 +18,6 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
-from trainer.node.environment import PEER_GRACE, STOP_GRACE
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
@@ -43,6 +42,11 @@ def allowed_modules() -> dict[str, str]:
 def grace_periods() -> dict[str, str]:
     """Return the variables that say for how long a node's processes may go on when they have to end, where they are
     set: nodes elsewhere do not inherit this process's environment."""
+    from trainer.node.environment import (
+        PEER_GRACE,
+        STOP_GRACE,
+    )  # and with it psutil, which Dagster's processes do not need
+
     return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
 
 

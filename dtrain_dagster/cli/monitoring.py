@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -146,6 +147,16 @@ def watch(job_id: str) -> None:
         sys.exit(1)
 
 
+def refuse_absent_ranks(asked: Collection[int], launch: Mapping[str, Any]) -> None:
+    """Raise `Refusal` if a launch never has one of these ranks. ``launch``: its ``launch.json``. Pure."""
+    nodes, processes = launch.get("node_count"), launch.get("processes_per_node")
+    if not isinstance(nodes, int) or not isinstance(processes, int):
+        return
+    if absent := sorted(rank for rank in asked if rank >= nodes * processes):
+        there = f"0 to {nodes * processes - 1}" if nodes * processes > 1 else "0 only"
+        raise Refusal(f"--rank {', '.join(map(str, absent))}: this job has rank {there}")
+
+
 @click.command()
 @job_argument()
 @click.option(
@@ -194,7 +205,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], python: bool, wait:
     """
     from dtrain_dagster.cli.terminal import operations_table
     from trainer.documents.events import ProfileEvent, read_events
-    from trainer.rundir import EVENTS, SeenFiles
+    from trainer.rundir import EVENTS, LAUNCH, SeenFiles
 
     settings = read_settings()
     job_id = find_training(settings, job_id)
@@ -204,6 +215,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], python: bool, wait:
         raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
     seen = SeenFiles(rundir.storage.list(EVENTS))
     asked = sorted(set(ranks)) or [0]
+    refuse_absent_ranks(asked, rundir.read_json(LAUNCH) or {})
     try:
         rundir.request_trace(steps, asked, python)
     except FileExistsError:

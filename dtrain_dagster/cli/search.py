@@ -154,7 +154,7 @@ def search(
       dtrain search --dataset latest --space space.json --plan
       dtrain search --config job.json --space space.json --nodes 8 \\
         --nodes-per-trial 1-2 --name wide
-      dtrain train --dataset latest --settings .dtrain/searches/wide/best.json
+      dtrain train --config job.json --settings .dtrain/searches/wide/best.json
     """  # fmt: skip
     from dataclasses import asdict, replace
 
