@@ -76,6 +76,7 @@ def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> Non
     assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Completed"
 
 
+@pytest.mark.long
 def test_a_running_job_is_cancelled_though_nobody_says_when_to_look(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")

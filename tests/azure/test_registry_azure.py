@@ -154,6 +154,7 @@ def model(workspace: Workspace, run_dir: str) -> RegisteredModel:
     return workspace.register(run_dir, "forecaster", "# card\n" + "x" * 6000)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_metrics_of_a_training_are_in_the_workspaces_experiment(workspace: Workspace, run_dir: str) -> None:
     address = azure_token.tracking_address(workspace.registry.tracking_uri)
@@ -228,6 +229,7 @@ def test_the_same_weights_make_one_version(workspace: Workspace, run_dir: str, m
     assert len(list(workspace.client.models.list(name="forecaster"))) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_registering_at_the_same_time_makes_one_version(workspace: Workspace, run_dir: str) -> None:
     found, errors = [], []
@@ -263,6 +265,7 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
         workspace.register(run_dir, "forbidden")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_the_workspace_gives_back_serves_the_models_numbers(
     workspace: Workspace, run_dir: str, model: RegisteredModel

@@ -72,6 +72,7 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     assert dagster.materializations("trained_checkpoint") == made
 
 
+@pytest.mark.long
 def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Dagster):
     options = {"model": "examples.own_model.model:make_model", "model_args": {"no_such_argument": 1}}
     config = {"ops": {"cost_estimate": {"config": options}}}

@@ -75,6 +75,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     assert cost["usd"] <= budget
 
 
+@pytest.mark.long
 def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_one_that_runs(shell: FleetShell):
     low = {"name": "low", "least_nodes": 2, "most_nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "least_nodes": 2, "most_nodes": 2, "set": {"training.max_steps": 6}}

@@ -142,6 +142,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     assert client.get_run(parent.info.run_id).info.end_time == before, "nothing has come since"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_start_of_a_fleet_can_be_kept_out_of_mlflow(shell: FleetShell) -> None:

@@ -81,6 +81,7 @@ def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngin
     assert engine.list_jobs(launch | {"launch": 2}) == []
 
 
+@pytest.mark.long
 def test_a_node_is_reached_where_ray_reaches_its_machine(
     make: Callable[..., RayEngine], launch: dict[str, Any]
 ) -> None:

@@ -31,6 +31,7 @@ def run(script: str, home: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     """With the script's own command; where it writes is the folder that it was started in."""

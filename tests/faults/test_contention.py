@@ -46,6 +46,7 @@ def test_more_ranks_than_cores_are_told_and_no_node_is_to_be_replaced(clinic: Cl
     assert not [item.name for item in advice if "node" in item.name and not item.name.startswith("fewer nodes")]
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_twice_as_much_is_found_among_ranks_that_share_cores(clinic: Clinic) -> None:
     rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
     model = {"rounds": rounds, "slow_node": 1, "more": rounds}

@@ -63,6 +63,7 @@ def check_alone(instance: dg.DagsterInstance, settings: Settings, uri: str) -> d
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def interrupted(folder: Path, env: dict[str, str], *words: str, when: str = "beg
     return process.returncode, err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: Path, shell: dict[str, str]):
     """And of no other, whoever runs it meanwhile."""

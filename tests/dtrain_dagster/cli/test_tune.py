@@ -104,6 +104,7 @@ def folder(tmp_path: Path):
             process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
     said = folder("tune", "--dataset", "walks", "--seconds", "10", "--out", "fast.json", "--name", "t", *SMALL)

@@ -95,6 +95,7 @@ def killed_once(mark: Path) -> Callable[[pd.DataFrame], tuple[str, int]]:
     return work
 
 
+@pytest.mark.long
 def test_the_work_of_a_killed_worker_is_done_again_in_its_place(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -70,6 +70,7 @@ def windows(frame: pd.DataFrame, masks: tuple[Mask, ...], params: DatasetParams)
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(market=markets())

@@ -84,6 +84,7 @@ def test_a_mistake_is_named_as_the_user_wrote_it(dataset: Path, sections: dict[s
     assert "Traceback" not in str(found.value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own")
 def test_what_works_passes_and_what_only_a_node_can_tell_is_said(dataset: Path):
     good = {"model": {"factory": "own_parts:make", "args": {"width": 6}}, "loss": {"factory": "gaussian"}}

@@ -66,6 +66,7 @@ def test_a_model_is_rehearsed_on_rows_and_tokens(tmp_path: Path) -> None:
         check_job(job_of(rows.uri, "own_checked:make_model", "squared_error"), ranks=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_dataset_of_ones_own_is_made_once_in_a_process_of_its_own(tmp_path: Path) -> None:
     job = job_of("factory:own_checked:make_datasets", "own_checked:make_model", "squared_error", args={})

@@ -251,6 +251,7 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
     assert found.rests_on == (short.job_id,)
 
 
+@pytest.mark.long
 def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, instance, monkeypatch):
     home, rundir, job = finished
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
@@ -322,6 +323,7 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert sorted(jobs.iterdir()) == before, "nothing ran for any of these"
 
 
+@pytest.mark.long
 def test_a_probe_that_hangs_is_stopped_by_the_limits_and_nothing_more_is_started(finished, instance, monkeypatch):
     home, _, job = finished
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())

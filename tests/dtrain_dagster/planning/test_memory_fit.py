@@ -158,6 +158,7 @@ def test_the_rehearsal_of_a_training_counts_its_model(tmp_path: Path) -> None:
         check_memory(checked, job.training, replace(room(), bytes=1000.0))
 
 
+@pytest.mark.long
 def test_a_model_that_is_too_large_for_this_machine_is_counted_without_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -469,6 +469,7 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(home: Home) -> N
     assert tags["alias_reason"] == decision.reason
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_champion_of_another_horizon_is_not_compared(home: Home, run_dir: str) -> None:
     distant = small_job.write_dataset(home.path / "distant", horizon=10)

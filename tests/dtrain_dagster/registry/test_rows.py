@@ -59,7 +59,9 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, monkeypatc
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
 
 
-@pytest.mark.parametrize(("target", "loss"), [("bought", "logistic"), ("value", "squared_error")])
+@pytest.mark.parametrize(
+    ("target", "loss"), [("bought", "logistic"), pytest.param("value", "squared_error", marks=pytest.mark.long)]
+)
 def test_the_gate_reads_what_the_weights_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, loss: str
 ) -> None:

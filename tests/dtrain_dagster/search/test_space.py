@@ -169,6 +169,7 @@ class TestWhatIsDrawn:
         assert stock_arguments("loss", "cross_entropy") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_argument_of_ones_own_model_is_named_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

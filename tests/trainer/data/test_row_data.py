@@ -188,6 +188,7 @@ print(data.count("train"), anonymous() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_holds_nothing_that_grows_with_the_rows(tmp_path: Path) -> None:
     """Of 120 MB of arrays, what a process holds by itself is less than a tenth."""

@@ -63,11 +63,12 @@ def test_nodes_leave_when_they_have_nothing_more_to_do_and_are_paid_for_until_th
     assert rundir.read_json("result.json")["world_size"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("delay", "places"),
     [
         pytest.param(90.0, [(1, 0), (1, 1), (1, 2), (2, 0)], id="when the others have left"),
-        pytest.param(0.0, None, id="while the others leave", marks=pytest.mark.long),
+        pytest.param(0.0, None, id="while the others leave"),
     ],
 )
 def test_a_rank_0_that_is_lost_when_it_works_alone_is_replaced_by_one_node(cluster, dataset, delay, places):
