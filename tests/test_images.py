@@ -81,7 +81,8 @@ class Buildah:
         marker.unlink()  # pip may install beside Debian's packages, as it may in the base image
         (system / "usr/bin/python").symlink_to("python3")
         container = self.run("from", "scratch")
-        shutil.copytree(system, self.run("mount", container), symlinks=True, dirs_exist_ok=True)
+        mounted = self.run("mount", container)
+        subprocess.run(["cp", "--archive", f"{system}/.", mounted], check=True)  # devices as devices
         self.run("umount", container)
         self.run("config", "--env", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container)
         self.run("commit", "--quiet", "--rm", container, BASE)
