@@ -117,20 +117,21 @@ PAGES = [
     section("dtrain fleet cancel"),
     section("dtrain prices list"),
     section("dtrain prices show"),
-    section("dtrain launch", left_out={
-        f"dtrain launch --engine {name}": FRAMEWORKS for name in ("horovod", "deepspeed", "ray")},
-        after="dtrain logs night --follow"),
     section("dtrain work", filled={"'not group:studies'": "stock_prices"}),
     section("dtrain dashboard", filled={"dtrain dashboard\ndtrain": "dtrain dashboard --port 0\ndtrain"}, served=True),
     section("dtrain ui", filled={"dtrain ui\ndtrain ui --port 3001": "dtrain ui --port 0\ndtrain ui --port 0"},
             served=True),
     section("dtrain mlflow", filled={"dtrain mlflow\n```": "dtrain mlflow --port 0\n```"}, served=True),
     section("dtrain tensorboard", filled={"dtrain tensorboard\n```": "dtrain tensorboard --port 0\n```"}, served=True),
+    section("dtrain launch", left_out={
+        f"dtrain launch --engine {name}": FRAMEWORKS for name in ("horovod", "deepspeed", "ray")},
+        after="dtrain logs night --follow"),
     section("dtrain completion", "export HOME=$PWD; mkdir -p ~/.config/fish/completions", left_out={
         'eval "$(dtrain completion zsh)"': "test_completion.py runs it in zsh"}),
     section("dtrain clean", filled={"dtrain clean\n```": "dtrain clean --yes\n```"}, after="test ! -e .dtrain/storage"),
 ]  # fmt: skip
-"""The sections in the order in which they are run: some take what earlier ones have made."""
+"""The sections in the order in which they are run: some take what earlier ones have made. After `dtrain launch` the
+latest job is no training."""
 PARTS = [page.part for page in PAGES]
 
 
