@@ -58,7 +58,7 @@ SERVED = """python -m http.server --bind 127.0.0.1 0 > served.txt 2>&1 & trap "k
 until PORT=$(grep -oEm1 'port [0-9]+' served.txt | cut -d' ' -f2); do sleep 0.2; done"""
 DATA_ONLY = "export SELECT='stock_prices,sharded_dataset'"
 """What a user may set for a part of the graph: what comes after the data is not these pages' matter."""
-SMALL = "training: {epochs: 1, max_steps: 20}"
+SMALL = "epochs: 1, more: {max_steps: 20}"
 THIS_SUITE = "runs the tests that this one belongs to"
 MEASURED = {"tune --dataset latest --nodes 3": "tune --dataset latest --nodes 2 --seconds 60"}
 OWN = "docs/own-model-and-data.md"
