@@ -117,7 +117,7 @@ def test_an_image_is_built_with_its_bill_of_materials(buildah: tuple[Buildah, st
     container = builder.run("from", "--pull-never", "localhost/image")
     found = json.loads(builder.run("run", container, "--", "python", "-c", LOOK).splitlines()[-1])
     builder.run("run", container, "--", "python", "-c", image.works)
-    labels = json.loads(builder.run("inspect", "--format", "{{json .OCIv1.Config.Labels}}", container))
+    labels = json.loads(builder.run("inspect", container))["OCIv1"]["config"]["Labels"]
     builder.run("rm", container)
 
     assert found["user"] == image.user
