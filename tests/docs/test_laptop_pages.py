@@ -64,6 +64,8 @@ MEASURED = {"tune --dataset latest --nodes 3": "tune --dataset latest --nodes 2 
 OWN = "docs/own-model-and-data.md"
 
 PAGES = [
+    Page("CONTRIBUTING.md", "git init --quiet .", left_out={
+        name: THIS_SUITE for name in ("make test", "make kube", "make slurm", "make ray")}),
     Page("README.md", left_out={"make test": THIS_SUITE},
          after="test -e .dtrain/mlflow.db && dtrain jobs --json | grep succeeded"),
     Page("docs/troubleshooting.md", "dtrain train --dataset latest --nodes 2 --set training.max_steps=5"),
@@ -103,8 +105,6 @@ PAGES = [
     Page(OWN, f"python - <<'EOF'{VISITS}EOF\nmkdir my_texts; cp -r docs/*.md my_texts", {
         '{"width": 256, "layers": 6}\'': '{"width": 32, "layers": 1}\' --set training.max_steps=5'}, slice(4, 6)),
     Page(OWN, f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(6, 7)),
-    Page("CONTRIBUTING.md", "git init --quiet .", left_out={
-        name: THIS_SUITE for name in ("make test", "make kube", "make slurm", "make ray")}),
 ]  # fmt: skip
 
 
