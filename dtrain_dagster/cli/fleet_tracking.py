@@ -215,7 +215,6 @@ class _Place:
         return problems
 
     def _write(self, entry: Entry, tier: Tier) -> None:
-
         assert self.client is not None
         if not self.is_open:
             self.client.update_run(self.parent_id, status="RUNNING")
@@ -238,7 +237,6 @@ class _Place:
 
     def _write_end(self, entry: Entry, job: JobConfig, tier: Tier) -> None:
         """Write how a job has ended. The run's status comes last: by it another process sees that all is there."""
-
         assert self.client is not None
         kept, rundir = entry.kept, RunDir(job.run_dir)
         verdict = f"{kept.state}: {kept.reason}" if kept.reason else str(kept.state)

@@ -27,6 +27,24 @@ DTRAIN = (sys.executable, "-P", "-c", "from dtrain_dagster.cli.main import main;
 WAIT_SECONDS = 200.0
 NAME = "small"
 
+PACED_MODEL = """
+import os
+import time
+from trainer.model.stock import tcn
+
+def paced(spec, outputs, pause_seconds=0.0, fails_after=None, channels=4):
+    model, calls = tcn(spec, outputs, channels), []
+    def before(module, inputs):
+        if module.training and "RANK" in os.environ:
+            calls.append(1)
+            time.sleep(pause_seconds)
+            if fails_after is not None and len(calls) > fails_after:
+                raise RuntimeError("this model fails on purpose")
+    model.register_forward_pre_hook(before)
+    return model
+"""
+"""Code of a model whose steps take a time of their own, and which fails when it is told to."""
+
 
 @dataclass(frozen=True)
 class FleetShell:

@@ -15,33 +15,16 @@ import pytest
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from tests.dtrain_dagster.small_job import write_dataset
-from tests.e2e.fleet_story import ROOT, FleetShell
+from tests.e2e.fleet_story import PACED_MODEL, ROOT, FleetShell
 from tests.webhook import web_hook
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
-
-MODEL = """
-import os
-import time
-from trainer.model.stock import tcn
-
-def paced(spec, outputs, pause_seconds=0.0, fails_after=None, channels=4):
-    model, calls = tcn(spec, outputs, channels), []
-    def before(module, inputs):
-        if module.training and "RANK" in os.environ:
-            calls.append(1)
-            time.sleep(pause_seconds)
-            if fails_after is not None and len(calls) > fails_after:
-                raise RuntimeError("this model fails on purpose")
-    model.register_forward_pre_hook(before)
-    return model
-"""
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[FleetShell]:
     write_dataset(tmp_path / "dataset")
-    (tmp_path / "slow_models.py").write_text(MODEL)
+    (tmp_path / "slow_models.py").write_text(PACED_MODEL)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
         "DTRAIN_HOME": str(tmp_path / "home"),
