@@ -152,9 +152,9 @@ def read_ours(folder: Path, block: int | None = None) -> Iterator[Any]:
     )  # fmt: skip
     for epoch in range(10**6):
         for step in range(sampler.steps_per_epoch - 1):
-            for first, last in sampler.ahead(epoch, step, is_first=not step):
+            for first, last in sampler.ahead(epoch, 0, step, is_first=not step):
                 shards.will_need("train", first, last)
-            yield shards.gather(shards.end_rows("train", sampler.step(epoch, step)[1][0].positions))
+            yield shards.gather(shards.end_rows("train", sampler.step(epoch, BATCH * step)[1][0].positions))
 
 
 class Windows:

@@ -222,22 +222,21 @@ class DatasetLoader:
         self.loader, self.queue, self.sampler, self.device = loader, queue, sampler, device
         self.faults, self.timer, self.before_epoch = faults, timer, before_epoch
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
+    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the steps done by then."""
         self.before_epoch()
-        per_epoch = self.sampler.steps_per_epoch
         planned: list[tuple[int, list[tuple[int, int]], int]] = []
-        self.queue.orders = self._orders(epoch, first_step, planned)
+        self.queue.orders = self._orders(epoch, offset, step, planned)
         coming = iter(self.loader)
-        for step in range(first_step, per_epoch):
+        for number in range(self.sampler.steps_from(offset)):
             self.timer.mark("other")
-            self.faults.reach("input", epoch * per_epoch + step)
+            self.faults.reach("input", step + number)
             first = next(coming)  # which also deals the step, where it was not dealt ahead
             samples, parts, digest = planned.pop(0)
             data = [first, *(next(coming) for _ in parts[1:])]
             micro_batches = tuple(
-                Samples(number, count, move_to(part, self.device))
-                for (number, count), part in zip(parts, data, strict=True)
+                Samples(place, count, move_to(part, self.device))
+                for (place, count), part in zip(parts, data, strict=True)
             )
             yield Batch(samples, micro_batches, digest)
 
@@ -245,17 +244,15 @@ class DatasetLoader:
         """Deal no more; the workers stay for the next loader."""
         self.queue.orders = iter(())
 
-    def _orders(self, epoch: int, first_step: int, planned: list[Any]) -> Iterator[_Order]:
+    def _orders(self, epoch: int, offset: int, step: int, planned: list[Any]) -> Iterator[_Order]:
         """Deal the steps, some at once, and yield their micro-batches; what each step holds goes into ``planned``."""
-        sampler, per_epoch = self.sampler, self.sampler.steps_per_epoch
-        together = max(1, PLANNED * sampler.world_size // sampler.global_batch_size)
-        for begin in range(first_step, per_epoch, together):
-            steps = range(begin, min(begin + together, per_epoch))
-            for step, (samples, parts) in zip(steps, sampler.steps(epoch, steps), strict=True):
+        sampler = self.sampler
+        for numbers in sampler.together(offset, PLANNED):
+            for number, (samples, parts) in zip(numbers, sampler.steps(epoch, offset, numbers), strict=True):
                 [digest] = digests(np.concatenate([part.positions for part in parts]), np.zeros(1, dtype=np.int64))
                 planned.append((samples, [(part.number, len(part.positions)) for part in parts], digest))
                 for part in parts:
-                    seed = micro_batch_seed(sampler.seed, epoch * per_epoch + step, part.number)
+                    seed = micro_batch_seed(sampler.seed, step + number, part.number)
                     yield _Order(seed, part.positions)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.comm.world import World
 from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digests
-from trainer.data.sampler import Sampler
+from trainer.data.sampler import SMALLEST, Sampler
 from trainer.data.shards import DataShardManager
 from trainer.runtime.affinity import roam
 from trainer.runtime.fault_injection import Faults
@@ -50,6 +50,8 @@ class Planned:
     rows: Tensor
     """(b,) int64, where windows are gathered."""
     digest: int
+    ahead: list[tuple[int, int]]
+    """Samples [first, last) that the kernel should read meanwhile."""
 
 
 def batches_ahead(given: int | None, device: torch.device, resident: bool, larger_than_memory: bool) -> int:
@@ -142,31 +144,27 @@ class BatchLoader:
         self._slots, self._next = self.ahead + 2, 0
         if shards.device.type != device.type:
             self.stage()
-        self._planned: dict[int, Planned] = {}
-        self._epoch = -1
 
     def stage(self) -> None:
         """Allocate staging memory, from which batches are copied to the device."""
         sampler = self.sampler
-        first, last = sampler.batch_range(sampler.steps_per_epoch - 1)  # which may be the largest
-        samples, parts = max(last - first, sampler.global_batch_size), sampler.micro_batches
+        parts = sampler.micro_batches
+        samples = sampler.global_batch_size + SMALLEST * parts  # of a last batch, which a remainder has joined
         largest = -(-samples // parts) * -(-parts // sampler.world_size)
         self._staging = Staging(self.shards, self.world.device, self._slots, largest)
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
-        steps = range(first_step, self.sampler.steps_per_epoch)
+    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the steps done by then."""
         coming: deque[Future[tuple[Batch, int]]] = deque()
-        asked = first_step
-        for step in steps:
+        planned = self._plan(epoch, offset)
+        for number in range(self.sampler.steps_from(offset)):
             self.timer.mark("other")
-            self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
+            self.faults.reach("input", step + number)
             if self._pool is None:
-                batch, slot = self._gather(epoch, step, step == first_step)
+                batch, slot = self._gather(next(planned))
             else:
-                while asked in steps and len(coming) <= self.ahead:
-                    coming.append(self._pool.submit(self._gather, epoch, asked, asked == first_step))
-                    asked += 1
+                while len(coming) <= self.ahead and (wanted := next(planned, None)) is not None:
+                    coming.append(self._pool.submit(self._gather, wanted))
                 batch, slot = coming.popleft().result()
             if self._staging is None:
                 yield batch
@@ -188,14 +186,10 @@ class BatchLoader:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 
-    def _gather(self, epoch: int, step: int, is_first: bool) -> tuple[Batch, int]:
+    def _gather(self, planned: Planned) -> tuple[Batch, int]:
         """A batch, and its slot where it is staged."""
-        if self.shards.device.type == "cpu":
-            for first, last in self.sampler.ahead(epoch, step, is_first):
-                self.shards.will_need("train", first, last)
-        if epoch != self._epoch or step not in self._planned:
-            self._epoch, self._planned = epoch, self._plan(epoch, step)
-        planned = self._planned.pop(step)
+        for first, last in planned.ahead:
+            self.shards.will_need("train", first, last)
         slot = self._next
         if self._staging is None:
             windows, target = self.shards.gather(planned.rows)
@@ -209,20 +203,17 @@ class BatchLoader:
         micro_batches = tuple(Samples(number, len(part[1]), part) for number, *part in parts)
         return Batch(planned.samples, micro_batches, planned.digest), slot
 
-    def _plan(self, epoch: int, step: int) -> dict[int, Planned]:
-        """This step, and some after it."""
-        sampler = self.sampler
-        count = max(1, PLANNED * sampler.world_size // sampler.global_batch_size)
-        steps = range(step, min(step + count, sampler.steps_per_epoch))
-        dealt = sampler.steps(epoch, steps)
-        positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
-        sizes = [[len(part.positions) for part in parts] for _, parts in dealt]
-        lengths = [sum(of_step) for of_step in sizes]
-        starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
-        rows = torch.from_numpy(self.shards.end_rows("train", positions)).to(self.shards.device)
-        return {
-            at: Planned(samples, tuple(part.number for part in parts), of_step, of_rows, used)
-            for at, (samples, parts), of_step, of_rows, used in zip(
-                steps, dealt, sizes, rows.split(lengths), digests(positions, starts), strict=True
-            )
-        }
+    def _plan(self, epoch: int, offset: int) -> Iterator[Planned]:
+        """Yield the steps from a position of the epoch on, which are dealt some at once."""
+        sampler, reads_ahead = self.sampler, self.shards.device.type == "cpu"
+        for numbers in sampler.together(offset, PLANNED):
+            dealt = sampler.steps(epoch, offset, numbers)
+            positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
+            sizes = [[len(part.positions) for part in parts] for _, parts in dealt]
+            lengths = [sum(of_step) for of_step in sizes]
+            starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
+            rows = torch.from_numpy(self.shards.end_rows("train", positions)).to(self.shards.device)
+            found = zip(numbers, dealt, sizes, rows.split(lengths), digests(positions, starts), strict=True)
+            for number, (samples, parts), of_step, of_rows, used in found:
+                ahead = sampler.ahead(epoch, offset, number, is_first=not number) if reads_ahead else []
+                yield Planned(samples, tuple(part.number for part in parts), of_step, of_rows, used, ahead)

@@ -57,14 +57,13 @@ class PositionLoader:
         )
         self._pins = self.device.type == "cuda"
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
-        per_epoch = self.sampler.steps_per_epoch
-        dealt = self._deal(epoch, first_step)
+    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the steps done by then."""
+        dealt = self._deal(epoch, offset)
         coming: deque[Future[Batch]] = deque()
-        for step in range(first_step, per_epoch):
+        for number in range(self.sampler.steps_from(offset)):
             self.timer.mark("other")
-            self.faults.reach("input", epoch * per_epoch + step)
+            self.faults.reach("input", step + number)
             if self._pool is None:
                 batch = self._gather(*next(dealt))
             else:
@@ -79,20 +78,21 @@ class PositionLoader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _deal(self, epoch: int, first_step: int) -> Iterator[tuple[int, int, int, list[MicroBatch], int]]:
-        """Yield (epoch, step, samples of the global batch, micro-batches of this rank, digest) of each step."""
-        sampler, per_epoch = self.sampler, self.sampler.steps_per_epoch
-        together = max(1, PLANNED * sampler.world_size // sampler.global_batch_size)
-        for begin in range(first_step, per_epoch, together):
-            steps = range(begin, min(begin + together, per_epoch))
-            for step, (samples, parts) in zip(steps, sampler.steps(epoch, steps), strict=True):
+    def _deal(self, epoch: int, offset: int) -> Iterator[tuple[list[tuple[int, int]], int, list[MicroBatch], int]]:
+        """Yield (ranges of samples to be read ahead, samples of the global batch, micro-batches of this rank, digest)
+        of each step."""
+        sampler = self.sampler
+        for numbers in sampler.together(offset, PLANNED):
+            for number, (samples, parts) in zip(numbers, sampler.steps(epoch, offset, numbers), strict=True):
                 [digest] = digests(np.concatenate([part.positions for part in parts]), np.zeros(1, dtype=np.int64))
-                yield epoch, step, samples, parts, digest
+                ahead = sampler.ahead(epoch, offset, number) if self.data.is_larger_than_memory else []
+                yield ahead, samples, parts, digest
 
-    def _gather(self, epoch: int, step: int, samples: int, parts: list[MicroBatch], digest: int) -> Batch:
-        if self.data.is_larger_than_memory:
-            for first, last in self.sampler.ahead(epoch, step, False):
-                self.data.will_need("train", first, last)
+    def _gather(
+        self, ahead: list[tuple[int, int]], samples: int, parts: list[MicroBatch], digest: int
+    ) -> Batch:  # fmt: skip
+        for first, last in ahead:
+            self.data.will_need("train", first, last)
         micro_batches = tuple(
             Samples(part.number, len(part.positions), self._pinned(self.data.gather("train", part.positions)))
             for part in parts

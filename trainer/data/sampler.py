@@ -1,5 +1,7 @@
 """The assignment of samples to steps and ranks: stateless, and the same steps at any world size.
 
+A place in a training is an epoch and a position in its order, so that the batch may change at any step.
+
 The order of an epoch is a permutation computed on demand (a Feistel network keyed by seed and epoch), so nothing has
 to be stored or saved: position p of epoch e is sample ``permutation(p)``, for any rank at any time. Numpy only.
 
@@ -11,6 +13,7 @@ one group is read, and the blocks of the next one are known long before they are
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,16 +126,20 @@ def spread_positions(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
+SMALLEST = 2
+"""Samples that each micro-batch of a step has at least where the data allows it: BatchNorm trains on no fewer."""
+
+
 def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) -> int:
-    """Return the optimizer steps that use every sample once. A remainder too small to give every micro-batch a sample
-    joins the last full batch. Raise `ConfigError` if there are fewer samples than micro-batches."""
+    """Return the optimizer steps that use every sample once. A remainder too small to give every micro-batch `SMALLEST`
+    samples joins the last full batch. Raise `ConfigError` if there are fewer samples than micro-batches."""
     if samples < micro_batches:
         raise ConfigError(
             f"{samples} training samples cannot feed {micro_batches} micro-batches (world_size x "
             "gradient_accumulation_steps): use fewer ranks, less accumulation, or more data"
         )
     full, rest = divmod(samples, global_batch_size)
-    return full + (rest >= micro_batches or full == 0)
+    return full + (rest >= SMALLEST * micro_batches or full == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,42 +176,64 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in an epoch."""
-        return steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
+        """The number of steps in a whole epoch."""
+        return self.steps_from(0)
 
-    def batch_range(self, step_in_epoch: int) -> tuple[int, int]:
-        """Return the first and last position (exclusive) of a step, in the epoch's order."""
-        first = step_in_epoch * self.global_batch_size
-        is_last = step_in_epoch == self.steps_per_epoch - 1
+    def steps_from(self, offset: int) -> int:
+        """Return the number of steps from a position of an epoch to its end. Raise `ConfigError` where what is left
+        cannot feed all micro-batches, which only another batch size than before can bring about."""
+        if 0 < self.samples - offset < self.micro_batches:
+            raise ConfigError(
+                f"{self.samples - offset} samples of the epoch are left, and a step now has {self.micro_batches} "
+                "micro-batches (training.world_size x training.gradient_accumulation_steps), each with a sample at "
+                "least: change the batch at another step, or raise training.batch_size_per_gpu instead"
+            )
+        return steps_per_epoch(self.samples - offset, self.global_batch_size, self.micro_batches)
+
+    def steps_to_do(self, epoch: int, offset: int, epochs: int) -> int:
+        """Return the number of steps from a position of an epoch to the end of ``epochs`` epochs."""
+        return 0 if epoch >= epochs else self.steps_from(offset) + (epochs - epoch - 1) * self.steps_per_epoch
+
+    def batch_range(self, offset: int, number: int) -> tuple[int, int]:
+        """Return the first and last position (exclusive), in the epoch's order, of a step. ``number``: its number,
+        from 0, among those from position ``offset`` on."""
+        first = offset + number * self.global_batch_size
+        is_last = number == self.steps_from(offset) - 1
         return first, self.samples if is_last else first + self.global_batch_size
 
-    def step(self, epoch: int, step_in_epoch: int) -> tuple[int, list[MicroBatch]]:
-        """Return (samples in the global batch, this rank's micro-batches). Every rank gets at least one, none is
-        empty."""
-        return self.steps(epoch, range(step_in_epoch, step_in_epoch + 1))[0]
+    def step(self, epoch: int, offset: int) -> tuple[int, list[MicroBatch]]:
+        """Return (samples in the global batch, this rank's micro-batches) of the step that begins at a position of an
+        epoch."""
+        return self.steps(epoch, offset, range(1))[0]
 
-    def steps(self, epoch: int, steps: range) -> list[tuple[int, list[MicroBatch]]]:
-        """Return `step` for each of these, permuted together: for a few thousand positions that takes little more than
-        for a few."""
-        numbers = range(self.rank, self.micro_batches, self.world_size)
-        batches = [self.batch_range(step) for step in steps]
+    def steps(self, epoch: int, offset: int, numbers: range) -> list[tuple[int, list[MicroBatch]]]:
+        """Return `step` for each of these, which `batch_range` numbers. Every rank gets at least one micro-batch, and none is empty. They are permuted together: for a
+        few thousand positions that takes little more than for a few."""
+        parts_of_rank = range(self.rank, self.micro_batches, self.world_size)
+        batches = [self.batch_range(offset, number) for number in numbers]
         edges = [
-            [first + (last - first) * edge // self.micro_batches for edge in (number, number + 1)]
+            [first + (last - first) * edge // self.micro_batches for edge in (part, part + 1)]
             for first, last in batches
-            for number in numbers
+            for part in parts_of_rank
         ]
         order = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in edges])
         parts = iter(np.split(self._order(epoch, order), np.cumsum(np.diff(edges))[:-1]))
-        return [(last - first, [MicroBatch(number, next(parts)) for number in numbers]) for first, last in batches]
+        return [(last - first, [MicroBatch(part, next(parts)) for part in parts_of_rank]) for first, last in batches]
 
-    def ahead(self, epoch: int, step_in_epoch: int, is_first: bool = False) -> list[tuple[int, int]]:
+    def together(self, offset: int, planned: int) -> Iterator[range]:
+        """Yield the numbers of all steps from a position of an epoch on, as many at once as hold about ``planned``
+        samples of this rank."""
+        count, last = max(1, planned * self.world_size // self.global_batch_size), self.steps_from(offset)
+        return (range(first, min(first + count, last)) for first in range(0, last, count))
+
+    def ahead(self, epoch: int, offset: int, number: int, is_first: bool = False) -> list[tuple[int, int]]:
         """Return ranges of samples [start, stop) to be read into memory while this step is gathered: its share of the
         blocks of the next group, and for the first step of an interval the rest of its own group as well. The list is
         empty without blocks, as any sample may be next."""
         if self.shuffle_block is None:
             return []
         order = BlockOrder(self.samples, self.shuffle_block, self.seed, epoch)
-        first, last = self.batch_range(step_in_epoch)
+        first, last = self.batch_range(offset, number)
         from_here = first // order.group * order.group if is_first else first + order.group
         return order.blocks(from_here, last + order.group)
 

@@ -23,8 +23,9 @@ from trainer.runtime.step_timer import StepTimer
 class Loader(Protocol):
     """The interface of what reads a rank's batches, in the order of a sampler."""
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
+    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the optimizer steps that are done
+        by then, over all epochs."""
         ...
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
     return {
         "status": "succeeded",
         "steps": progress.step,
-        "epochs": progress.step / session.workload.sampler.steps_per_epoch,
+        "epochs": progress.epochs(session.problem.data.count("train")),
         "early_stopped": progress.early_stopped,
         "best_step": progress.best_step,
         "best_valid_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,

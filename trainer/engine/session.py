@@ -35,7 +35,6 @@ class Session:
         self.elastic, self.launch = participant.elastic, participant.launch
         self.reports, self.budget = participant.reports, participant.budget
         self.problem, self.step, self.state = workload.problem, workload.step, workload.state
-        self.total_steps = workload.total_steps
         self.checkpoints = CheckpointManager(
             self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint
         )
@@ -55,6 +54,16 @@ class Session:
     def progress(self) -> Progress:
         """The progress of the training."""
         return self.state.progress
+
+    @property
+    def total_steps(self) -> int:
+        """The optimizer steps at the end of the training."""
+        return self.workload.total_steps
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the position in its order, at which the next step begins."""
+        return self.progress.position(self.workload.sampler.samples)
 
     @property
     def is_over(self) -> bool:

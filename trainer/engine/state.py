@@ -43,6 +43,19 @@ class Progress:
         last.samples += samples
         last.digest = add(last.digest, digest)
 
+    def position(self, count: int) -> tuple[int, int]:
+        """Return the epoch and the position in its order at which the next step begins. ``count``: the samples of the
+        training split. It follows from the samples used, not from the steps, whose batches may have had other sizes."""
+        if not self.consumed:
+            return 0, 0
+        last = self.consumed[-1]
+        return (last.epoch, last.samples) if last.samples < count else (last.epoch + 1, 0)
+
+    def epochs(self, count: int) -> float:
+        """Return the epochs that are done, with the part of the present one."""
+        epoch, offset = self.position(count)
+        return epoch + offset / count
+
 
 def read_progress(saved: dict[str, Any]) -> Progress:
     """Return the progress that was saved as plain values."""

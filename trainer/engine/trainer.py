@@ -43,7 +43,7 @@ from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.warm_start import begin_from
-from trainer.engine.workload import Workload, make_sampler
+from trainer.engine.workload import Workload, make_sampler, needs_evaluation
 from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
@@ -162,8 +162,9 @@ class DistributedTrainer:
             try:
                 self._catch_up()
                 if not session.is_over:
-                    epoch, first_step = divmod(session.progress.step, session.workload.sampler.steps_per_epoch)
-                    self.train_epoch(session.workload.loader.batches(epoch, first_step), epoch)
+                    epoch, offset = session.position
+                    batches = session.workload.loader.batches(epoch, offset, session.progress.step)
+                    self.train_epoch(batches, epoch)
                     continue
                 if self._profiler is not None:
                     self._profiler.close(session.progress.step)
@@ -354,9 +355,7 @@ class DistributedTrainer:
         """Do what is due after the steps done so far: evaluation, checkpoint."""
         session, config = self.session, self.config
         progress, step = session.progress, session.progress.step
-        frequency = config.eval_frequency or session.workload.sampler.steps_per_epoch
-        is_last = step == session.total_steps
-        if step and (step % frequency == 0 or is_last) and progress.evaluated_step < step:
+        if needs_evaluation(config, session.workload.sampler.samples, progress, session.total_steps):
             self._validate()
         if step and (step % config.checkpoint_frequency == 0 or session.is_over) and session.saved_step < step:
             session.save()

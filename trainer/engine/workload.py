@@ -12,7 +12,7 @@ from trainer.config import DistributedTrainingConfig
 from trainer.data.sampler import Sampler
 from trainer.data.training_data import Loader
 from trainer.engine.problem import Problem, refuse_differences
-from trainer.engine.state import TrainingState
+from trainer.engine.state import Progress, TrainingState
 from trainer.engine.step import TrainingStep
 from trainer.engine.zero_step import ZeroStep
 from trainer.observability.comm_profiler import CommunicationProfiler
@@ -34,6 +34,20 @@ def make_sampler(config: DistributedTrainingConfig, samples: int, rank: int, wor
     )
 
 
+def count_steps(config: DistributedTrainingConfig, sampler: Sampler, progress: Progress) -> int:
+    """Return the number of optimizer steps that a training will have done at its end, from its progress. Pure."""
+    steps = progress.step + sampler.steps_to_do(*progress.position(sampler.samples), config.epochs)
+    return steps if config.max_steps is None else max(progress.step, min(steps, config.max_steps))
+
+
+def needs_evaluation(config: DistributedTrainingConfig, samples: int, progress: Progress, total_steps: int) -> bool:
+    """Return whether the validation split is to be evaluated after the steps done so far: every ``eval_frequency``
+    steps, else at the end of each epoch of ``samples`` samples, and at the end. Pure."""
+    step, frequency = progress.step, config.eval_frequency
+    is_due = step % frequency == 0 if frequency else progress.position(samples)[1] == 0
+    return step > progress.evaluated_step and (is_due or step == total_steps)
+
+
 class Workload:
     """The data, loss, model, optimizer and sampler of a training. It works in a world of its own process until
     `enter_world` gives it another one."""
@@ -45,14 +59,14 @@ class Workload:
         """``sampler`` may be of any world, since all have equally many steps."""
         self.config, self.problem, self.device, self.faults = config, problem, device, faults
         self.data, self.sampler = problem.data, sampler
-        steps = self.config.epochs * sampler.steps_per_epoch
-        self.total_steps = steps if self.config.max_steps is None else min(steps, self.config.max_steps)
         kind = ZeroStep if config.strategy == "deepspeed" else TrainingStep
         self.step = kind(problem.module, problem.task, self.config, self.device, faults)
         self.state = TrainingState(problem.module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
         self.plan: ReplicaPlan | None = None
         """How the ranks of the present world hold a sharded model; None where each holds all of it."""
+        self.total_steps = count_steps(config, sampler, self.state.progress)
+        """The steps at the end of the training: those that are done, and those that are left from there."""
         self._loader: Loader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
@@ -74,6 +88,7 @@ class Workload:
         if source is not None:
             self.state.share(world, source)
         self.sampler = make_sampler(self.config, self.data.count("train"), world.rank, world.world_size)
+        self.total_steps = count_steps(self.config, self.sampler, self.state.progress)
         self._end_loader()
         timer, prefetch = self.step.timer, self.config.prefetch_batches
         self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)

@@ -32,7 +32,7 @@ from trainer.engine.reports import RankReports, Watch
 from trainer.engine.signals import Stopped
 from trainer.engine.state import Progress, read_progress
 from trainer.engine.step import NonFiniteError
-from trainer.engine.workload import make_sampler
+from trainer.engine.workload import count_steps, make_sampler, needs_evaluation
 from trainer.evaluation.shared_work import SharedWork
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import EVALUATION, RunDir
@@ -58,9 +58,8 @@ class KerasTraining:
         self.reports = RankReports(job, self.rundir, watch)
         self.faults = Faults(os.environ, facts.node_rank)
         self.sampler = make_sampler(self.config, data.count("train"), facts.rank, facts.world_size)
-        steps = self.config.epochs * self.sampler.steps_per_epoch
-        self.total_steps = steps if self.config.max_steps is None else min(steps, self.config.max_steps)
         self.progress = Progress()
+        self.total_steps = count_steps(self.config, self.sampler, self.progress)
         self.best: State | None = None
         self.saved_step = 0
         self.window = StepWindow()
@@ -105,9 +104,9 @@ class KerasTraining:
         )
         self._catch_up()
         while not self.is_over:
-            epoch, first_step = divmod(self.progress.step, self.sampler.steps_per_epoch)
+            epoch, offset = self.progress.position(self.sampler.samples)
             self.window = StepWindow()
-            for batch in loader.batches(epoch, first_step):
+            for batch in loader.batches(epoch, offset, self.progress.step):
                 self._step(batch, epoch)
                 if self.is_over:
                     break
@@ -146,6 +145,7 @@ class KerasTraining:
         state = found[1]
         check_fits(state["model"], _as_tensors(self.replica.state()))
         self.progress = read_progress(state["progress"])
+        self.total_steps = count_steps(self.config, self.sampler, self.progress)
         self.replica.load(_as_arrays(state["model"]))
         moments = {kind: _as_arrays(state["optimizer"][kind]) for kind in ("mean", "square")}
         self.replica.load_moments(moments, state["optimizer"]["updates"])
@@ -215,9 +215,8 @@ class KerasTraining:
     def _catch_up(self) -> None:
         """Do what is due after the steps done so far: evaluation, checkpoint. A collective."""
         config, progress, step = self.config, self.progress, self.progress.step
-        frequency = config.eval_frequency or self.sampler.steps_per_epoch
-        is_due = step and (step % frequency == 0 or step == self.total_steps)
-        if is_due and progress.evaluated_step < step and self.data.count("valid"):
+        is_due = needs_evaluation(config, self.sampler.samples, progress, self.total_steps)
+        if is_due and self.data.count("valid"):
             self._validate()
         if step and (step % config.checkpoint_frequency == 0 or self.is_over) and self.saved_step < step:
             self._save()
@@ -296,7 +295,7 @@ class KerasTraining:
         self.reports.end_phase("finalise")
         progress, phases = self.progress, self.reports.seconds
         return {
-            "status": "succeeded", "steps": progress.step, "epochs": progress.step / self.sampler.steps_per_epoch,
+            "status": "succeeded", "steps": progress.step, "epochs": progress.epochs(self.sampler.samples),
             "early_stopped": progress.early_stopped, "best_step": progress.best_step,
             "best_valid_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
             "test": report["model"], "world_size": self.facts.world_size, "backend": "tensorflow",

@@ -93,4 +93,4 @@ class TuningTrial:
 
     def _batches_forever(self) -> Iterator[Batch]:
         for epoch in itertools.count():
-            yield from self.workload.loader.batches(epoch, 0)
+            yield from self.workload.loader.batches(epoch, 0, epoch * self.workload.sampler.steps_per_epoch)

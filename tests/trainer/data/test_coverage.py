@@ -88,24 +88,28 @@ def test_what_is_said_of_records(records: list[dict[str, Any]], whole_epochs: in
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 12), st.integers(0, 2**32), st.data())
-def test_the_sampler_is_proven_though_the_world_changes_in_every_step(
+def test_the_sampler_is_proven_though_world_and_batch_change_in_every_step(
     samples: int, batch: int, micro_batches: int, seed: int, data: st.DataObject
 ) -> None:
-    """Steps are done by worlds of any size; the digests of all add up to those of an epoch without loss."""
-    fields = {"samples": samples, "global_batch_size": batch * micro_batches, "micro_batches": micro_batches}
-    used, total, step = 0, 0, 0
-    while True:
+    """Steps are done by worlds of any size, with any batch; the digests of all add up to those of an epoch."""
+    used, total = 0, 0
+    while used < samples:
         world = data.draw(st.integers(1, micro_batches))
+        size = micro_batches * data.draw(st.integers(1, batch))
         try:
-            ranks = [Sampler(**fields, seed=seed, rank=rank, world_size=world) for rank in range(world)]
-        except ConfigError:
-            assert samples < micro_batches
+            ranks = [
+                Sampler(
+                    samples=samples, global_batch_size=size, micro_batches=micro_batches, seed=seed, rank=rank,
+                    world_size=world,
+                )
+                for rank in range(world)
+            ]
+            dealt = [rank.step(3, used)[1] for rank in ranks]
+        except ConfigError as error:
+            assert samples - used < micro_batches
+            assert "micro-batches" in str(error)
             return
-        if step == ranks[0].steps_per_epoch:
-            break
-        for rank in ranks:
-            for micro_batch in rank.step(3, step)[1]:
-                used += len(micro_batch.positions)
-                total = add(total, digest_samples(micro_batch.positions))
-        step += 1
+        for micro_batch in (part for parts in dealt for part in parts):
+            used += len(micro_batch.positions)
+            total = add(total, digest_samples(micro_batch.positions))
     assert find_coverage_errors([{"epoch": 0, "samples": used, "digest": total}], samples, 1) == []

@@ -45,9 +45,9 @@ sampler = Sampler(samples=shards.count("train"), global_batch_size=1024, micro_b
                   shuffle_block=block)
 before = anonymous()
 for step in range(steps):
-    for first, last in sampler.ahead(0, step, is_first=not step):
+    for first, last in sampler.ahead(0, 0, step, is_first=not step):
         shards.will_need("train", first, last)
-    positions = sampler.step(0, step)[1][0].positions
+    positions = sampler.step(0, 1024 * step)[1][0].positions
     rows = shards.end_rows("train", positions)
     windows, target = shards.gather(rows)
     assert (windows[:, -1, 0].long().numpy() == rows).all() and (windows[:, 0, 0].long().numpy() == rows - 59).all()

@@ -161,7 +161,7 @@ def test_two_ranks_read_each_row_once(built: Path, cache: Path) -> None:
             samples=data.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
         loader = data.make_loader(sampler, world, Faults({}, 0), StepTimer(False, world.device), 2)
-        found = [part.data[0][:, 0] for batch in loader.batches(1, 0) for part in batch.micro_batches]
+        found = [part.data[0][:, 0] for batch in loader.batches(1, 0, 0) for part in batch.micro_batches]
         loader.close()
         return torch.cat(found).tolist()
 

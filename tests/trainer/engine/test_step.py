@@ -185,10 +185,10 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
         samples=shards.count("train"), global_batch_size=240, micro_batches=6, seed=1, rank=1, world_size=2
     )
     loader = BatchLoader(shards, sampler, ALONE, Faults({}, 0), StepTimer(True, CPU))
-    whole = list(loader.batches(2, 0))
+    whole = list(loader.batches(2, 0, 0))
     assert len(whole) == sampler.steps_per_epoch
     for step, found in enumerate(whole):
-        samples, dealt = sampler.step(2, step)
+        samples, dealt = sampler.step(2, 240 * step)
         assert found.digest == digest_of(np.concatenate([part.positions for part in dealt]))
         assert (found.samples, [part.number for part in found.micro_batches]) == (
             samples,
@@ -199,7 +199,7 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
             expected = shards.gather(shards.end_rows("train", part.positions))
             assert torch.equal(windows, expected[0])
             assert torch.equal(target, expected[1])
-    later = list(loader.batches(2, 5))
+    later = list(loader.batches(2, 5 * 240, 5))
     assert all(
         torch.equal(a.micro_batches[0].data[1], b.micro_batches[0].data[1])
         for a, b in zip(whole[5:], later, strict=True)

@@ -166,7 +166,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         step.adopt(world)
         assert world.group is not None
         before = len(world.group.collectives)
-        batches = BatchLoader(shards, sampler, world, faults, timer).batches(0, 0)
+        batches = BatchLoader(shards, sampler, world, faults, timer).batches(0, 0, 0)
         for number in range(3):
             step(next(batches), number, 1e-3, StepFlags())
         return [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]
