@@ -159,10 +159,10 @@ class DistributedTrainingConfig:
     resume: bool = True
     """Continue from the latest checkpoint of the run directory, where there is one."""
     start_from: str | None = None
-    """Warm start: the run directory of a finished training of the same model, with whose parameters this one begins.
-    Buffers, such as the standardisation of features, are of the new data."""
+    """Warm start: the job or the run directory of a finished training of the same model, with whose parameters this one
+    begins. Buffers, such as the standardisation of features, are of the new data."""
     start_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """The sha256 of ``model/weights.pt`` there, without which they are not used."""
+    """The sha256 of ``model/weights.pt`` there; other weights are not used. None: found there when this is planned."""
 
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
@@ -256,8 +256,8 @@ class DistributedTrainingConfig:
 
     @model_validator(mode="after")
     def _start_is_complete(self) -> DistributedTrainingConfig:
-        if (self.start_from is None) != (self.start_sha256 is None):
-            raise ValueError("training.start_from and training.start_sha256 go together: give both, or none")
+        if self.start_from is None and self.start_sha256 is not None:
+            raise ValueError("training.start_sha256 is of the weights that training.start_from names: give that too")
         return self
 
     @model_validator(mode="after")

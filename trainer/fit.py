@@ -28,6 +28,7 @@ from pydantic_core import ArgsKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.group import has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts, rank_facts
@@ -54,7 +55,7 @@ from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task, unreduced
 from trainer.observability.progress_line import ProgressLine
-from trainer.rundir import SCRIPT_FOLDER, RunDir
+from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
 from trainer.strategies import ENGINES, require_package, settings_of_backend
 
 RUN_DIR = "DTRAIN_RUN_DIR"
@@ -218,6 +219,7 @@ class Trainer:
         data, number = problem.data, next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
+            problem.refuse_other_checkpoints(job)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
             described = {"job": asdict(job), "samples": samples, "model": asdict(model_bytes(self.model))}
             Path(describe).write_text(json.dumps(described))
@@ -230,6 +232,7 @@ class Trainer:
         require_package(job.training.strategy)
         rundir = RunDir(job.run_dir)
         rundir.make()
+        problem.refuse_other_checkpoints(job)
         if _launcher_facts().rank == 0:
             rundir.write_job(job)
         return job, problem
@@ -266,7 +269,7 @@ class Trainer:
             tracking=self._tracking or TrackingConfig(),
         )  # fmt: skip
         overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
-        return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job
+        return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
 
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
@@ -310,6 +313,13 @@ class _GivenProblem:
         part = self.task.criterion if isinstance(self.task, SupervisedTask) else self.task
         return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
 
+    def refuse_other_checkpoints(self, job: JobConfig) -> None:
+        """Raise `ConfigError` if the run directory has checkpoints, and they are of another training."""
+        if job.training.resume:
+            made, rundir = self.make(job, self.data, torch.device("cpu")), RunDir(job.run_dir)
+            parts = made.describe(job.training)
+            CheckpointManager(rundir, job.training.keep_checkpoints, made.fingerprint, parts=parts).refuse_others()
+
     def open_data(self, job: JobConfig, device: torch.device) -> TrainingData:
         return self.data
 
@@ -328,6 +338,7 @@ class _GivenProblem:
             judge=TaskJudge(self.task, data),
             identity=(data.dataset_id, model, shapes, loss),
             description={"model": model, "loss": loss},
+            valid_name=self.data.name_split("valid"),
             evaluation_batch=job.training.batch_size_per_gpu,
         )
 

@@ -59,6 +59,7 @@ MEMBERSHIP = "membership"
 LOGS = "logs"
 SCRIPT_FOLDER = "DTRAIN_SCRIPT_FOLDER"
 """Variable: the run directory of a program of a user's own, and the folder for those of scripts that name none."""
+WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 PROFILE = "profile"
 TUNED = "tuned.json"
 PROFILE_REQUEST = "profile/request.json"
@@ -322,6 +323,25 @@ class RunDir:
             if data is not None:
                 presences.append(presence_of(data))
         return presences
+
+
+def resolve_start(job: JobConfig) -> JobConfig:
+    """Return the job with the run directory and the sha256 of the weights that ``training.start_from`` names: a run
+    directory, or a job beside this one. Raise `ConfigError` where there are none."""
+    from trainer.config import JOB_ID
+
+    training = job.training
+    if training.start_from is None or training.start_sha256 is not None:
+        return job
+    beside = f"{job.run_dir.rstrip('/').rpartition('/')[0] or '.'}/{training.start_from}"
+    for uri in (training.start_from, *([beside] if JOB_ID.fullmatch(training.start_from) else [])):
+        described = RunDir(uri).read_json(MODEL)
+        if described is not None and isinstance(digest := described.get("file_sha256"), str):
+            return replace(job, training=replace(training, start_from=RunDir(uri).uri, start_sha256=digest))
+    raise ConfigError(
+        f"training.start_from = {training.start_from!r}: there is no {MODEL}; name a training that finished, by its "
+        "job or its run directory"
+    )
 
 
 def _in(folder: str, names: Iterable[str]) -> list[str]:

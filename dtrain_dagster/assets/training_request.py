@@ -20,6 +20,7 @@ from dtrain_dagster.support.graph_names import GraphNames
 from trainer.config import JobConfig, parse_job
 from trainer.data.kinds import kind_of
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
+from trainer.rundir import resolve_start
 
 if TYPE_CHECKING:
     from dtrain_dagster.jobs.script_job import ScriptJob
@@ -156,4 +157,4 @@ def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:
     the setting that would allow a model or loss of the user's own."""
     job = parse_job(json.dumps({**sections, **fields}), source="launchpad")
     refuse_foreign_factories(job)
-    return job
+    return resolve_start(job)

@@ -46,7 +46,10 @@ def runs_already(manager: GPUClusterManager, job_id: str) -> bool:
     except ClusterError:
         return False  # there is no such job
     if state is JobState.SUCCEEDED:
-        raise Refusal(f"job {job_id} has succeeded already: choose another --name, or see `dtrain logs {job_id}`")
+        raise Refusal(
+            f"job {job_id} has succeeded already: choose another --name, with --set training.start_from={job_id} to "
+            f"begin with its weights; `dtrain logs {job_id}` shows what it did"
+        )
     return not state.is_final
 
 

@@ -21,9 +21,10 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
 from trainer.data.kinds import kind_of
 from trainer.data.manifest import load_manifest
+from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
-from trainer.rundir import LIMIT, RunDir
+from trainer.rundir import LIMIT, RunDir, resolve_start
 from trainer.storage.open import open_storage
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -142,27 +143,43 @@ def plan_job(
         world_size=first.training.world_size if own else ranks,
         threads_per_rank=first.training.threads_per_rank or settings.threads_per_rank or own_share,
     )
-    return replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training), nodes
+    job = replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training)
+    return resolve_start(job), nodes
 
 
-def as_begun(job: JobConfig, runs: bool = False) -> JobConfig:
-    """Return the job as it was planned if it exists already, with as many nodes as are asked for now: its batches are
-    divided again. A job that ``runs`` keeps its budget if no other is asked for. Raise `ConfigError` if it was planned
-    otherwise."""
-    rundir = RunDir(job.run_dir)
+def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) -> JobConfig:
+    """Return the job as it was planned if it exists already, with ``changes`` (``training.epochs=12``), and for as many
+    nodes as are asked for now: its batches are divided again. A job that ``runs`` keeps its budget if no other is asked
+    for. Raise `ConfigError`, which names what differs, if it was planned otherwise, and for a change that cannot be."""
+    rundir, names = RunDir(job.run_dir), [change.partition("=")[0] for change in changes]
+    if changes and (runs or not rundir.storage.exists("job.json")):
+        remedy = "cancel it first" if runs else "give --set"
+        raise ConfigError(f"--change {names[0]}: job {job.job_id} {'runs' if runs else 'was not begun'}: {remedy}")
     if not rundir.storage.exists("job.json"):
         return job
     before, asked = rundir.read_job(), job.training
+    if fixed := next((name for name in names if not may_change(name)), None):
+        raise ConfigError(
+            f"--change {fixed}: only fields of training may change while a job goes on, and of these not "
+            f"{', '.join(FIXED)}: choose another --name"
+        )
     same = replace(
         asked,
         world_size=before.training.world_size,
         threads_per_rank=before.training.threads_per_rank,
         max_node_seconds=before.training.max_node_seconds,
     )
-    if replace(job, training=same) != before:
+    found = list_differences(json.loads(before.to_json()), json.loads(replace(job, training=same).to_json()))
+    if others := {name: values for name, values in found.items() if name not in names}:
+        remedies = [f"--change {name}={json.dumps(now)}" for name, (_, now) in others.items() if may_change(name)]
+        differs = "; ".join(describe_difference(name, *values) for name, values in others.items())
+        able = len(remedies) == len(others)
         raise ConfigError(
-            f"job {job.job_id} was planned with another configuration: choose another --name, or repeat it"
+            f"job {job.job_id} was planned with another configuration: {differs}; "
+            + (f"to go on with that, give {' '.join(remedies)}; else " if able else "")
+            + "choose another --name, or repeat it as it was"
         )
+    before = parse_job(before.to_json(), list(changes), "the job as it was planned", is_stored=True)
     limit = asked.max_node_seconds
     if runs and limit is None:
         limit = (rundir.read_json(LIMIT) or {}).get("max_node_seconds", before.training.max_node_seconds)

@@ -70,10 +70,11 @@ def order_script(
 
 
 def train_script(
-    settings: Settings, ordered: ScriptJob, overrides: Sequence[str], node_count: int, detach: bool
-) -> None:
+    settings: Settings, ordered: ScriptJob, overrides: Sequence[str], node_count: int, detach: bool,
+    changes: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Run a script's training on the cluster, follow it, and exit as it ends. ``overrides``: those of the command,
-    with which its page starts it again."""
+    with which its page starts it again. ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
     from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun
     from dtrain_dagster.cli.terminal import watch_training
@@ -84,10 +85,10 @@ def train_script(
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     rundir, job_id = run_dir(settings, ordered.job.job_id), ordered.job.job_id
-    runs = runs_already(manager, job_id)
+    runs, is_new = runs_already(manager, job_id), not rundir.storage.exists("job.json")
     source = Path(ordered.command[1]).name  # without its arguments, in which a script may take a token
     tracked = track(ordered.job, overrides, settings, cluster, project, source)
-    job = as_begun(tracked.job, runs)
+    job = as_begun(tracked.job, runs, changes)
     if runs:
         say(f"job {job_id} is running already: no other is started", err=True)
     else:
@@ -108,7 +109,7 @@ def train_script(
             return
         announce(rundir)
         clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
-        status = watch_training(console(), manager, rundir, job_id, ordered.total_steps, clock)
+        status = watch_training(console(), manager, rundir, job_id, ordered.total_steps if is_new else None, clock)
     try_to_record_end(settings, cluster, project, tracked, rundir)
     end(settings, rundir, status, again)
 

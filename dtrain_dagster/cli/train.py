@@ -110,6 +110,13 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     shell_complete=complete_jobs,
     help="Name of the job; one that is there goes on.  [default: that of --config, or from the time]",
 )
+@click.option(
+    "--change",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A field that is to be otherwise while a job goes on, as training.epochs=12. May be repeated.",
+)
 @click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
@@ -126,6 +133,7 @@ def train(
     backend: str | None,
     settings_file: str | None,
     name: str | None,
+    changes: tuple[str, ...],
     detach: bool,
     arguments: tuple[str, ...],
 ) -> None:
@@ -133,7 +141,8 @@ def train(
 
     A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
     and a dataset of this machine is copied to where they read it. Started again under the same name, a job that failed
-    or was cancelled goes on from its latest checkpoint, and one that runs is followed. Ctrl-C cancels the job.
+    or was cancelled goes on from its latest checkpoint, with what --change names, and one that runs is followed. Ctrl-C
+    cancels the job.
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
@@ -145,6 +154,7 @@ def train(
       dtrain train --dataset latest --nodes 3
       dtrain train --dataset latest --epochs 2 --set training.learning_rate=1e-3
       dtrain train --dataset latest --model my_models:make_model --name mine
+      dtrain train --name mine --change training.epochs=12
       dtrain train --config job.json --nodes 2 --procs-per-node 2
       dtrain train --dataset latest --settings tuned.json
       dtrain train --dataset latest --nodes 3 --backend horovod
@@ -167,22 +177,24 @@ def train(
         )
         asked = [*as_overrides(None, None, epochs), *backend_overrides(backend), *overrides]
         ordered = order_script(settings, script, arguments, asked, nodes, name)
-        return train_script(settings, ordered, asked, nodes or settings.nodes, detach)
+        return train_script(settings, ordered, asked, nodes or settings.nodes, detach, changes)
     if arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     asked = [*as_overrides(model, loss, epochs), *backend_overrides(backend), *overrides]
     job_id = new_job_id(name, "train") if name or dataset else None
+    if job_id and not (config or dataset) and run_dir(settings, job_id).storage.exists("job.json"):
+        config = f"{run_dir(settings, job_id).uri}/job.json"  # it goes on as it was planned
     with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
         job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
         rundir = run_dir(settings, new_job_id(job.job_id, "train"))
         runs = runs_already(cluster.manager(), job.job_id)
-        steps = total_steps(job)
+        steps, is_new = total_steps(job), not rundir.storage.exists("job.json")
         if not runs:
-            say_what_is_wrong(job, node_count, settings, rehearses=not rundir.storage.exists("job.json"))
+            say_what_is_wrong(job, node_count, settings, rehearses=is_new)
     tracked = track(job, asked, settings, cluster, project)
-    job = as_begun(with_reachable_data(tracked.job, settings), runs)
+    job = as_begun(with_reachable_data(tracked.job, settings), runs, changes)
     if runs:
         say(f"job {job.job_id} is running already: no other is started", err=True)
     else:
@@ -200,7 +212,7 @@ def train(
             return
         announce(rundir)
         clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
-        status = watch_training(console(), manager, rundir, job.job_id, steps, clock)
+        status = watch_training(console(), manager, rundir, job.job_id, steps if is_new else None, clock)
     if status.state == "succeeded":
         print_summary(settings, rundir)
     try_to_record_end(settings, cluster, project, tracked, rundir)

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
+from trainer.differences import list_differences, show_value
 from trainer.rundir import RunDir
 
 FOLDER = "orders"
@@ -79,8 +80,8 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
     """Record the order of this job, before its nodes are bought. ``there``: the ``job.json`` of its run directory.
 
     Without one, the job begins. Otherwise it continues: the document found has to equal the order, or, where no order
-    is known (an older version submitted it), to be a training of the same data, model and loss. Raise `OrderError`
-    where it is not.
+    is known (an older version submitted it), to be a training of the same data, model and loss; it goes on with the
+    settings of this job. Raise `OrderError` where it is not.
     """
     path = _path(home, job.job_id)
     if there is None:
@@ -88,7 +89,10 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
         _script_path(home, job.job_id).unlink(missing_ok=True)
         _write(path, job.to_json())
     elif path.exists():
-        _refuse_difference(there, _read(path), f"{job.run_dir}/job.json")
+        ordered = _read(path)
+        _refuse_difference(there, ordered, f"{job.run_dir}/job.json")
+        if job.training != ordered.training:
+            _write(path, replace(ordered, training=job.training).to_json())
     else:
         same = replace(there, dataset=job.dataset, model=job.model, loss=job.loss)
         _refuse_difference(there, same, f"{job.run_dir}/job.json")
@@ -149,10 +153,8 @@ def ordered_jobs(home: str | Path) -> list[str]:
 def order_difference(found: JobConfig, ordered: JobConfig) -> str:
     """Return the first field in which a job differs from the order, with both values; "" without a difference. The
     budget can be raised while a job runs, and the run that follows it changes: neither counts. Pure."""
-    own, its = (_flat(_comparable(job)) for job in (found, ordered))
-    for name in sorted(own.keys() | its.keys()):
-        if own.get(name) != its.get(name):
-            return f"{name} = {_shown(own.get(name))}, ordered was {_shown(its.get(name))}"
+    for name, (own, its) in list_differences(_comparable(found), _comparable(ordered)).items():
+        return f"{name} = {show_value(own)}, ordered was {show_value(its)}"
     return ""
 
 
@@ -167,18 +169,6 @@ def _refuse_difference(found: JobConfig, ordered: JobConfig, where: str) -> None
 def _comparable(job: JobConfig) -> dict[str, Any]:
     job = replace(job, training=replace(job.training, max_node_seconds=None), tracking=replace(job.tracking, tags={}))
     return json.loads(job.to_json())
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        parts = [_flat(each, f"{name}.{part}" if name else part) for part, each in value.items()]
-        return {key: each for found in parts for key, each in found.items()}
-    return {name: value}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _path(home: Path, job_id: str) -> Path:

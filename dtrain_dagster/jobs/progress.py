@@ -23,6 +23,7 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.work_record import note_job
 from trainer.config import JobConfig
+from trainer.differences import list_differences
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
@@ -202,11 +203,14 @@ def start_job(
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
     stopped_at = (rundir.read_json(LIMIT) or {}).get("max_node_seconds") if ran_out(rundir) else None
-    keep_order(manager.home, job, rundir.read_job() if known is not None else None)
-    if known is None:
+    there = None if known is None else rundir.read_job()
+    keep_order(manager.home, job, there)
+    if known is None or there is None:
         rundir.write_job(job)
-    elif known["training"].get(BUDGET) != limit:  # the only change allowed when a job continues
-        rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
+    elif changed := list_differences(asdict(there.training), asdict(job.training)):  # as a person has changed them
+        fields = {name.partition(".")[0] for name in changed}
+        now = {name: value for name, value in asdict(job.training).items() if name in fields}
+        rundir.write_json(JOB, known | {"training": known["training"] | now})
     spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
     refused = limit is not None and is_spent(limit, spent, stopped_at)
     if not (refused and stopped_at):  # a job that stays stopped keeps on record where it stopped
@@ -336,7 +340,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"the checkpoint of step {failed.step} could not be saved ({failed.message}): {end}"
     if kind == "resume":
         resumed = events.read_event(events.ResumeEvent, item)
-        return f"{RESUMED} {resumed.path} at step {resumed.step}"
+        return "; ".join([f"{RESUMED} {resumed.path} at step {resumed.step}", *resumed.changes])
     if kind == "error":
         error = events.read_event(events.ErrorEvent, item)
         return "" if error.fatal else error.message

@@ -81,7 +81,8 @@ def describe_script(
     with tempfile.TemporaryDirectory(prefix="dtrain-script-") as folder:
         answer = Path(folder, "job.json")
         own = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
-        own |= {**(environment or {}), "DTRAIN_DESCRIBE_JOB": str(answer), "DTRAIN_SET": json.dumps(list(overrides))}
+        asked = [*overrides, f"run_dir={json.dumps(run_dir)}"]  # whose checkpoints are looked at
+        own |= {**(environment or {}), "DTRAIN_DESCRIBE_JOB": str(answer), "DTRAIN_SET": json.dumps(asked)}
         try:
             done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=DESCRIBE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -34,6 +34,7 @@ from torch.utils.data import (
 from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.config import ConfigError
 from trainer.data.batches import BatchError, move_to, take_rows
+from trainer.data.coverage import find_coverage_errors
 from trainer.data.dataset_data import DatasetData, _Order, _Read
 from trainer.observability.progress_line import ProgressLine, format_progress_line
 from trainer.printable import format_duration
@@ -69,6 +70,11 @@ def run(tmp_path: Path) -> Run:
 
 def result_of(found: FitResult) -> dict[str, Any]:
     return json.loads(Path(found.run_dir, "result.json").read_text())
+
+
+def events_of(found: FitResult) -> list[dict[str, Any]]:
+    events = [json.loads(line) for path in Path(found.run_dir, "events").iterdir() for line in path.open()]
+    return sorted(events, key=lambda event: event["time"])
 
 
 class Stream(IterableDataset[Tensor]):
@@ -240,14 +246,73 @@ def test_folders_of_trainings_without_one_differ(
     assert "Traceback" not in shown
 
 
-def test_a_resumed_training_needs_the_same_model_loss_and_data(run: Run) -> None:
+def test_a_training_goes_on_with_another_batch_from_the_sample_where_it_was(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of an epoch, too; each sample is used once in each."""
+    run(valid=points(40, 1), epochs=4, batch_size_per_gpu=10, max_steps=11)  # 60 of 150 in the second
+    caplog.clear()
+    found = run(valid=points(40, 1), epochs=4, batch_size_per_gpu=16)
+    assert (found.samples_seen, found.steps) == (600, 11 + 3 + 2 * 5)
+    assert result_of(found)["epochs"] == 4
+    assert find_coverage_errors(result_of(found)["consumed"], 150, whole_epochs=4) == []
+    steps = [event["step"] for event in events_of(found) if event["kind"] == "evaluation"]
+    assert steps == [8, 11, 14, 19, 24], "at the end of each epoch, and where max_steps had ended it"
+    assert "going on from step 11: training.batch_size_per_gpu = 16 (10 before); training.max_steps" in caplog.text
+    resumed = [event for event in events_of(found) if event["kind"] == "resume"]
+    assert "training.batch_size_per_gpu = 16 (10 before)" in resumed[-1]["changes"]
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"model": nn.Sequential(nn.Linear(2, CLASSES))}, "model.structure.0 = 'Linear(in_features=2"),
+    (
+        {"model": nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, CLASSES))},
+        "model.structure.1 = 'ReLU()' ('Tanh()' before)",
+    ),
+    ({"loss": nn.MultiMarginLoss()}, "loss.args.class = 'MultiMarginLoss' ('CrossEntropyLoss' before)"),
+    ({"loss": nn.CrossEntropyLoss(label_smoothing=0.3)}, "loss.arguments.label_smoothing = 0.3 (0.0 before)"),
+    ({"data": points(seed=5)}, "dataset = 'tensordataset-"),
+    ({"seed": 4}, "training.seed = 4 (0 before)"),
+]
+
+
+def test_a_resumed_training_is_of_the_same_model_loss_and_data(run: Run) -> None:
     done = run(epochs=1)
     assert run(epochs=1).steps == done.steps, "it was over, and says so again"
     further = run(epochs=2)
     assert further.steps == 2 * done.steps
-    for other in ({"model": nn.Sequential(nn.Linear(2, 3))}, {"loss": nn.MultiMarginLoss()}, {"data": points(seed=5)}):
-        with pytest.raises(ConfigError, match="belongs to another training"):
+    job = Path(done.run_dir, "job.json").read_text()
+    for other, words in OTHERS:
+        with pytest.raises(ConfigError, match=f"belongs to another training .*{re.escape(words)}"):
             run(**other, epochs=3)
+    assert Path(done.run_dir, "job.json").read_text() == job, "what was refused has left nothing"
+
+
+class Powers:
+    """A loss of one's own: the error to some power."""
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs[:, 0] - target).abs() ** self.power
+
+
+def test_the_best_score_begins_anew_where_what_it_measures_has_changed(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go(power: float, epochs: int, valid: Any = None) -> FitResult:
+        data = points(40, 1) if valid is None else valid
+        return run(valid=data, loss=Powers(power), epochs=epochs, learning_rate=1e-9)
+
+    first, again = go(1.0, 1), go(1.0, 2)
+    assert "begins anew" not in caplog.text
+    assert again.best_valid_loss == pytest.approx(first.best_valid_loss, rel=1e-4)
+    other = go(3.0, 3)
+    assert "the loss changed: the best score begins anew" in caplog.text
+    assert other.best_valid_loss == pytest.approx(other.test["loss"]), "which is higher than that of before"
+    go(3.0, 4, valid=points(30, 2))
+    assert "the validation samples changed: the best score begins anew" in caplog.text
 
 
 def test_a_metric_that_is_no_number_is_told_and_not_written(run: Run) -> None:
@@ -304,8 +369,7 @@ def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(
 
 def test_settings_of_precision_and_evaluation_are_taken(run: Run) -> None:
     found = run(valid=points(40, 1), precision="bf16", eval_frequency=2, max_steps=5, early_stopping_patience=9)
-    events = [json.loads(line) for path in Path(found.run_dir, "events").iterdir() for line in path.open()]
-    assert [event["step"] for event in events if event["kind"] == "evaluation"] == [2, 4, 5]
+    assert [event["step"] for event in events_of(found) if event["kind"] == "evaluation"] == [2, 4, 5]
     assert found.best_valid_loss is not None
 
 

@@ -30,13 +30,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
-from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.engine.result import write_result
 from trainer.errors import DamagedError
 from trainer.exit_codes import FAILED, LOST, UNUSABLE
 from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.model.task import SupervisedTask, Task
-from trainer.rundir import RESULT, RunDir
+from trainer.rundir import MODEL, RESULT, WEIGHTS, RunDir
 
 SHORT_NAMES = {"lr": "learning_rate", "batch_size": "batch_size_per_gpu"}
 """Names of a search's figures, and the settings that they are."""

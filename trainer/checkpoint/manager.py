@@ -19,7 +19,8 @@ import logging
 import pickle
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import IO, Any
 
 import torch
@@ -29,6 +30,7 @@ from trainer.checkpoint.async_writer import Save, Writer
 from trainer.checkpoint.files import Part, digest_file, part_of, wait_for_parts, write_part, write_whole
 from trainer.checkpoint.manifest import NO_MANIFEST, read_checkpoint_manifest
 from trainer.checkpoint.parts import assemble
+from trainer.differences import describe_difference, list_differences
 from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, parse_document
 from trainer.errors import ConfigError, DamagedError
@@ -55,18 +57,22 @@ class FencedError(CheckpointError):
 class CheckpointManager:
     """A manager that saves, finds and loads the checkpoints of one job; rank 0 saves, and loads for all.
 
-    ``fingerprint`` identifies what is trained (model, loss, dataset); a checkpoint of something else is refused.
+    ``fingerprint`` identifies what is trained (model, loss, dataset), and ``parts`` say more of it, as JSON; a
+    checkpoint of something else is refused, by the name of the part that differs.
 
     ``report`` is called by the writer's thread with ``"checkpoint"`` (step, path, seconds, stall_seconds, is_best,
     bytes) for a checkpoint that counts from now on and ``"checkpoint_failed"`` (step, attempt, message, gives_up) for
     each attempt that failed. `save` reports a failure too, of a writer that has been silent for half a minute.
     """
 
-    def __init__(self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None,
+        parts: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.storage = rundir.storage
         self.storage.require_compare_and_swap()
         self.keep = keep
-        self.fingerprint = fingerprint
+        self.fingerprint, self.parts = fingerprint, json.loads(json.dumps(dict(parts or {})))
         self.id = uuid.uuid4().hex
         self._report = report or (lambda kind, **fields: None)
         self._committed: int | None = None
@@ -144,13 +150,15 @@ class CheckpointManager:
                 _log.warning("the checkpoint %s never came to count; using the one before it", folder)
                 continue
             try:
-                return folder, self.load(folder)
+                state = self.load(folder)
+                if foreign:
+                    _log.warning("%s; using the one before it", foreign)
+                return folder, state
             except OSError as error:  # before ConfigError: storage that does not let us in raises both in one
                 unreadable = unreadable or error
                 _log.warning("the checkpoint %s cannot be read (%s); using the one before it", folder, error)
             except ConfigError as error:
                 foreign = foreign or error
-                _log.warning("%s; using the one before it", error)
             except CheckpointError as error:
                 _log.warning("%s; using the one before it", error)
         if unreadable:
@@ -158,6 +166,19 @@ class CheckpointManager:
         if foreign:
             raise foreign
         return None
+
+    def refuse_others(self) -> None:
+        """Raise `ConfigError` if there are checkpoints, and all of them belong to another training."""
+        foreign: ConfigError | None = None
+        for folder in self.folders():
+            try:
+                return self._refuse_other(folder, read_checkpoint_manifest(self.storage, folder))
+            except ConfigError as error:
+                foreign = foreign or error
+            except (OSError, *NO_MANIFEST):
+                continue
+        if foreign:
+            raise foreign
 
     def load_best(self) -> tuple[str, dict[str, Any]]:
         """Return (folder, state) of the best checkpoint by validation. Raise `CheckpointError` if it is gone or
@@ -186,17 +207,27 @@ class CheckpointManager:
         with self._open(f"{folder}/{name}") as file:
             if digest_file(file) != (expected["bytes"], expected["sha256"]):
                 raise CheckpointError(f"the checkpoint {folder} is damaged: its sha256 is not the one in its manifest")
-            if manifest["fingerprint"] != self.fingerprint:
-                raise ConfigError(
-                    f"the checkpoint {self.storage.uri}/{folder} belongs to another training (its model, loss or "
-                    "dataset differ): use another run directory, or training.resume=false to start over"
-                )
+            self._refuse_other(folder, manifest)
             file.seek(0)
             try:
                 state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
                 return state
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
                 raise CheckpointError(f"the checkpoint {folder} is none of ours: {error}") from error
+
+    def _refuse_other(self, folder: str, manifest: dict[str, Any]) -> None:
+        """Raise `ConfigError` for a checkpoint of another training. Older versions did not write its parts."""
+        found = list_differences(manifest["parts"], self.parts) if manifest.get("parts") and self.parts else {}
+        if found:
+            differs = "; ".join(describe_difference(name, *values) for name, values in islice(found.items(), 3))
+        elif manifest["fingerprint"] != self.fingerprint:
+            differs = "its model, loss or dataset differ"
+        else:
+            return
+        raise ConfigError(
+            f"the checkpoint {self.storage.uri}/{folder} belongs to another training ({differs}): use another run "
+            "directory, or training.resume=false to start over"
+        )
 
     def _open(self, name: str) -> IO[bytes]:
         try:
@@ -253,6 +284,7 @@ class CheckpointManager:
             "step": save.step,
             "generation": save.generation,
             "fingerprint": self.fingerprint,
+            "parts": self.parts,
             "writer": self.id,
             "files": files,
         }

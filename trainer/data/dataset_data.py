@@ -147,6 +147,14 @@ class DatasetData:
         assert self.name is not None
         return self.name
 
+    def name_split(self, split: str) -> str:
+        """Return a name that tells the content of a split from another's, as far as a few samples tell it; of tensors
+        all. "" where there is none."""
+        dataset = self._readers[split].dataset if split in self._readers else None
+        if type(dataset) is TensorDataset:
+            return "-".join(digest_array(tensor) for tensor in dataset.tensors)
+        return "" if dataset is None else _name_of(dataset)
+
     def count(self, split: str) -> int:
         """Return the number of samples of a split, 0 where there is none."""
         return self._counts.get(split, 0)
@@ -266,6 +274,16 @@ def _check(dataset: Dataset[Any], split: str) -> None:
         )
     if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise ConfigError(f"the {split} dataset {name} needs __getitem__ and __len__")
+
+
+def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
+    """Return sixteen hex digits over the type, shape and content of a tensor or an array."""
+    content = f"{value.dtype}{tuple(value.shape)}".encode()
+    if isinstance(value, np.ndarray):
+        content += b"" if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+    elif value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
+        content += value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _name_of(dataset: Any) -> str:

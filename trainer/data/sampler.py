@@ -207,8 +207,9 @@ class Sampler:
         return self.steps(epoch, offset, range(1))[0]
 
     def steps(self, epoch: int, offset: int, numbers: range) -> list[tuple[int, list[MicroBatch]]]:
-        """Return `step` for each of these, which `batch_range` numbers. Every rank gets at least one micro-batch, and none is empty. They are permuted together: for a
-        few thousand positions that takes little more than for a few."""
+        """Return `step` for each of these, which `batch_range` numbers. Every rank gets at least one micro-batch, and
+        none is empty. They are permuted together: for a few thousand positions that takes little more than for a
+        few."""
         parts_of_rank = range(self.rank, self.micro_batches, self.world_size)
         batches = [self.batch_range(offset, number) for number in numbers]
         edges = [

@@ -190,6 +190,8 @@ class ResumeEvent(Event):
     kind: ClassVar[str] = "resume"
     path: str
     step: int
+    changes: Sequence[str] = ()
+    """What is otherwise than before, in words: settings, and what the scores depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

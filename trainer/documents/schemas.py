@@ -210,6 +210,7 @@ MANIFEST = record(
     step=count,
     generation=count,
     writer=text,
+    parts=obj,
 )
 """``checkpoints/<folder>/manifest.json``"""
 _interval = record(low=number_between(), expected=number_between(), high=number_between())
@@ -412,7 +413,7 @@ EVENTS: Mapping[str, Check] = {
     "out_of_memory": record(samples=count, activation_checkpointing=flag, device=optional(text), **_step),
     "checkpoint": record(path=text, seconds=figure, **_step),
     "checkpoint_failed": record(message=text, gives_up=flag, **_step),
-    "resume": record(path=text, **_step),
+    "resume": record(path=text, changes=many(text), **_step),
     "error": record(message=text, fatal=flag, **_who),
     "end": record(status=text, **_who),
     "profile": record(path=text, steps=count, top=many(obj), **_step),

@@ -20,8 +20,7 @@ from trainer.engine.result import write_result
 from trainer.engine.session import Session
 from trainer.engine.sharded_recovery import hold_best, hold_rows_again
 from trainer.engine.step import digest_parameters
-
-WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
+from trainer.rundir import MODEL, WEIGHTS
 
 
 def finalize(session: Session) -> dict[str, Any]:

@@ -136,6 +136,7 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
         judge=TaskJudge(task, data),
         identity=(data.dataset_id, model, loss),
         description={"kind": OWN, "model": model, "loss": loss},
+        valid_name=data.name_split("valid"),
         evaluation_batch=job.training.batch_size_per_gpu,
     )
 

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainer.config import ConfigError, JobConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import keep_on_gpu
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.data.training_data import TrainingData
 from trainer.data.window_data import WindowData
+from trainer.engine.identity import describe_loss, describe_structure, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
 from trainer.evaluation.judged_baselines import BaselineJudgement
@@ -40,6 +41,8 @@ class Problem:
     """What a checkpoint belongs to, as JSON: dataset, model and loss. A checkpoint of another identity is refused."""
     description: dict[str, Any]
     """The entries of ``model.json`` that tell how the module is made again."""
+    valid_name: str = ""
+    """The name of the validation samples, where that of the dataset does not cover them."""
     evaluation_batch: int = EVAL_BATCH
     """The samples that are evaluated at once, while memory suffices."""
     ahead: Callable[[], PieceWork] | None = None
@@ -49,6 +52,21 @@ class Problem:
     def fingerprint(self) -> str:
         """Return the hash of the identity."""
         return hashlib.sha256(json.dumps(list(self.identity), sort_keys=True).encode()).hexdigest()[:16]
+
+    def describe(self, config: DistributedTrainingConfig) -> dict[str, Any]:
+        """Return what a checkpoint belongs to, part by part, as JSON: what `fingerprint` covers, and the structure of
+        the model, the arguments of the loss and the order of samples. The model must be as it was made."""
+        _, model, *_, loss = self.identity
+        return {
+            "dataset": self.data.dataset_id,
+            "model": {**model, "structure": describe_structure(self.module)},
+            "loss": {**loss, **describe_loss(self.task)},
+            "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
+        }
+
+    def digest_measure(self) -> dict[str, str]:
+        """Return digests of what the validation loss depends on beside that (`trainer.engine.identity`)."""
+        return digest_measure(self.module, self.task, self.valid_name)
 
 
 def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:

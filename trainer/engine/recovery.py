@@ -25,6 +25,7 @@ from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
+from trainer.engine.state import describe_changes, take_up
 from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
@@ -132,16 +133,17 @@ def _fence(session: Session, generation: int) -> None:
 
 def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None:
     """Work in the present world, with the state of rank ``source`` (None: all have it already)."""
-    world, reports, folder = session.world, session.reports, None
+    world = session.world
+    found: tuple[str | None, list[str]] = None, []
     if from_checkpoint and world.rank == source:
-        folder = _load_checkpoint(session)
+        found = _load_checkpoint(session)
     session.workload.enter_world(world, source)
     session.window = StepWindow()
     if from_checkpoint:
-        [folder, *_] = world.all_gather_object(folder)
+        [(folder, changes), *_] = world.all_gather_object(found)
         session.saved_step = session.progress.step
         if folder:
-            reports.emit("resume", path=folder, step=session.progress.step)
+            _report_resume(session, folder, changes)
     where = world.generation, world.rank, world.world_size, session.progress.step
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
 
@@ -149,15 +151,19 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
 def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> None:
     """Work in the present world, with this rank's rows of the furthest state; ``is_fresh``: this rank has none. Where
     rows are lost, all go back to the latest checkpoint, if that is allowed."""
-    world, folders = session.world, list[str]()
+    world, now, folders = session.world, session.progress, list[str]()
+    changes = list[str]()
 
     def load() -> dict[str, Any] | None:
         found = _find_checkpoint(session) if from_checkpoint and world.rank == 0 else None
-        [folder, *_] = world.all_gather_object(found[0] if found else None)
+        mine = (found[0], describe_changes(found[1], now)) if found else (None, [])
+        [(folder, told), *_] = world.all_gather_object(mine)
         if folder is None:
             return None
         folders.append(folder)
         state = found[1] if found else _retry_load(session, lambda: session.checkpoints.load(folder))
+        changes.extend(told)
+        take_up(state, now)
         progress = state["progress"]
         if progress["best_step"] not in (0, progress["step"]) and "best" not in state:
             best = _load_best(session, progress["best_step"])
@@ -177,7 +183,7 @@ def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> 
         session.saved_step = min(world.all_gather_object(session.saved_step))
     else:
         session.saved_step = session.progress.step
-        session.reports.emit("resume", path=folders[0], step=session.progress.step)
+        _report_resume(session, folders[0], changes)
         if not is_fresh:
             _log.warning("rows of the model were lost: back from step %d to %d", before, session.progress.step)
     where = world.generation, world.rank, world.world_size, session.progress.step
@@ -290,12 +296,22 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
     ) from error
 
 
-def _load_checkpoint(session: Session) -> str | None:
-    """Restore the latest checkpoint in this process, and return its folder, None if there is none."""
+def _report_resume(session: Session, folder: str, changes: list[str]) -> None:
+    """Report that the training goes on from a checkpoint, and what is otherwise than before."""
+    session.reports.emit("resume", path=folder, step=session.progress.step, changes=changes)
+    if changes and session.world.rank == 0:
+        _log.warning("going on from step %d: %s", session.progress.step, "; ".join(changes))
+
+
+def _load_checkpoint(session: Session) -> tuple[str | None, list[str]]:
+    """Restore the latest checkpoint in this process, and return its folder, None if there is none, and what was told
+    of changes."""
     found = _find_checkpoint(session)
     if found is None:
-        return None
+        return None, []
     folder, state = found
+    changes = describe_changes(state, session.progress)
+    take_up(state, session.progress)
     session.state.restore(state)
     progress = session.progress
     if progress.best_step and session.state.best is None:
@@ -304,7 +320,7 @@ def _load_checkpoint(session: Session) -> str | None:
             session.state.best = best["model"]
         else:
             progress.best_loss, progress.best_step = math.inf, 0
-    return folder
+    return folder, changes
 
 
 def _find_checkpoint(session: Session) -> tuple[str, dict[str, Any]] | None:

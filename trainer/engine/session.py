@@ -8,8 +8,9 @@ the model are `trainer.engine.workload`; the order of events is `trainer.engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from typing import Any
 
 from trainer.checkpoint.manager import CheckpointManager
@@ -28,7 +29,10 @@ from trainer.observability.reporter import StepWindow
 class Session:
     """A training in this process. It is complete once made; `trainer.engine.recovery` brings it into its worlds."""
 
-    def __init__(self, participant: Participant, workload: Workload) -> None:
+    def __init__(
+        self, participant: Participant, workload: Workload, parts: Mapping[str, Any], measure: dict[str, str]
+    ) -> None:
+        """``parts``: what its checkpoints belong to (`Problem.describe`); ``measure``: what its scores depend on."""
         self.participant, self.workload = participant, workload
         self.job, self.config, self.rundir = participant.job, participant.config, participant.rundir
         self.facts, self.faults, self.device = participant.facts, participant.faults, participant.device
@@ -36,8 +40,9 @@ class Session:
         self.reports, self.budget = participant.reports, participant.budget
         self.problem, self.step, self.state = workload.problem, workload.step, workload.state
         self.checkpoints = CheckpointManager(
-            self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint
+            self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint, parts
         )
+        self.state.progress.measure, self.state.progress.settings = measure, asdict(self.config)
         self.saved_step = 0
         self.best_saved_step = 0
         """The step of the best checkpoint that is known to be in storage."""

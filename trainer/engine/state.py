@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
+from trainer.differences import describe_difference, list_differences
 from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
 from trainer.engine.step import TrainingStep
 
@@ -32,6 +33,10 @@ class Progress:
     early_stopped: bool = False
     consumed: list[EpochCoverage] = field(default_factory=list)
     """The samples used in each epoch, the newest last; see `trainer.data.coverage`."""
+    measure: dict[str, str] = field(default_factory=dict)
+    """What the scores depend on (`trainer.engine.identity.digest_measure`)."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of the training (`trainer.config.DistributedTrainingConfig`)."""
 
     def commit(self, epoch: int, samples: int, digest: int) -> None:
         """Count a step as done, in which all ranks together used this many samples, with this digest."""
@@ -60,6 +65,33 @@ class Progress:
 def read_progress(saved: dict[str, Any]) -> Progress:
     """Return the progress that was saved as plain values."""
     return Progress(**{**saved, "consumed": [EpochCoverage(**item) for item in saved["consumed"]]})
+
+
+def describe_changes(state: dict[str, Any], now: Progress) -> list[str]:
+    """Return in words what is otherwise now than when a state was saved: settings, then what scores depend on. Older
+    versions saved neither. Pure."""
+    saved = state["progress"]
+    settings = list_differences(saved["settings"], now.settings) if saved.get("settings") else {}
+    changed = _changes_of_measure(saved, now)
+    told = [describe_difference(f"training.{name}", *values) for name, values in settings.items()]
+    return told + ([f"{' and '.join(changed)} changed: the best score begins anew"] if changed else [])
+
+
+def take_up(state: dict[str, Any], now: Progress) -> None:
+    """Let a saved state have the present settings, and no best score where scores of before are not to be compared with
+    those of now."""
+    saved = state["progress"]
+    kept = ["settings", "measure"]
+    if _changes_of_measure(saved, now):
+        kept += ["best_loss", "best_step", "evaluated_step", "evaluations_without_improvement", "early_stopped"]
+        state.pop("best", None)
+    begun = Progress(settings=now.settings, measure=now.measure)
+    state["progress"] = saved | {name: getattr(begun, name) for name in kept}
+
+
+def _changes_of_measure(saved: dict[str, Any], now: Progress) -> list[str]:
+    before = saved.get("measure", {})
+    return [name for name, value in now.measure.items() if before.get(name, value) != value]
 
 
 @dataclass(slots=True)

@@ -134,9 +134,10 @@ class DistributedTrainer:
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
         problem = self.maker.make(self.job, data, participant.device)
-        begin_from(problem.module, self.config)
+        begin_from(problem.module, self.job)
+        parts, measure = problem.describe(self.config), problem.digest_measure()  # of the model as it was made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
-        session = self._session = Session(participant, workload)
+        session = self._session = Session(participant, workload, parts, measure)
         if session.elastic is None:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
             wait_for_tracking(session)

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.engine.finalize import WEIGHTS
+from trainer.config import ConfigError, JobConfig
 from trainer.model.saved_model import SavedModelError, refuse_unpacking
+from trainer.rundir import WEIGHTS, resolve_start
 from trainer.storage.open import open_storage
 
 
-def begin_from(module: nn.Module, config: DistributedTrainingConfig) -> None:
+def begin_from(module: nn.Module, job: JobConfig) -> None:
     """Give the module the parameters that ``training.start_from`` names, if it names any. Its buffers stay as they are:
     the standardisation belongs to the data that is trained on now. A checkpoint of this job takes precedence, and is
     restored afterwards.
 
     Raise `ConfigError` for weights that are missing, are not those that were meant, or do not fit the model.
     """
+    config = resolve_start(job).training
     if config.start_from is None:
         return
     where = f"training.start_from = {config.start_from!r}"

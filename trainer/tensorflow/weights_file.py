@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import JobConfig
-from trainer.engine.finalize import MODEL
 from trainer.errors import DamagedError
-from trainer.rundir import RunDir
+from trainer.rundir import MODEL, RunDir
 
 WEIGHTS = "model/model.weights.h5"
 

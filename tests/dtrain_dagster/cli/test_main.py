@@ -36,6 +36,7 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState,
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.dashboard.job_board import JobBoard, headline, read_row
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
+from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.planning.projection import TimeLeft
@@ -127,7 +128,18 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "searches": ["--json", "name"],
         "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
-            *("--backend", "--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
+            *(
+                "--backend",
+                "--change",
+                "--config",
+                "--dataset",
+                "--detach",
+                "--epochs",
+                "--loss",
+                "--model",
+                "--name",
+                "--nodes",
+            ),
             *("--procs-per-node", "--script", "--set", "--settings", "arguments"),
         ],
         "tune": [
@@ -439,8 +451,36 @@ class TestPlanJob:
         RunDir(job.run_dir).write_job(job)
         again, nodes = plan_job(self.TEXT, "x", [], 1, two)
         assert (as_begun(again), nodes) == (job, 1)
-        with pytest.raises(ConfigError, match="another configuration"):
-            as_begun(plan_job(self.TEXT, "x", ["training.epochs=99"], 3, two)[0])
+
+    def test_a_job_goes_on_with_what_is_changed_by_name(self, two: Settings, monkeypatch: pytest.MonkeyPatch):
+        job, _ = plan_job(self.TEXT, "x", [], 3, two)
+        with pytest.raises(ConfigError, match=r"job j was not begun: give --set"):
+            as_begun(job, changes=["training.epochs=9"])
+        manager = LocalClusterManager(two.home)
+        monkeypatch.setattr(manager, "submit_job", lambda spec: None)
+        start_job(manager, job, 3, 1, {})
+        other = plan_job(self.TEXT, "x", ["training.epochs=9", "training.learning_rate=0.5"], 3, two)[0]
+        with pytest.raises(ConfigError) as refused:
+            as_begun(other)
+        assert "training.epochs = 9 (6 before); training.learning_rate = 0.5 (0.002 before)" in str(refused.value)
+        assert "give --change training.epochs=9 --change training.learning_rate=0.5" in str(refused.value)
+        with pytest.raises(
+            ConfigError, match=r"learning_rate = 0\.5 .* give --change training\.learning_rate=0\.5; else"
+        ):
+            as_begun(other, changes=["training.epochs=9"])
+        changed = as_begun(job, changes=["training.epochs=9", "training.batch_size_per_gpu=64"])
+        assert changed.training == replace(job.training, epochs=9, batch_size_per_gpu=64)
+        start_job(manager, changed, 3, 1, {})
+        assert RunDir(job.run_dir).read_job() == changed
+        assert (order := order_of(two.home, RunDir(job.run_dir))) is not None
+        assert order.job == changed, "and it counts as ordered"
+        for fixed in ("training.seed=4", "model.factory=mlp", "dataset.uri=other"):
+            with pytest.raises(ConfigError, match=f"--change {fixed.partition('=')[0]}: only fields of training may"):
+                as_begun(job, changes=[fixed])
+        with pytest.raises(ConfigError, match=r"model\.factory = 'mlp' \('tcn' before\); choose another --name"):
+            as_begun(plan_job(self.TEXT, "x", ["training.epochs=9", "model.factory=mlp"], 3, two)[0])
+        with pytest.raises(ConfigError, match="job j runs: cancel it first"):
+            as_begun(job, runs=True, changes=["training.epochs=9"])
 
     def test_a_job_goes_on_with_another_budget_and_not_with_one_that_is_spent(self, two: Settings, monkeypatch):
         job, _ = plan_job(self.TEXT, "x", ["training.max_node_seconds=60"], 3, two)

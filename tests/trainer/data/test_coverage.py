@@ -99,15 +99,18 @@ def test_the_sampler_is_proven_though_world_and_batch_change_in_every_step(
         try:
             ranks = [
                 Sampler(
-                    samples=samples, global_batch_size=size, micro_batches=micro_batches, seed=seed, rank=rank,
+                    samples=samples,
+                    global_batch_size=size,
+                    micro_batches=micro_batches,
+                    seed=seed,
+                    rank=rank,
                     world_size=world,
                 )
                 for rank in range(world)
             ]
             dealt = [rank.step(3, used)[1] for rank in ranks]
-        except ConfigError as error:
+        except ConfigError:
             assert samples - used < micro_batches
-            assert "micro-batches" in str(error)
             return
         for micro_batch in (part for parts in dealt for part in parts):
             used += len(micro_batch.positions)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 
 from tests.kinds import build_table
-from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.engine.run_job import train_job
 from trainer.engine.warm_start import begin_from
 from trainer.exit_codes import DONE, UNUSABLE
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, resolve_start
 
 
 class Scaled(nn.Module):
@@ -30,9 +31,16 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(width, 2)
 
 
+DOCUMENT = {"job_id": "a", "run_dir": "b", "dataset": {"uri": "c"}}
+
+
+def job_of(folder: Path, training: DistributedTrainingConfig) -> JobConfig:
+    return replace(parse_job(json.dumps(DOCUMENT)), run_dir=str(folder), training=training)
+
+
 def save(folder: Path, content: Any) -> DistributedTrainingConfig:
     """Write a finished training's weights; the configuration of one that begins with them."""
-    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(content, buffer)
     (folder / "model" / "weights.pt").write_bytes(buffer.getvalue())
@@ -41,7 +49,7 @@ def save(folder: Path, content: Any) -> DistributedTrainingConfig:
 
 def test_parameters_are_taken_over_and_buffers_are_not(tmp_path: Path) -> None:
     before, after = Scaled(scale=5.0), Scaled(scale=1.0)
-    begin_from(after, save(tmp_path, before.state_dict()))
+    begin_from(after, job_of(tmp_path / "other", save(tmp_path, before.state_dict())))
     assert torch.equal(after.layer.weight, before.layer.weight)
     assert torch.equal(after.layer.bias, before.layer.bias)
     assert after.scale == 1.0
@@ -61,7 +69,7 @@ def test_weights_of_something_else_are_refused_before_any_is_copied(tmp_path: Pa
     module = Scaled()
     own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(ConfigError, match=re.escape(said)):
-        begin_from(module, save(tmp_path, content))
+        begin_from(module, job_of(tmp_path / "other", save(tmp_path, content)))
     assert all(torch.equal(tensor, own[name]) for name, tensor in module.state_dict().items())
 
 
@@ -69,15 +77,24 @@ def test_weights_that_were_changed_or_are_gone_are_refused(tmp_path: Path) -> No
     meant = save(tmp_path, Scaled().state_dict())
     save(tmp_path, Scaled().state_dict())
     with pytest.raises(ConfigError, match="it was changed, or another is meant"):
-        begin_from(Scaled(), meant)
+        begin_from(Scaled(), job_of(tmp_path / "other", meant))
     (tmp_path / "model" / "weights.pt").unlink()
     with pytest.raises(ConfigError, match=r"there is no model/weights.pt; name the run directory of a training"):
-        begin_from(Scaled(), meant)
+        begin_from(Scaled(), job_of(tmp_path / "other", meant))
 
 
-def test_an_address_without_its_digest_is_refused() -> None:
-    with pytest.raises(ConfigError, match="start_sha256 go together"):
-        parse_job('{"job_id": "a", "run_dir": "b", "dataset": {"uri": "c"}, "training": {"start_from": "d"}}')
+def test_a_job_is_named_by_itself_and_its_weights_are_found(tmp_path: Path) -> None:
+    """Beside the job that begins, or by its folder; what is found is written down."""
+    meant = save(tmp_path / "first", Scaled().state_dict())
+    RunDir(str(tmp_path / "first")).write_json("model/model.json", {"file_sha256": meant.start_sha256})
+    for named in ("first", str(tmp_path / "first")):
+        job = resolve_start(job_of(tmp_path / "second", DistributedTrainingConfig(start_from=named)))
+        assert (job.training.start_from, job.training.start_sha256) == (meant.start_from, meant.start_sha256)
+        assert resolve_start(job) is job
+    with pytest.raises(ConfigError, match=r"start_from = 'other': there is no model/model\.json; name a training that"):
+        resolve_start(job_of(tmp_path / "second", DistributedTrainingConfig(start_from="other")))
+    with pytest.raises(ConfigError, match=r"training\.start_sha256 is of the weights that training\.start_from names"):
+        parse_job(json.dumps({**DOCUMENT, "training": {"start_sha256": "0" * 64}}))
 
 
 def train(folder: Path, uri: str, **training: Any) -> tuple[int, dict[str, Any]]:
