@@ -46,6 +46,7 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.training_data import TrainingData
 from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
 from trainer.elastic.node_presence import record_presence
+from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
@@ -209,6 +210,7 @@ class Trainer:
         config = self._config_for(requests["train"], data)
         task = self._choose_task(data)
         check_task(task)
+        refuse_extra_state(self.model, config.strategy)
         try_task(self.model, task, data)
         return config, _GivenProblem(self.model, data, task)
 
@@ -328,7 +330,7 @@ class _GivenProblem:
         for part in (self.task, *([self.task.criterion] if isinstance(self.task, SupervisedTask) else [])):
             if isinstance(part, nn.Module):
                 part.to(device)
-        shapes = [[name, list(tensor.shape)] for name, tensor in module.state_dict().items()]
+        shapes = [[name, list(item.shape)] for name, item in module.state_dict().items() if isinstance(item, Tensor)]
         model = {"factory": SCRIPT, "args": self.model_name}
         loss = {"factory": SCRIPT, "args": self.task_name}
         return Problem(

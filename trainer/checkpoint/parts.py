@@ -52,6 +52,7 @@ def assemble(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "model": weights("weights", first["buffers"]),
         "step": {"optimizer": {"state": optimizer, "param_groups": first["groups"]}, "scaler": {}},
         "progress": first["progress"],
+        "grown": first.get("grown", {}),
     }
     if "best" in first["rows"]:
         state["best"] = weights("best", first["best_buffers"])

@@ -55,11 +55,15 @@ class GroupError(RuntimeError):
     """A collective failed or was interrupted, and its group cannot be used again. ``detail`` describes the operation.
 
     ``communication``: whether communication failed; otherwise the group was called off for another reason.
+    ``mistake``: an error that is no failure of communication and comes again, on all ranks alike: it ends the job.
     """
 
-    def __init__(self, message: str, detail: dict[str, Any] | None = None, communication: bool = True) -> None:
+    def __init__(
+        self, message: str, detail: dict[str, Any] | None = None, communication: bool = True,
+        mistake: Exception | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.detail, self.communication = detail or {}, communication
+        self.detail, self.communication, self.mistake = detail or {}, communication, mistake
 
 
 class CollectiveResult(Protocol):
@@ -253,10 +257,9 @@ class InterruptibleGroup:
         waited = round(time.monotonic() - since, 3)
         text = shorten_error(error)
         detail = {"operation": what, "waited_seconds": waited, "error": text}
-        failure = GroupError(f"{what} failed after {waited:g} s: {text}", detail)
-        if isinstance(error, ConfigError):  # others hold on to the group, by the frames of their tracebacks
-            failure.__cause__ = error.with_traceback(None)
-        self._fail(failure)
+        # Without its traceback, whose frames would hold on to the group.
+        mistake = error.with_traceback(None) if is_mistake(error) else None
+        self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail, mistake is None, mistake))
 
 
 def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
@@ -269,6 +272,16 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
+
+
+_MISTAKES = (ConfigError, TypeError, AssertionError, NotImplementedError)
+_MISTAKEN = re.compile("Invalid scalar type|not implemented for|must match|same (size|dtype)|expected scalar type")
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return whether an error of a collective is none of communication: what ranks were asked to exchange cannot be."""
+    is_torchs = type(error) is RuntimeError and not is_communication_error(error)
+    return isinstance(error, _MISTAKES) or (is_torchs and bool(_MISTAKEN.search(str(error))))
 
 
 def shorten_error(error: BaseException) -> str:

@@ -115,8 +115,8 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
         world.all_gather_object(facts.rank)
     except GroupError as error:
         world.close()
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
+        if error.mistake is not None:
+            raise error.mistake from None
         raise PeersMissingError(
             f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
             f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "

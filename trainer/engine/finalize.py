@@ -15,11 +15,11 @@ import torch
 from trainer.comm.group import GroupError
 from trainer.documents.events import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.module_state import copy_state_dict, digest_state_dict, load_state_dict
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
 from trainer.engine.sharded_recovery import hold_best, hold_rows_again
-from trainer.engine.step import digest_parameters
 from trainer.rundir import MODEL, WEIGHTS
 
 
@@ -38,12 +38,10 @@ def finalize(session: Session) -> dict[str, Any]:
     if plan is not None:
         rows = hold_best(session.state, world, plan)
     elif session.state.best is not None:  # it is None where no validation loss was ever finite
-        last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        module.load_state_dict(session.state.best)
+        last = copy_state_dict(module)
+        load_state_dict(module, session.state.best)
     try:
-        digests = [
-            str(value) for value in world.all_gather_object(digest_parameters(list(module.state_dict().items())))
-        ]
+        digests = [str(value) for value in world.all_gather_object(digest_state_dict(module.state_dict()))]
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
@@ -59,7 +57,7 @@ def finalize(session: Session) -> dict[str, Any]:
             _write_model(session, digests[0], report.get("correction", {}))
     except GroupError:
         if last is not None:
-            module.load_state_dict(last)
+            load_state_dict(module, last)
         if rows is not None:
             hold_rows_again(session.state, rows)
         raise

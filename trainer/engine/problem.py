@@ -57,9 +57,10 @@ class Problem:
         """Return what a checkpoint belongs to, part by part, as JSON: what `fingerprint` covers, and the structure of
         the model, the arguments of the loss and the order of samples. The model must be as it was made."""
         _, model, *_, loss = self.identity
+        shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
         return {
             "dataset": self.data.dataset_id,
-            "model": {**model, "structure": describe_structure(self.module)},
+            "model": {**model, "structure": describe_structure(self.module), "shapes": shapes},
             "loss": {**loss, **describe_loss(self.task)},
             "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
         }

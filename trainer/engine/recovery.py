@@ -221,7 +221,9 @@ def _load_best(session: Session, step: int) -> dict[str, Any] | None:
 
 
 def report_failure(session: Session, error: GroupError) -> None:
-    """Report a failure of communication in detail, as this rank saw it."""
+    """Report a failure of communication in detail, as this rank saw it. Raise a mistake instead (`GroupError`)."""
+    if error.mistake is not None:
+        raise error.mistake from error
     if not error.communication:
         return
     elastic = session.elastic

@@ -98,6 +98,8 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
     except (ConfigError, DamagedError, DatasetError) as error:
         return UNUSABLE, {"status": "failed", "error": str(error)}
     except (GroupError, NoGenerationError, StorageError) as error:
+        if (mistake := getattr(error, "mistake", None)) is not None:
+            return FAILED, {"status": "failed", "error": f"{type(mistake).__name__}: {mistake}"}
         return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     except GPUTooSmall:
         raise

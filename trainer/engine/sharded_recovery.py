@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.comm.world import World
+from trainer.engine.module_state import take_buffers
 from trainer.engine.sharded_state import (
     BEST,
     WEIGHTS,
@@ -117,8 +118,7 @@ def hold_rows_again(state: TrainingState, kept: dict[str, Any]) -> None:
     sharded = state.step.sharded
     assert sharded is not None
     sharded.shard(kept["place"], kept["size"], kept["rows"])
-    for name, buffer in sharded.module.named_buffers():
-        buffer.copy_(kept["buffers"][name])
+    take_buffers(sharded.module, kept["buffers"])
 
 
 def _keep_rows(state: TrainingState) -> dict[str, Any]:
@@ -143,6 +143,4 @@ def _become_whole(state: TrainingState, world: World, plan: ReplicaPlan, kind: s
     sharded.make_whole(whole)
     if kind == BEST:
         assert state.best is not None
-        for name, buffer in sharded.module.named_buffers():
-            if name in state.best:
-                buffer.copy_(state.best[name])
+        take_buffers(sharded.module, state.best)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.world import World
+from trainer.engine.module_state import share_module_state, share_values, take_buffers
 from trainer.engine.step import TrainingStep
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.replicas import row_range
@@ -32,6 +33,8 @@ class RowState(Protocol):
     progress: Any
     best: dict[str, Tensor] | None
     start: dict[str, Tensor] | None
+
+    def grown(self) -> dict[str, list[int]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +163,7 @@ def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
         "buffers": buffers_of(sharded.module),
         "best_buffers": {name: value for name, value in (state.best or {}).items() if name not in names},
         "order": list(sharded.module.state_dict()),
+        "grown": state.grown(),
         "progress": asdict(state.progress),
     }
 
@@ -176,7 +180,7 @@ def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size
             for kind in MOMENTS:
                 moments[kind][name] = sharded.take_rows(name, of_one[kind], place, size)
     rows = {name: sharded.take_rows(name, whole["model"][name], place, size) for name in sharded.shapes}
-    _take_buffers(sharded.module, whole["model"])
+    take_buffers(sharded.module, whole["model"])
     sharded.shard(place, size, rows)
     optimizer.moments, optimizer.steps = moments, round(updates)
     state.best = None
@@ -204,7 +208,7 @@ def move_rows(state: RowState, world: World, sources: Sources, place: int, size:
             whole = pass_whole(world, sharded, name, mine.get(kind, {}).get(name), sources)
             taken = sharded.take_rows(name, whole, place, size)
             kept[kind][name] = taken.cpu() if kind == BEST else taken
-    _share_buffers(world, sharded.module, sources.reader)
+    share_module_state(sharded.module, world, sources.reader)
     sharded.shard(place, size, kept[WEIGHTS])
     optimizer.moments, optimizer.steps = {kind: kept.get(kind, {}) for kind in MOMENTS}, updates
     before, state.best = state.best, None
@@ -212,9 +216,7 @@ def move_rows(state: RowState, world: World, sources: Sources, place: int, size:
         buffers = {name: value.cpu().clone() for name, value in buffers_of(sharded.module).items()}
         if before is not None:
             buffers |= {name: before[name] for name in buffers if name in before}
-        for name in sorted(buffers):
-            world.broadcast(buffers[name], sources.reader)
-        state.best = kept[BEST] | buffers
+        state.best = kept[BEST] | share_values(buffers, world, sources.reader)
 
 
 def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | None, sources: Sources) -> Tensor:
@@ -237,17 +239,6 @@ def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | No
 def present_sources(world: World, sharded: ShardedModel, replica: Sequence[int]) -> Sources:
     """Return the sources of the state that all ranks have now: the ranks of one replica."""
     return Sources(0, sharded.size, tuple(replica), replica[0])
-
-
-def _share_buffers(world: World, module: nn.Module, source: int) -> None:
-    for _, value in sorted(buffers_of(module).items()):
-        world.broadcast(value, source)
-
-
-def _take_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in buffers_of(module).items():
-            buffer.copy_(values[name])
 
 
 def _parts_of(state: RowState) -> tuple[ShardedModel, ShardedAdamW]:

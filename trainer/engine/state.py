@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
+from trainer.engine.module_state import buffer_shapes, copy_state_dict, is_extra, load_state_dict
 from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
 from trainer.engine.step import TrainingStep
 
@@ -101,10 +103,15 @@ class TrainingState:
     module: nn.Module
     step: TrainingStep
     progress: Progress = field(default_factory=Progress)
-    best: dict[str, Tensor] | None = None
+    best: dict[str, Any] | None = None
     """The best weights so far, on the CPU of every rank, so that the end of a training does not depend on storage."""
     start: dict[str, Tensor] | None = None
     """Of a sharded model that has no checkpoint yet: all parameters before the first step, on the CPU."""
+    first_shapes: dict[str, list[int]] = field(init=False)
+    """The shapes of the buffers of the model as it was made: some grow with what they have seen."""
+
+    def __post_init__(self) -> None:
+        self.first_shapes = buffer_shapes(self.module)
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
@@ -112,6 +119,8 @@ class TrainingState:
         if self.step.sharded is not None:
             return capture_part(self, best_is_saved)
         state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
+        if grown := self.grown():
+            state["grown"] = grown
         if self.best is not None and not best_is_saved:
             state["best"] = self.best
         return state
@@ -119,9 +128,9 @@ class TrainingState:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a state that `capture` returned. Raise `trainer.checkpoint.manager.CheckpointError`, before
         anything is changed, if it does not fit."""
-        check_fits(state["model"], self.module.state_dict())
+        check_fits(state["model"], self._like(state, self.module.state_dict()))
         progress = read_progress(state["progress"])
-        self.module.load_state_dict(state["model"])
+        load_state_dict(self.module, state["model"])
         self.step.load_state_dict(state["step"])
         self.progress = progress
         self.best = state.get("best")
@@ -136,7 +145,7 @@ class TrainingState:
         like = {name: value for name, value in self.module.state_dict().items() if name not in known}
         shapes = {name: sharded.shapes[sharded.aliases.get(name, name)] for name in known}
         like |= {name: torch.empty(shape, dtype=sharded.dtype, device="meta") for name, shape in shapes.items()}
-        check_fits(state["model"], like)
+        check_fits(state["model"], self._like(state, like))
         progress = read_progress(state["progress"])
         take_whole_state(self, state, place, size)
         self.progress, self.start = progress, None
@@ -148,7 +157,23 @@ class TrainingState:
         if self.step.sharded is not None:
             self.best = keep_best_rows(self)
             return
-        self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+        self.best = copy_state_dict(self.module)
+
+    def grown(self) -> dict[str, list[int]]:
+        """Return the shapes that buffers had when the model was made, of those that have another now."""
+        now = buffer_shapes(self.module)
+        return {name: shape for name, shape in self.first_shapes.items() if now.get(name) != shape}
+
+    def _like(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the form that a state dict must have: of buffers that had grown that of the saved ones, if they were
+        made as they are now, and of extra state any."""
+        saved = state["model"]
+        grown = {name for name, shape in state.get("grown", {}).items() if self.first_shapes.get(name) == shape}
+        grown |= {name for name, shape in self.grown().items() if name in saved and list(saved[name].shape) == shape}
+        return {
+            name: saved[name] if name in saved and (name in grown or is_extra(name)) else value
+            for name, value in own.items()
+        }
 
     def share(self, world: World, source: int) -> None:
         """Give every rank the state of rank ``source``; a collective."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,12 @@ from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, take_rows
 from trainer.data.sampler import micro_batch_seed
+from trainer.engine.module_state import (
+    holds_module_state,
+    put_module_state,
+    read_module_state,
+    refuse_extra_state,
+)
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
 from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
@@ -93,6 +98,7 @@ class TrainingStep:
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
         load_package(config.strategy, device)
+        refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
@@ -114,8 +120,12 @@ class TrainingStep:
         self.awaits_commit: int | None = None
         """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
         self._kind = AUTOCAST[config.precision]
-        self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
-        """The modules that may have running statistics."""
+        self._holders = {
+            name: item
+            for name, item in module.named_modules()
+            if holds_module_state(item) and not isinstance(item, Standardize)
+        }
+        """The modules that may have running statistics, by name."""
         self._commit: CollectiveResult | None = None
         self._is_checkpointed = False
         if config.activation_checkpointing:
@@ -173,7 +183,7 @@ class TrainingStep:
         self.sync.clear(self.parameters)
         self.sync.step = step
         self._commit = self.awaits_commit = None
-        before = [buffer.clone() for buffer in self._changing()]
+        before = read_module_state(self._holders)
         try:
             losses = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
@@ -188,7 +198,7 @@ class TrainingStep:
                 peers.fail(shorten_error(error))  # first, since a broken GPU may refuse all that follows
             if self.sharded is not None and self.awaits_commit is None:
                 self.sync.unwrap()
-            self._put_back(before)  # running statistics must not count a step twice
+            put_module_state(self._holders, before)  # running statistics must not count a step twice
             self.timer.drop()
             if peers is not None and peers.error is not None:
                 raise peers.error from error  # autograd may have wrapped it
@@ -212,13 +222,6 @@ class TrainingStep:
             self.scaler.update()
         else:
             self.optimizer.update(self.sync.single_flat_gradient())
-
-    def _changing(self) -> list[Tensor]:
-        return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
-
-    def _put_back(self, before: list[Tensor]) -> None:
-        for buffer, value in zip(self._changing(), before, strict=True):
-            buffer.copy_(value)
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> list[Tensor]:
         """Return the sums of this rank's losses, one for each pass, and leave the gradient of the *global* mean in the
@@ -244,7 +247,7 @@ class TrainingStep:
             self._seed(seed)
             self.faults.reach("forward", step)
             if place == real:
-                share, buffers = torch.zeros_like(share), [buffer.clone() for buffer in self._changing()]
+                share, held = torch.zeros_like(share), read_module_state(self._holders)
             sync.begin_forward()
             loss = self._losses(self.model, count, data).sum()
             if place < real:
@@ -259,7 +262,7 @@ class TrainingStep:
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
         if len(work) > real:
-            self._put_back(buffers)
+            put_module_state(self._holders, held)
         return sums
 
     def _backward(self, loss: Tensor, share: Tensor) -> None:
@@ -331,13 +334,13 @@ class TrainingStep:
     def run_alone(self, data: Any, count: int) -> None:
         """Put a batch of ``count`` samples through the model and back, without other ranks and without a step. Weights,
         their gradients and running statistics stay as they are. The model is run as it is written, not compiled."""
-        before = [buffer.clone() for buffer in self._changing()]
+        before = read_module_state(self._holders)
         try:
             self.module.train()
             loss = self._losses(self.module, count, data).sum()
             torch.autograd.grad(self.scaler.scale(loss), self.parameters, allow_unused=True)
         finally:
-            self._put_back(before)
+            put_module_state(self._holders, before)
 
     def release(self) -> None:
         """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
@@ -363,15 +366,3 @@ def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) ->
     counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
     counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
     return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
-
-
-def digest_parameters(parameters: Sequence[tuple[str, Tensor]]) -> str:
-    """Return the sha256 of names, shapes and bytes of tensors, in their order."""
-    import hashlib
-
-    result = hashlib.sha256()
-    for name, tensor in parameters:
-        flat = tensor.detach().cpu().contiguous()
-        result.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
-        result.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    return result.hexdigest()

@@ -11,6 +11,7 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.data.sampler import Sampler
 from trainer.data.training_data import Loader
+from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import Progress, TrainingState
 from trainer.engine.step import TrainingStep
@@ -100,9 +101,9 @@ class Workload:
         self.communication = CommunicationProfiler(world, timer, max(probe_at for probe_at, _ in found))
 
     def settle_buffers(self) -> None:
-        """Take over the running statistics of rank 0, which differ between ranks during training. A collective."""
-        for buffer in self.state.module.buffers():
-            self.step.world.broadcast(buffer)
+        """Take over the buffers of rank 0, such as running statistics, which differ between ranks during training. A
+        collective."""
+        share_module_state(self.state.module, self.step.world, source=0)
 
     def close(self) -> None:
         """End what loads batches, and let go of the model."""

@@ -18,8 +18,9 @@ from trainer.data.coverage import digest_samples as digest_of
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
+from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep, digest_parameters
+from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
 from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults, InjectedError
 from trainer.runtime.step_timer import StepTimer
@@ -80,12 +81,12 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_p
 def test_the_learning_rate_is_the_one_given_and_gradients_do_not_pile_up() -> None:
     net = model()
     step = step_of(net)
-    before = digest_parameters(list(net.named_parameters()))
+    before = digest_state_dict(dict(net.named_parameters()))
     first = step(batch(4), 0, 0.0, NOTHING)
-    assert digest_parameters(list(net.named_parameters())) == before, "a rate of zero changes nothing"
+    assert digest_state_dict(dict(net.named_parameters())) == before, "a rate of zero changes nothing"
     assert step(batch(4), 0, 0.0, NOTHING).grad_norm == pytest.approx(first.grad_norm)
     step(batch(4), 0, 0.1, NOTHING)
-    assert digest_parameters(list(net.named_parameters())) != before
+    assert digest_state_dict(dict(net.named_parameters())) != before
 
 
 def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
@@ -109,12 +110,12 @@ def test_dropout_belongs_to_the_micro_batch_and_the_step() -> None:
 def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: float) -> None:
     net = model()
     step = step_of(net)
-    before = digest_parameters(list(net.named_parameters()))
+    before = digest_state_dict(dict(net.named_parameters()))
     bad = batch(4)
     bad.micro_batches[0].data[0][0, 0, 0] = poison
     with pytest.raises(NonFiniteError, match=r"not finite at step 13 .*lower training.learning_rate"):
         step(bad, 12, 0.1, NOTHING)
-    assert digest_parameters(list(net.named_parameters())) == before
+    assert digest_state_dict(dict(net.named_parameters())) == before
 
 
 def test_fp16_on_a_processor_is_refused_and_bf16_is_close() -> None:
@@ -137,7 +138,7 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     for step in (one, other):
         step(batch(8), 3, 0.05, NOTHING)
-    weights = [digest_parameters(list(step.model.named_parameters())) for step in (one, other)]
+    weights = [digest_state_dict(dict(step.model.named_parameters())) for step in (one, other)]
     assert weights[0] == weights[1]
 
 
@@ -159,11 +160,11 @@ def test_a_step_that_failed_is_done_again_as_if_it_had_not_been_tried(at: str) -
             try:
                 step(batch(8, 8), number, 0.1, NOTHING)
             except InjectedError:
-                before = digest_parameters(list(net.state_dict().items()))
+                before = digest_state_dict(net.state_dict())
                 step.adopt(ALONE)
-                assert digest_parameters(list(net.state_dict().items())) == before
+                assert digest_state_dict(net.state_dict()) == before
                 step(batch(8, 8), number, 0.1, NOTHING)
-        return digest_parameters([*net.state_dict().items()])
+        return digest_state_dict(net.state_dict())
 
     fault = f'[{{"kind": "raise", "at": "{at}", "step": 2, "node": 0}}]'
     assert trained(fault) == trained("[]")
@@ -213,6 +214,6 @@ def test_a_digest_sees_names_shapes_and_every_bit() -> None:
     other[2] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
     named = [[("a", one)], [("b", one)], [("a", one.view(2, 2))], [("a", other)], [("a", one.double())]]
     named += [[("a", one), ("b", torch.empty(0))], [("a", torch.tensor(1.0))]]
-    digests = {digest_parameters(tensors) for tensors in named}
+    digests = {digest_state_dict(dict(tensors)) for tensors in named}
     assert len(digests) == 7
-    assert digest_parameters([("a", one.clone())]) in digests
+    assert digest_state_dict({"a": one.clone()}) in digests

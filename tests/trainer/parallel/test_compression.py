@@ -5,22 +5,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from elastic_nodes import KILLED, QUICK, Nodes
+from thread_worlds import at_once, thread_worlds
 from torch import Tensor, nn
 from worlds import Job
 
-from trainer.comm.group import GroupError, InterruptibleGroup
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.torch_transport import TorchTransport, make_torch_transport
+from trainer.comm.group import GroupError
+from trainer.comm.torch_transport import TorchTransport
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
@@ -68,30 +66,8 @@ def batch(rank: int, ranks: int, step: int, poison: float | None = None) -> Batc
 
 @pytest.fixture
 def worlds() -> Iterator[Callable[[int], list[World]]]:
-    made: list[World] = []
-
-    def make(ranks: int) -> list[World]:
-        store = dist.HashStore()
-
-        def world(rank: int) -> World:
-            opener = lambda: make_torch_transport(store, rank, ranks, None, 60.0, 60.0, "127.0.0.1")  # noqa: E731
-            facts = RankFacts(rank=rank, world_size=ranks, node_rank=NODES[rank])
-            return World(facts, CPU, "gloo", group=InterruptibleGroup(rank, ranks, opener))
-
-        made.extend(world(rank) for rank in range(ranks))
-        return made[-ranks:]
-
-    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=4000, MOST_BYTES=10_000):
-        yield make
-    for world in made:
-        assert world.group is not None
-        world.group.fail("the test is over")
-        world.group.close()
-
-
-def at_once(work: Callable[[World], Any], worlds: list[World]) -> list[Any]:
-    with ThreadPoolExecutor(len(worlds)) as pool:
-        return list(pool.map(work, worlds))
+    with ExitStack() as made, mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=4000, MOST_BYTES=10_000):
+        yield lambda ranks: made.enter_context(thread_worlds(NODES[:ranks]))
 
 
 def train(worlds: list[World], steps: int = 3, **settings: Any) -> tuple[list[Tensor], list[int]]:
