@@ -54,7 +54,7 @@ from trainer.engine.task_check import check_model, check_task, choose_usual_loss
 from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.sizes import model_bytes
-from trainer.model.task import SupervisedTask, Task, unreduced
+from trainer.model.task import SupervisedTask, Task
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
 from trainer.strategies import ENGINES, require_package, settings_of_backend
@@ -193,11 +193,13 @@ class Trainer:
             raise
         rundir, line = RunDir(job.run_dir), ProgressLine()
         raise_descriptor_limit()
-        with record_presence(job, os.environ) as leaving:
-            try:
+        try:
+            problem.data.start_workers(job.training, _launcher_facts())
+            with record_presence(job, os.environ) as leaving:
                 leaving.code, result = train_job(job, problem, self._watch(line))
-            finally:
-                line.close()
+        finally:
+            line.close()
+            problem.data.close()
         return self._result(rundir, leaving.code, result)
 
     def try_problem(
@@ -211,7 +213,8 @@ class Trainer:
         task = self._choose_task(data)
         check_task(task)
         refuse_extra_state(self.model, config.strategy)
-        try_task(self.model, task, data)
+        is_tried = RUN_DIR in os.environ  # where this node's job was ordered
+        try_task(self.model, task, data, config.batch_size_per_gpu, thorough=not is_tried)
         return config, _GivenProblem(self.model, data, task)
 
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
@@ -276,7 +279,7 @@ class Trainer:
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
             return self._task
-        loss = unreduced(self._loss) if self._loss is not None else choose_usual_loss(self.model, data)
+        loss = self._loss if self._loss is not None else choose_usual_loss(self.model, data)
         return SupervisedTask(loss, self._metrics)
 
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
@@ -312,7 +315,7 @@ class _GivenProblem:
     @property
     def task_name(self) -> dict[str, str]:
         """The class of the task; of a loss, its class or its name."""
-        part = self.task.criterion if isinstance(self.task, SupervisedTask) else self.task
+        part = self.task.given if isinstance(self.task, SupervisedTask) else self.task
         return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
 
     def refuse_other_checkpoints(self, job: JobConfig) -> None:

@@ -14,9 +14,11 @@ from trainer.model.losses import (
     student_t_nll,
     student_t_quantile,
 )
+from trainer.model.task import LastDimCrossEntropyLoss
 
 __all__ = [
     "GaussianLoss",
+    "LastDimCrossEntropyLoss",
     "MeanSquaredError",
     "Predictive",
     "StudentTLoss",

@@ -33,9 +33,10 @@ from torch.utils.data import (
 
 from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
 from trainer.config import ConfigError
-from trainer.data.batches import BatchError, move_to, take_rows
+from trainer.data.batches import move_to
 from trainer.data.coverage import find_coverage_errors
 from trainer.data.dataset_data import DatasetData, _Order, _Read
+from trainer.data.loader_workers import ReadOptions
 from trainer.observability.progress_line import ProgressLine, format_progress_line
 from trainer.printable import format_duration
 
@@ -131,21 +132,93 @@ class Learned(nn.Module):
         return self.scale * nn.functional.cross_entropy(outputs, target, reduction="none")
 
 
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.layers = nn.Linear(2, CLASSES), [nn.Linear(2, 2)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.known(self.layers[0](inputs))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+
+
+class Opaque(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, CLASSES)
+
+    def get_extra_state(self) -> object:
+        return Path("a")
+
+
+class Gathering(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            torch.distributed.barrier()
+        return super().forward(inputs)
+
+
+COLUMN: dict[str, Any] = {"model": nn.Linear(2, 1), "data": TensorDataset(torch.zeros(20, 2), torch.zeros(20))}
+TOKENS: dict[str, Any] = {"data": TensorDataset(*[torch.zeros(20, 4, dtype=torch.int64)] * 2)}
+
+
+def squared(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs - target) ** 2
+
+
+def warned(outputs: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, target, reduction="none")
+
+
+def flat(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs[:, 0] - target) ** 2
+
+
+class ColumnTask:
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return squared(model(batch[0]), batch[1])
+
+
 USELESS: list[tuple[dict[str, Any], str]] = [
-    ({"loss": mean_loss}, "the loss gave shape () for a batch of 2 samples"),
-    ({"loss": nn.CrossEntropyLoss(weight=torch.ones(CLASSES))}, "CrossEntropyLoss with weights of classes"),
+    ({"loss": mean_loss}, "the loss gave shape (), torch.float32 for a batch of 3 samples"),
+    ({"loss": lambda outputs, target: torch.zeros(len(target), dtype=torch.cfloat)}, "give one real number per sample"),
     ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
     ({"loss": Learned()}, "Learned has parameters of its own"),
     ({"model": nn.Identity()}, "Identity has no parameter that needs a gradient"),
     ({"model": nn.parallel.DataParallel(nn.Linear(2, 3))}, "give the module itself"),
-    ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "no loss is usual for outputs of (2, 3)"),
+    ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "no loss is usual for outputs of (3, 3)"),
     ({"data": TensorDataset(torch.zeros(20, 2))}, "no pairs (inputs, target)"),
     ({"metrics": {"loss": mean_loss}}, "a metric is named 'loss'"),
     ({"metrics": {"accuracy": mean_loss}}, "the metric 'accuracy' gave shape ()"),
     ({"early_stopping_patience": 2}, "training.early_stopping_patience needs a validation split"),
     ({"task": LengthTask(), "loss": mean_loss}, "either loss or task"),
     ({"task": LengthTask(), "metrics": {"one": mean_loss}}, "as the method metrics"),
-    ({"valid": DataLoader(points(), collate_fn=collate)}, "another collate_fn than the training loader"),
+    ({"valid": DataLoader(points(), collate_fn=collate)}, "the first samples of the valid split cannot be judged"),
+    ({"valid": {0: 1}}, "the first samples of the valid split cannot be judged"),
+    ({"model": [network(), network()]}, "the model is a list, and must be one torch.nn.Module: put several of them"),
+    ({"model": Hiding()}, "layers is a list of modules, whose parameters PyTorch does not find"),
+    ({"model": nn.Sequential(network(), nn.SyncBatchNorm(CLASSES))}, "1 is a SyncBatchNorm, which would not"),
+    ({"model": Complex()}, "spectrum is complex, and parameters that are trained are real numbers"),
+    ({"model": Opaque()}, "the extra state of the model (Opaque.get_extra_state) cannot be kept in a checkpoint"),
+    ({"loss": nn.MSELoss(), **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target"),
+    ({"loss": nn.PoissonNLLLoss(), **COLUMN}, "PoissonNLLLoss compares outputs of shape (2, 1) and targets of shape"),
+    ({"loss": squared, **COLUMN}, "the loss of outputs of shape (2, 1) and targets of shape (2,) has the shape (2, 2)"),
+    ({"loss": warned, **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target size"),
+    ({"task": ColumnTask(), **COLUMN}, "the loss of 3 samples has the shape (3, 3): each sample is compared with each"),
+    ({"loss": flat, "metrics": {"off": squared}, **COLUMN}, "the metric 'off' of outputs of shape (2, 1) and targets"),
+    ({"model": Gathering()}, "calls torch.distributed, which has no group here"),
+    (
+        {"model": nn.Sequential(nn.BatchNorm1d(2), network()), "batch_size_per_gpu": 1},
+        "training.batch_size_per_gpu = 1, and BatchNorm",
+    ),
+    ({"model": nn.Embedding(4, 4), **TOKENS}, "the classes may be the second dimension, as torch has it, or the last"),
     ({"gradient_accumulation_steps": 200}, "150 training samples cannot feed 200 micro-batches"),
 ]
 
@@ -158,8 +231,9 @@ def test_what_cannot_be_trained_is_refused_by_name(run: Run, given: dict[str, An
 
 def test_rows_of_tensors_are_what_torch_collates() -> None:
     data = points()
-    order = _Order(0, np.array([7, 3, 149, 3]))
-    quick, slow = _Read(data, None)[order], _Read(data, default_collate)[order]
+    order = _Order("train", 0, np.array([7, 3, 149, 3]))
+    ways = [ReadOptions(), ReadOptions(collate_fn=lambda samples: default_collate(samples))]
+    quick, slow = (_Read({"train": data}, {"train": way})[order] for way in ways)
     assert [torch.equal(*pair) for pair in zip(quick, slow, strict=True)] == [True, True]
 
 
@@ -180,7 +254,7 @@ class Moving:
         return Moving(device.type)
 
 
-def test_batches_of_any_structure_are_divided_and_moved() -> None:
+def test_batches_of_any_structure_are_moved() -> None:
     column = torch.arange(6.0).reshape(3, 2)
     batch = {
         "pair": Pair(column, [column, column]),
@@ -191,20 +265,12 @@ def test_batches_of_any_structure_are_divided_and_moved() -> None:
         "plain": 7,
         "ragged": [torch.zeros(1), torch.zeros(5), torch.zeros(2)],
     }
-    part = take_rows(batch, slice(1, 3), 3)
-    assert type(part["pair"]) is Pair
-    assert torch.equal(part["pair"].right[1], column[1:])
-    assert (part["texts"], part["record"].names, part["plain"]) == (["b", "c"], ["y", "z"], 7)
-    assert isinstance(part["user"], UserDict)
-    assert torch.equal(part["user"]["kept"], column[1:])
-    assert [len(item) for item in part["ragged"]] == [5, 2]
-    assert part["array"].tolist() == [1, 2]
     moved = move_to({"own": Moving(), **batch}, torch.device("meta"))
     assert moved["own"].place == "meta"
     assert moved["record"].values.is_meta
-    for odd in (Moving(), torch.zeros(()), torch.zeros(4, 3)):
-        with pytest.raises(BatchError, match=r"training\.batch_size_per_gpu"):
-            take_rows({"odd": odd}, slice(1, 3), 3)
+    assert type(moved["pair"]) is Pair
+    assert isinstance(moved["user"], UserDict)
+    assert moved["texts"] == ["a", "b", "c"]
 
 
 def test_a_task_with_nested_batches_goes_on_in_smaller_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The samples of a training step, as tensors in any structure: tuples, lists, mappings and dataclasses of tensors.
 
-What a batch is made of, and how a part of one is taken, belongs here; who reads samples, and when, does not.
+What a batch is made of, and what is looked for in one, belongs here; who reads samples, and when, does not.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-
-class BatchError(ValueError):
-    """A batch has a part that cannot be divided among micro-batches. The message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +25,12 @@ class Samples:
     """The place of the micro-batch among those of its step."""
     count: int
     data: Any
-    """What the collate function made of ``count`` samples; the first dimension of each tensor counts them. Of windows:
-    raw windows (count, W, F) and targets (count,)."""
+    """What the collate function made of ``count`` samples. Of windows: raw windows (count, W, F) and targets
+    (count,)."""
+    place: int = 0
+    """The place among the parts of that micro-batch, where it does not go through the model as a whole."""
+    positions: NDArray[np.int64] | None = None
+    """Positions of the samples within the training split (count,), where they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +60,39 @@ def move_to(data: Any, device: torch.device) -> Any:
     return _rebuilt(data, lambda part: move_to(part, device))
 
 
-def take_rows(data: Any, rows: slice, count: int) -> Any:
-    """Return a batch of ``count`` samples reduced to these rows. Raise `BatchError` for a part of which it is not known
-    how it belongs to samples."""
+_WHOLE = "its batch"
+
+
+def find_non_finite(data: Any, name: str = _WHOLE) -> tuple[str, int, float] | None:
+    """Return (name of the part, its first row, value) of the first number of a batch that is not finite, None where all
+    are. ``name``: of the whole."""
     if isinstance(data, Tensor):
-        if data.dim() and len(data) == count:
-            return data[rows]
-        raise BatchError(
-            f"a tensor of shape {tuple(data.shape)} in a batch of {count} samples cannot be divided: the first "
-            "dimension of each tensor must count samples, so that less can go "
-            "through the model at once; or lower training.batch_size_per_gpu"
-        )
-    if isinstance(data, list | tuple) and len(data) == count and not _has_columns(data, count):
-        return data[rows]  # such as a text for each sample
-    if isinstance(data, np.ndarray) and data.ndim and len(data) == count:
-        return data[rows]
-    if not _has_parts(data) and not isinstance(data, str | bytes | int | float | None):
-        raise BatchError(
-            f"a {type(data).__name__} in a batch of {count} samples cannot be divided, so that less could go through "
-            "the model at once: make the collate function return tensors in tuples, lists, mappings or dataclasses, or "
-            "lower training.batch_size_per_gpu"
-        )
-    return _rebuilt(data, lambda part: take_rows(part, rows, count))
+        if not (data.is_floating_point() or data.is_complex()) or data.layout is not torch.strided:
+            return None
+        odd = (~torch.isfinite(data)).nonzero()
+        if not len(odd):
+            return None
+        value = data[tuple(odd[0])]
+        return name, int(odd[0][0]) if data.dim() else 0, float(abs(value) if value.is_complex() else value)
+    if isinstance(data, np.ndarray):
+        return find_non_finite(torch.from_numpy(data), name) if data.dtype.kind in "fc" else None
+    found: list[tuple[str, int, float]] = []
 
+    def look(part: Any, of: str) -> None:
+        if not found and (odd := find_non_finite(part, of)) is not None:
+            found.append(odd)
 
-def _has_columns(parts: list[Any] | tuple[Any, ...], count: int) -> bool:
-    """Return whether these are several columns of the samples, and not one part for each sample."""
-    if any(isinstance(part, Mapping | list | tuple) for part in parts):
-        return True
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    return bool(tensors) and all(part.dim() and len(part) == count for part in tensors)
+    if isinstance(data, Mapping):
+        for key, part in data.items():
+            look(part, f"{name}[{key!r}]")
+    elif isinstance(data, list | tuple):
+        is_pair = name == _WHOLE and len(data) == 2
+        for number, part in enumerate(data):
+            look(part, ("its inputs", "its target")[number] if is_pair else f"{name}[{number}]")
+    elif _is_dataclass(data):
+        for field in dataclasses.fields(data):
+            look(getattr(data, field.name), f"{name}.{field.name}")
+    return found[0] if found else None
 
 
 def _has_parts(data: Any) -> bool:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
+from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples, move_to
 from trainer.data.coverage import digests
-from trainer.data.loader_workers import end_workers, worker_start
-from trainer.data.sampler import Sampler, micro_batch_seed
+from trainer.data.loader_workers import ReadOptions, WorkerPool
+from trainer.data.sampler import MicroBatch, Sampler, micro_batch_seed
 from trainer.errors import ConfigError
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
@@ -37,48 +39,46 @@ _WORTH_WORKERS = 4
 """The fewest batches of an evaluation for which workers are started."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadOptions:
-    """How samples are read, in the terms of `torch.utils.data.DataLoader`."""
-
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    pin_memory: bool = False
-    worker_init_fn: Callable[[int], None] | None = None
-    timeout: float = 0.0
-    multiprocessing_context: Any = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """One micro-batch to be read: the seed of its random state, and its positions (n,)."""
+    """One micro-batch to be read: its split, the seed of its random state, and its positions (n,)."""
 
+    split: str
     seed: int
     positions: NDArray[np.int64]
 
 
 class _Read(Dataset[Any]):
-    """Reads whole micro-batches of a dataset, in this process or in a worker. Random changes to samples are drawn from
+    """Reads whole micro-batches of datasets, in this process or in a worker. Random changes to samples are drawn from
     the micro-batch's own seed: they do not depend on which rank or worker reads it."""
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+    def __init__(self, datasets: Mapping[str, Dataset[Any]], options: Mapping[str, ReadOptions]) -> None:
+        self.datasets = dict(datasets)
+        self._collate = {split: options[split].collate_fn or default_collate for split in datasets}
         # Rows of tensors need no collate: picking them gives the same as stacking them one by one.
-        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate_fn is None else None
+        self._tensors = {
+            split: dataset.tensors
+            for split, dataset in datasets.items()
+            if type(dataset) is TensorDataset and options[split].collate_fn is None
+        }
 
     def __getitems__(self, orders: Sequence[_Order]) -> list[Any]:
         return [self[order] for order in orders]
 
     def __getitem__(self, order: _Order) -> Any:
-        if self._tensors is not None:
+        if order.split in self._tensors:
             index = torch.from_numpy(order.positions)
-            return tuple(tensor[index] for tensor in self._tensors)
+            return tuple(tensor[index] for tensor in self._tensors[order.split])
         _seed_all(order.seed)
-        positions = order.positions.tolist()
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(positions) if callable(many) else [self.dataset[position] for position in positions]
-        return self.collate_fn(samples)
+        dataset, positions = self.datasets[order.split], order.positions.tolist()
+        many = getattr(dataset, "__getitems__", None)
+        samples = many(positions) if callable(many) else [dataset[position] for position in positions]
+        return self._collate[order.split](samples)
+
+    def try_one(self) -> None:
+        """Read one sample of each dataset."""
+        for dataset in self.datasets.values():
+            dataset[0]
 
 
 def _seed_all(seed: int) -> None:
@@ -100,22 +100,6 @@ def _own_random_state() -> Iterator[None]:
         np.random.set_state(state[2])
 
 
-class _Queue:
-    """The micro-batches that torch's loader is to read next, one per item."""
-
-    def __init__(self) -> None:
-        self.orders: Iterator[_Order] = iter(())
-
-    def __iter__(self) -> Iterator[list[_Order]]:
-        for order in self.orders:
-            yield [order]
-
-
-def _only(parts: list[Any]) -> Any:
-    """Return the one micro-batch of an item, which is collated already."""
-    return parts[0]
-
-
 @dataclass(slots=True)
 class DatasetData:
     """The datasets of a training, by split. Their lengths are those at the beginning."""
@@ -123,22 +107,26 @@ class DatasetData:
     train: Dataset[Any]
     valid: Dataset[Any] | None = None
     test: Dataset[Any] | None = None
-    options: ReadOptions = field(default_factory=ReadOptions)
+    options: Mapping[str, ReadOptions] = field(default_factory=dict)
+    """How each split is read; the usual way where it is not said."""
     name: str | None = None
     """The name of the content; None: from its type, its length and a few of its samples."""
-    _loader: DataLoader[Any] | None = None
-    _queue: _Queue = field(default_factory=_Queue)
-    _readers: dict[str, _Read] = field(default_factory=dict)
+    _reader: _Read = field(init=False)
+    _pools: dict[str, WorkerPool] = field(default_factory=dict)
+    """The workers of each split that has some. Those of the others are read in this process."""
     _counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        datasets: dict[str, Dataset[Any]] = {}
         for split, dataset in (("train", self.train), ("valid", self.valid), ("test", self.test)):
             if dataset is not None:
                 _check(dataset, split)
-                self._readers[split] = _Read(dataset, self.options.collate_fn)
+                datasets[split] = dataset
                 self._counts[split] = len(cast(Sized, dataset))
         if not self.count("train"):
             raise ConfigError("the training dataset has no samples")
+        self.options = {split: self.options.get(split, ReadOptions()) for split in datasets}
+        self._reader = _Read(datasets, self.options)
         self.name = self.name or _name_of(self.train)
 
     @property
@@ -150,7 +138,7 @@ class DatasetData:
     def name_split(self, split: str) -> str:
         """Return a name that tells the content of a split from another's, as far as a few samples tell it; of tensors
         all. "" where there is none."""
-        dataset = self._readers[split].dataset if split in self._readers else None
+        dataset = self._reader.datasets.get(split)
         if type(dataset) is TensorDataset:
             return "-".join(digest_array(tensor) for tensor in dataset.tensors)
         return "" if dataset is None else _name_of(dataset)
@@ -159,40 +147,59 @@ class DatasetData:
         """Return the number of samples of a split, 0 where there is none."""
         return self._counts.get(split, 0)
 
+    def start_workers(self, config: DistributedTrainingConfig, facts: RankFacts) -> None:
+        """Start the worker processes that the loaders ask for, which stay until `close`: those of the training split,
+        and those of the other two together. To be called before other threads start (`trainer.data.loader_workers`).
+        Raise `trainer.data.loader_workers.WorkerHungError` where they do not answer."""
+        # The others wait that long for this rank.
+        patience = 0.9 * config.collective_timeout_seconds if config.micro_batches > 1 else 0.0
+        judged = [split for split in ("valid", "test") if self._is_worth_workers(split, config)]
+        for splits in (judged, ["train"]):  # in this order: the second may have a thread that pins memory
+            options = next((self.options[split] for split in splits if self.options[split].num_workers), None)
+            if options is None:
+                continue
+            if splits == ["train"]:
+                pins = options.pin_memory and config.backend != "gloo" and torch.cuda.is_available()
+                prefetch = config.prefetch_batches or options.prefetch_factor
+                options = replace(options, pin_memory=pins, prefetch_factor=prefetch)
+            else:
+                options = replace(options, pin_memory=False)
+            reader = _Read({split: self._reader.datasets[split] for split in splits}, self.options)
+            pool = WorkerPool(reader, options, facts.rank, patience)
+            self._pools |= dict.fromkeys(splits, pool)
+            pool.start()
+        for pool in dict.fromkeys(self._pools.values()):  # once all are started: what they answer is read by threads
+            pool.wait_until_ready()
+
+    def _is_worth_workers(self, split: str, config: DistributedTrainingConfig) -> bool:
+        batches = self.count(split) // (config.batch_size_per_gpu * config.world_size)
+        return split in self.options and self.options[split].num_workers > 0 and batches >= _WORTH_WORKERS
+
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
         """Return the samples at these positions as one batch on the device, read in this process."""
         with _own_random_state():
-            return move_to(self._readers[split][_Order(int(positions[0]), positions)], device)
+            return move_to(self._reader[_Order(split, int(positions[0]), positions)], device)
 
     def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
         """Yield what `read` returns for each of these positions, read by workers where the caller's loader has some."""
-        if not self.options.num_workers or len(parts) < _WORTH_WORKERS:
+        pool = self._pools.get(split)
+        if pool is None or len(parts) < _WORTH_WORKERS:
             for positions in parts:
                 yield self.read(split, positions, device)
             return
-        orders = [[_Order(int(positions[0]), positions)] for positions in parts]
-        loader = DataLoader(
-            self._readers[split], batch_sampler=cast(Any, orders), collate_fn=_only, **self._with_workers(None)
-        )
-        try:
-            for data in loader:
-                yield move_to(data, device)
-        finally:
-            end_workers(loader)
+        for data in pool.read(_Order(split, int(positions[0]), positions) for positions in parts):
+            yield move_to(data, device)
 
     def make_loader(
         self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
     ) -> DatasetLoader:
         """Return the loader of this rank's samples. Its worker processes are those of the loader before it."""
-        if self._loader is None:
-            options = self.options
-            self._loader = DataLoader(
-                self._readers["train"], batch_sampler=cast(Any, self._queue), collate_fn=_only,
-                pin_memory=options.pin_memory and world.device.type == "cuda",
-                **(self._with_workers(prefetch_batches) if options.num_workers else {}),
-            )  # fmt: skip
+        if "train" not in self._pools:
+            options = replace(self.options["train"], num_workers=0, prefetch_factor=None)
+            pins = options.pin_memory and world.device.type == "cuda"
+            self._pools["train"] = WorkerPool(self._reader, replace(options, pin_memory=pins), world.rank, 0.0)
         check = self.refuse_other_length
-        return DatasetLoader(self._loader, self._queue, sampler, world.device, faults, timer, check)
+        return DatasetLoader(self._pools["train"], sampler, world.device, faults, timer, check)
 
     def refuse_other_length(self) -> None:
         """Raise `ConfigError` if the training dataset has another length than at the beginning."""
@@ -205,37 +212,27 @@ class DatasetData:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._loader is not None:
-            end_workers(self._loader)
-            self._loader = None
-
-    def _with_workers(self, prefetch_batches: int | None) -> dict[str, Any]:
-        options = self.options
-        return {
-            "num_workers": options.num_workers, "persistent_workers": True,
-            "prefetch_factor": prefetch_batches or options.prefetch_factor,
-            "worker_init_fn": worker_start(options.multiprocessing_context, options.worker_init_fn),
-            "timeout": options.timeout, "multiprocessing_context": options.multiprocessing_context,
-        }  # fmt: skip
+        for pool in dict.fromkeys(self._pools.values()):
+            pool.close()
+        self._pools.clear()
 
 
 class DatasetLoader:
     """The batches of one rank in one world."""
 
     def __init__(
-        self, loader: DataLoader[Any], queue: _Queue, sampler: Sampler, device: torch.device, faults: Faults,
-        timer: StepTimer, before_epoch: Callable[[], object] = lambda: None,
+        self, pool: WorkerPool, sampler: Sampler, device: torch.device, faults: Faults, timer: StepTimer,
+        before_epoch: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """``before_epoch`` is called before the first batch of (the rest of) an epoch; it may raise."""
-        self.loader, self.queue, self.sampler, self.device = loader, queue, sampler, device
+        self.pool, self.sampler, self.device = pool, sampler, device
         self.faults, self.timer, self.before_epoch = faults, timer, before_epoch
 
     def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the steps done by then."""
         self.before_epoch()
-        planned: list[tuple[int, list[tuple[int, int]], int]] = []
-        self.queue.orders = self._orders(epoch, offset, step, planned)
-        coming = iter(self.loader)
+        planned: list[tuple[int, list[MicroBatch], int]] = []
+        coming = self.pool.read(self._orders(epoch, offset, step, planned))
         for number in range(self.sampler.steps_from(offset)):
             self.timer.mark("other")
             self.faults.reach("input", step + number)
@@ -243,14 +240,13 @@ class DatasetLoader:
             samples, parts, digest = planned.pop(0)
             data = [first, *(next(coming) for _ in parts[1:])]
             micro_batches = tuple(
-                Samples(place, count, move_to(part, self.device))
-                for (place, count), part in zip(parts, data, strict=True)
+                Samples(part.number, len(part.positions), move_to(read, self.device), part.place, part.positions)
+                for part, read in zip(parts, data, strict=True)
             )
             yield Batch(samples, micro_batches, digest)
 
     def close(self) -> None:
-        """Deal no more; the workers stay for the next loader."""
-        self.queue.orders = iter(())
+        """The workers stay for the next loader."""
 
     def _orders(self, epoch: int, offset: int, step: int, planned: list[Any]) -> Iterator[_Order]:
         """Deal the steps, some at once, and yield their micro-batches; what each step holds goes into ``planned``."""
@@ -258,10 +254,10 @@ class DatasetLoader:
         for numbers in sampler.together(offset, PLANNED):
             for number, (samples, parts) in zip(numbers, sampler.steps(epoch, offset, numbers), strict=True):
                 [digest] = digests(np.concatenate([part.positions for part in parts]), np.zeros(1, dtype=np.int64))
-                planned.append((samples, [(part.number, len(part.positions)) for part in parts], digest))
+                planned.append((samples, parts, digest))
                 for part in parts:
-                    seed = micro_batch_seed(sampler.seed, step + number, part.number)
-                    yield _Order(seed, part.positions)
+                    seed = micro_batch_seed(sampler.seed, step + number, part.number, part.place)
+                    yield _Order("train", seed, part.positions)
 
 
 def _check(dataset: Dataset[Any], split: str) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.comm.world import World
 from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digests
-from trainer.data.sampler import SMALLEST, Sampler
+from trainer.data.sampler import SMALLEST, MicroBatch, Sampler
 from trainer.data.shards import DataShardManager
 from trainer.runtime.affinity import roam
 from trainer.runtime.fault_injection import Faults
@@ -44,9 +44,7 @@ class Planned:
     """The samples of a batch, before they are gathered."""
 
     samples: int
-    numbers: tuple[int, ...]
-    sizes: list[int]
-    """(number, size) of each micro-batch."""
+    parts: list[MicroBatch]
     rows: Tensor
     """(b,) int64, where windows are gathered."""
     digest: int
@@ -196,11 +194,15 @@ class BatchLoader:
         else:
             self._next = (slot + 1) % self._slots
             windows, target = self._staging.fill(slot, planned.rows)
-        if len(planned.numbers) == 1:
-            only = Samples(planned.numbers[0], len(target), (windows, target))
+        parts = planned.parts
+        if len(parts) == 1:
+            only = Samples(parts[0].number, len(target), (windows, target), parts[0].place, parts[0].positions)
             return Batch(planned.samples, (only,), planned.digest), slot
-        parts = zip(planned.numbers, windows.split(planned.sizes), target.split(planned.sizes), strict=True)
-        micro_batches = tuple(Samples(number, len(part[1]), part) for number, *part in parts)
+        sizes = [len(part.positions) for part in parts]
+        micro_batches = tuple(
+            Samples(part.number, len(data[1]), data, part.place, part.positions)
+            for part, *data in zip(parts, windows.split(sizes), target.split(sizes), strict=True)
+        )
         return Batch(planned.samples, micro_batches, planned.digest), slot
 
     def _plan(self, epoch: int, offset: int) -> Iterator[Planned]:
@@ -209,11 +211,10 @@ class BatchLoader:
         for numbers in sampler.together(offset, PLANNED):
             dealt = sampler.steps(epoch, offset, numbers)
             positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
-            sizes = [[len(part.positions) for part in parts] for _, parts in dealt]
-            lengths = [sum(of_step) for of_step in sizes]
+            lengths = [sum(len(part.positions) for part in parts) for _, parts in dealt]
             starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
             rows = torch.from_numpy(self.shards.end_rows("train", positions)).to(self.shards.device)
-            found = zip(numbers, dealt, sizes, rows.split(lengths), digests(positions, starts), strict=True)
-            for number, (samples, parts), of_step, of_rows, used in found:
+            found = zip(numbers, dealt, rows.split(lengths), digests(positions, starts), strict=True)
+            for number, (samples, parts), of_rows, used in found:
                 ahead = sampler.ahead(epoch, offset, number, is_first=not number) if reads_ahead else []
-                yield Planned(samples, tuple(part.number for part in parts), of_step, of_rows, used, ahead)
+                yield Planned(samples, parts, of_rows, used, ahead)

@@ -1,36 +1,76 @@
-"""The worker processes of a caller's loader: how each begins, and how those that do not end are ended.
+"""torch's loader of whole micro-batches, with the worker processes that a caller's loader asks for.
 
-What they read is `trainer.data.dataset_data`.
+Workers are forked while this process has no threads of the trainer yet, and stay until it ends: a process that is
+forked beside threads inherits the locks that they hold at that moment, and may wait for one of them for ever. What they
+read, and in which order, is `trainer.data.dataset_data`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import select
 import signal
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from trainer.runtime.affinity import roam
 from trainer.runtime.parent_death import die_with
+
+START_SECONDS = (20.0, 60.0, 180.0)
+"""How long the workers of each attempt may take to start and to read one sample."""
+_STACK = signal.SIGUSR2
+"""The signal on which a worker writes where it stands to the log of its node."""
+
+
+class WorkerHungError(RuntimeError):
+    """Workers that do not answer. The message names their rank and their processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How samples are read, in the terms of `torch.utils.data.DataLoader`."""
+
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0.0
+    multiprocessing_context: Any = None
+
+    @property
+    def forks(self) -> bool:
+        """Whether workers are forked from this process, and inherit all that it has."""
+        context: Any = self.multiprocessing_context or multiprocessing
+        if isinstance(context, str):
+            return context == "fork"
+        return bool(context.get_start_method() == "fork")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
     """Begins a worker.
 
-    It inherits its rank's connections, so it must not outlive the rank: peers would wait for connections that nobody
-    closes. Signals to a whole node or terminal are the rank's to act on; the rank ends its workers.
+    One that is forked inherits its rank's connections, so it must not outlive the rank: peers would wait for
+    connections that nobody closes. Signals to a whole node or terminal are the rank's to act on; the rank ends its
+    workers.
     """
 
     parent: int | None
     """The rank's process; None where another process starts the workers, which then inherit nothing of the rank."""
     own: Callable[[int], None] | None
     """The caller's ``worker_init_fn``."""
+    answers: int
+    """The descriptor to which a byte is written once one sample was read; negative where it is not inherited."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is the worker of this number."""
@@ -38,22 +78,134 @@ class WorkerStart:
             die_with(self.parent)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        faulthandler.register(_STACK, file=sys.stderr, all_threads=False)
         roam()
-        if self.own is not None:
-            self.own(worker)
+        try:
+            if self.own is not None:
+                self.own(worker)
+            info = get_worker_info()
+            if self.answers >= 0 and info is not None:
+                cast(Any, info.dataset).try_one()
+        finally:
+            if self.answers >= 0:
+                os.write(self.answers, b".")
 
 
-def worker_start(context: Any, own: Callable[[int], None] | None) -> WorkerStart:
-    """Return the start of the workers of this process. ``context``: that of `multiprocessing` from which they are
-    started, None for the usual one."""
-    method = (context or multiprocessing).get_start_method()
-    return WorkerStart(None if method == "forkserver" else os.getpid(), own)
+class WorkerPool:
+    """A loader whose items are read by worker processes, if the options ask for any, else by this process."""
+
+    def __init__(self, dataset: Dataset[Any], options: ReadOptions, rank: int, patience: float) -> None:
+        """``dataset`` reads one micro-batch for each order that it is given, and has ``try_one``, which reads one
+        sample. ``patience``: the seconds to wait for the next item (0: no limit), where the options do not say."""
+        self.dataset, self.options, self.rank = dataset, options, rank
+        self.patience = options.timeout or patience
+        self._orders: Iterable[Any] = ()
+        has_answers = options.num_workers > 0 and options.forks  # a worker of another start inherits no pipe
+        self._answers, self._answer = os.pipe() if has_answers else (-1, -1)
+        self._loader = self._make_loader()
+
+    def start(self) -> None:
+        """Start the workers; `wait_until_ready` comes next. To be called before other threads start."""
+        if self.options.num_workers:
+            iter(self._loader)
+
+    def wait_until_ready(self) -> None:
+        """Wait until each worker has read a sample. Where one does not come that far, start others in their place;
+        raise `WorkerHungError` where these do not either."""
+        if self._answer < 0:
+            return
+        for attempt, seconds in enumerate(START_SECONDS):
+            if attempt:
+                self._loader = self._make_loader()
+                self.start()
+            if self._count_answers(seconds) >= self.options.num_workers:
+                return
+            where = self._end_hung()
+            while select.select([self._answers], [], [], 0)[0]:
+                os.read(self._answers, 1 << 10)  # of those that have answered
+        raise WorkerHungError(
+            f"rank {self.rank}: {where} did not read a sample within {seconds:g} s, though started {attempt + 1} "
+            "times. Their stacks are in the log of the node: a lock that another thread of the script holds is held in "
+            "them for ever. Start that thread later, or give the loader multiprocessing_context='forkserver', or "
+            "num_workers=0"
+        )
+
+    def read(self, orders: Iterable[Any]) -> Iterator[Any]:
+        """Yield what the dataset gives for each order. Raise `WorkerHungError` where it takes longer than the
+        patience."""
+        self._orders = orders
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            raise WorkerHungError(
+                f"rank {self.rank}: {self._end_hung()} did not answer for {self.patience:g} s while they read samples; "
+                "their stacks are in the log of the node. If reading takes that long, give the loader a timeout of "
+                "more seconds, and raise training.collective_timeout_seconds, for which the others wait"
+            ) from error
+
+    def close(self) -> None:
+        """End the workers: in order, and those that hang in a caller's code by force."""
+        self._orders = ()
+        _end_workers(self._loader)
+        if self._answer >= 0:
+            os.close(self._answers)
+            os.close(self._answer)
+            self._answers, self._answer = -1, -1
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield one order per item: torch's loader asks this for its batches."""
+        for order in self._orders:
+            yield [order]
+
+    def _make_loader(self) -> DataLoader[Any]:
+        options = self.options
+        settings: dict[str, Any] = {"generator": torch.Generator()}  # not this process's own random state
+        if options.num_workers:
+            parent = os.getpid() if self._answer >= 0 else None
+            settings |= {
+                "num_workers": options.num_workers,
+                "persistent_workers": True,
+                "prefetch_factor": options.prefetch_factor,
+                "worker_init_fn": WorkerStart(parent, options.worker_init_fn, self._answer),
+                "timeout": self.patience,
+                "multiprocessing_context": options.multiprocessing_context,
+            }
+        return DataLoader(
+            self.dataset, batch_sampler=cast(Any, self), collate_fn=_only, pin_memory=options.pin_memory, **settings
+        )
+
+    def _count_answers(self, seconds: float) -> int:
+        """Return how many workers have read a sample, at the latest after this many seconds."""
+        until, found = time.monotonic() + seconds, 0
+        while found < self.options.num_workers and (left := until - time.monotonic()) > 0:
+            if select.select([self._answers], [], [], left)[0]:
+                found += len(os.read(self._answers, self.options.num_workers - found))
+        return found
+
+    def _end_hung(self) -> str:
+        """Let workers write where they stand, end them, and return them in words."""
+        workers = _workers_of(self._loader)
+        for worker in workers:
+            if worker.is_alive():
+                os.kill(worker.pid, _STACK)
+        time.sleep(0.2)  # for what they write
+        _end_workers(self._loader)
+        return f"the worker processes {', '.join(str(worker.pid) for worker in workers)} of its loader"
 
 
-def end_workers(loader: DataLoader[Any]) -> None:
-    """End the worker processes of a loader: in order, and those that hang in a caller's code by force."""
-    iterator = getattr(loader, "_iterator", None)
-    workers = list(getattr(iterator, "_workers", ()))
+def _only(parts: list[Any]) -> Any:
+    """Return the one micro-batch of an item, which is collated already."""
+    return parts[0]
+
+
+def _workers_of(loader: DataLoader[Any]) -> list[Any]:
+    return list(getattr(getattr(loader, "_iterator", None), "_workers", ()))
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator, workers = getattr(loader, "_iterator", None), _workers_of(loader)
     if iterator is not None and workers:
         with contextlib.suppress(Exception):  # whatever one of them has left behind
             iterator._shutdown_workers()

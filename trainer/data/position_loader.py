@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class PositionLoader:
                 while len(coming) <= self.ahead and (order := next(dealt, None)) is not None:
                     coming.append(self._pool.submit(self._gather, *order))
                 batch = coming.popleft().result()
-            parts = (Samples(part.number, part.count, move_to(part.data, self.device)) for part in batch.micro_batches)
+            parts = (replace(part, data=move_to(part.data, self.device)) for part in batch.micro_batches)
             yield Batch(batch.samples, tuple(parts), batch.digest)
 
     def close(self) -> None:
@@ -94,7 +95,13 @@ class PositionLoader:
         for first, last in ahead:
             self.data.will_need("train", first, last)
         micro_batches = tuple(
-            Samples(part.number, len(part.positions), self._pinned(self.data.gather("train", part.positions)))
+            Samples(
+                part.number,
+                len(part.positions),
+                self._pinned(self.data.gather("train", part.positions)),
+                part.place,
+                part.positions,
+            )
             for part in parts
         )
         return Batch(samples, micro_batches, digest)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,12 +145,14 @@ def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) ->
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A part of one step's global batch."""
+    """A part of one step's global batch, or a part of such a part where a whole one would be too much at once."""
 
     number: int
     """The place among the step's micro-batches."""
     positions: NDArray[np.int64]
     """Positions of its samples within the training split, shape (b,)."""
+    place: int = 0
+    """The place among the parts of that micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +167,10 @@ class Sampler:
     world_size: int
     shuffle_block: int | None = None
     """Samples of a block; None permutes all samples."""
+    at_most: int | None = None
+    """The most samples that go through the model at once: a micro-batch of more is cut evenly; None cuts none."""
+    at_least: int = 1
+    """The fewest samples that go through the model at once, which comes before `at_most`."""
 
     def __post_init__(self) -> None:
         steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
@@ -212,14 +219,29 @@ class Sampler:
         few."""
         parts_of_rank = range(self.rank, self.micro_batches, self.world_size)
         batches = [self.batch_range(offset, number) for number in numbers]
-        edges = [
-            [first + (last - first) * edge // self.micro_batches for edge in (part, part + 1)]
+        cuts = [
+            [
+                (part, place, start, stop)
+                for part in parts_of_rank
+                for place, (start, stop) in enumerate(self._cut(first, last, part))
+            ]
             for first, last in batches
-            for part in parts_of_rank
         ]
-        order = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in edges])
-        parts = iter(np.split(self._order(epoch, order), np.cumsum(np.diff(edges))[:-1]))
-        return [(last - first, [MicroBatch(part, next(parts)) for part in parts_of_rank]) for first, last in batches]
+        order = np.concatenate([np.arange(start, stop, dtype=np.int64) for cut in cuts for *_, start, stop in cut])
+        sizes = [stop - start for cut in cuts for *_, start, stop in cut]
+        parts = iter(np.split(self._order(epoch, order), np.cumsum(sizes)[:-1]))
+        return [
+            (last - first, [MicroBatch(part, next(parts), place) for part, place, *_ in cut])
+            for (first, last), cut in zip(batches, cuts, strict=True)
+        ]
+
+    def _cut(self, first: int, last: int, part: int) -> list[tuple[int, int]]:
+        """Return the positions [start, stop) of each part of a micro-batch of the global batch [first, last)."""
+        begin, end = (first + (last - first) * edge // self.micro_batches for edge in (part, part + 1))
+        size = end - begin
+        count = 1 if self.at_most is None else max(1, min(-(-size // self.at_most), size // self.at_least))
+        edges = [begin + size * edge // count for edge in range(count + 1)]
+        return list(pairwise(edges))
 
     def together(self, offset: int, planned: int) -> Iterator[range]:
         """Yield the numbers of all steps from a position of an epoch on, as many at once as hold about ``planned``

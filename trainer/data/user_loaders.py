@@ -21,7 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainer.data.dataset_data import DatasetData, ReadOptions
+from trainer.data.dataset_data import DatasetData
+from trainer.data.loader_workers import ReadOptions
 from trainer.errors import ConfigError
 
 _UNDERSTOOD = (RandomSampler, SequentialSampler, DistributedSampler)
@@ -86,14 +87,11 @@ def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderReq
 
 
 def join_requests(by_split: Mapping[str, LoaderRequest], name: str | None = None) -> DatasetData:
-    """Return the data of a training from the requests for its splits; samples are read as the training loader says.
-    Raise `ConfigError` where another split has a collate function of its own."""
+    """Return the data of a training from the requests for its splits. Each loader's samples are read as it says; those
+    of a dataset that was given without one, as the training loader says."""
     train = by_split["train"]
-    for split, request in by_split.items():
-        if request.options.collate_fn not in (None, train.options.collate_fn):
-            raise ConfigError(
-                f"the {split} loader has another collate_fn than the training loader: a task gets batches of one "
-                "structure. Give all loaders the same"
-            )
     datasets = {split: request.dataset for split, request in by_split.items()}
-    return DatasetData(datasets["train"], datasets.get("valid"), datasets.get("test"), options=train.options, name=name)
+    options = {
+        split: train.options if request.batch_size is None else request.options for split, request in by_split.items()
+    }
+    return DatasetData(datasets["train"], datasets.get("valid"), datasets.get("test"), options=options, name=name)

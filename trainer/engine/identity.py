@@ -45,7 +45,7 @@ def describe_structure(module: nn.Module) -> dict[str, str]:
 
 def describe_loss(task: Any) -> dict[str, Any]:
     """Return the arguments that a loss was made with, of torch's own losses and of a `functools.partial`."""
-    loss = task.criterion if isinstance(task, SupervisedTask) else task
+    loss = task.given if isinstance(task, SupervisedTask) else task
     if isinstance(loss, functools.partial):
         arguments = dict(zip(map(str, range(len(loss.args))), loss.args, strict=True)) | loss.keywords
         function = getattr(loss.func, "__qualname__", type(loss.func).__qualname__)

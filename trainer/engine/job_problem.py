@@ -28,7 +28,7 @@ from trainer.evaluation.token_judge import TokenJudge
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.factories import build_from_factory
 from trainer.model.rows import build_row_loss, build_row_model
-from trainer.model.task import SupervisedTask, Task, unreduced
+from trainer.model.task import SupervisedTask, Task
 from trainer.model.tokens import NextToken, build_token_loss, build_token_model
 from trainer.spec import OWN, ROWS, TOKENS, WINDOWS
 from trainer.storage.open import open_storage
@@ -36,8 +36,8 @@ from trainer.storage.open import open_storage
 ROWS_AT_ONCE = 4096
 """Rows that are evaluated at once, while memory suffices."""
 OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
-    "cross_entropy": lambda: nn.CrossEntropyLoss(reduction="none"),
-    "squared_error": lambda: nn.MSELoss(reduction="none"),
+    "cross_entropy": nn.CrossEntropyLoss,
+    "squared_error": nn.MSELoss,
 }
 """The stock losses for datasets of the user's own."""
 LOGITS_AT_ONCE = 1 << 25
@@ -124,7 +124,7 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
     if not isinstance(module, nn.Module) or not any(part.requires_grad for part in module.parameters()):
         raise ConfigError(f"{where} returned a {type(module).__name__}; it must return a module with parameters")
     made = build_from_factory("loss", job.loss, OWN_LOSSES)
-    task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(unreduced(made))
+    task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(made)
     if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
         task.criterion.to(device)
     module = module.to(device)

@@ -50,11 +50,6 @@ def limit_evaluation(limit: MicroBatchLimit, planned: int, most: int) -> int:
     return min(most, limit.max_samples) if is_short else most
 
 
-def split_samples(count: int, size: int) -> list[slice]:
-    """Return slices of at most ``size`` consecutive samples that cover ``count`` samples."""
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
-
-
 def checkpoint_activations(model: nn.Module) -> int:
     """Compute the activations inside the model's blocks twice instead of keeping them. Return the number of blocks, 0
     where the model has none. Gradients, dropout and running statistics stay the same. It works in place, and once only.

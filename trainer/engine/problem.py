@@ -60,7 +60,7 @@ class Problem:
         shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
         return {
             "dataset": self.data.dataset_id,
-            "model": {**model, "structure": describe_structure(self.module), "shapes": shapes},
+            "model": {**model, "structure": describe_structure(self.module), "weights": shapes},
             "loss": {**loss, **describe_loss(self.task)},
             "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
         }

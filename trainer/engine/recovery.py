@@ -255,7 +255,9 @@ def use_less_memory(session: Session, error: Exception) -> None:
         samples=fit.max_samples,
         activation_checkpointing=fit.activation_checkpointing,
     )
-    if session.elastic is not None and session.world.group is not None:
+    if session.world.group is None:
+        session.workload.load_for(session.world)
+    elif session.elastic is not None:
         reason = f"out of memory on rank {session.world.rank}"
         session.world.group.fail(reason, communication=False)
         retry_until_formed(session, partial(recover, session, reason))

@@ -17,6 +17,7 @@ import torch
 
 from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
+from trainer.data.loader_workers import WorkerHungError
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.problem import ProblemMaker
@@ -116,7 +117,9 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
 def _may_go_better(error: Exception) -> bool:
     """Return whether the error is one of this machine, which need not come again: its device is gone, or a process that
     loads data was killed, as for its memory, which counts as a loss for any process that is."""
-    if isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error):
+    if isinstance(error, (WorkerHungError, getattr(torch, "AcceleratorError", WorkerHungError))):
+        return True
+    if "CUDA error" in str(error):
         return True
     said = (str(error), str(error.__cause__ or ""))
     return said[0].startswith("DataLoader worker (pid") and any("killed by signal: Killed" in text for text in said)

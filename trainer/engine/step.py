@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.batches import Batch, take_rows
+from trainer.data.batches import Batch, find_non_finite
 from trainer.data.sampler import micro_batch_seed
 from trainer.engine.module_state import (
     holds_module_state,
@@ -23,11 +24,11 @@ from trainer.engine.module_state import (
     read_module_state,
     refuse_extra_state,
 )
-from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
+from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
 from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
-from trainer.model.task import Task, per_sample
+from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.gradient_norm import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
@@ -50,12 +51,18 @@ class NonFiniteError(RuntimeError):
     """The loss or its gradient is not a finite number. The message names the step and the remedies."""
 
 
-def explain_non_finite(step: int, learning_rate: float, norm: float) -> NonFiniteError:
-    """Return the error of a step (0-based) whose loss or gradient is not finite."""
+def explain_non_finite(step: int, learning_rate: float, norm: float, data: str = "") -> NonFiniteError:
+    """Return the error of a step (0-based) whose loss or gradient is not finite. ``data``: what is not finite in its
+    samples."""
+    remedies = (
+        "lower training.learning_rate, raise training.warmup_steps, set training.clip_norm, or look for extreme values "
+        "in the data"
+    )
+    if data:
+        remedies = f"{data}; where that is meant, {remedies}"
     return NonFiniteError(
         f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
-        f"gradient norm {norm:.3g}): lower training.learning_rate, raise training.warmup_steps, "
-        "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
+        f"gradient norm {norm:.3g}): {remedies}; the last checkpoint is untouched"
     )
 
 
@@ -75,9 +82,11 @@ class StepFlags:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step. ``loss_sum`` is this rank's part: the sum of its samples' losses."""
+    """The result of a step. ``loss_sum`` and ``weight`` are this rank's parts: the sums of its samples' losses, and of
+    what its samples weigh in the mean (`trainer.model.task`)."""
 
     loss_sum: float
+    weight: float
     grad_norm: float
     flags: StepFlags
     digest: int
@@ -100,6 +109,7 @@ class TrainingStep:
         load_package(config.strategy, device)
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
+        self._weigh = weigher(task)
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
         self.optimizer: FlatAdamW | ShardedAdamW
@@ -160,7 +170,8 @@ class TrainingStep:
                 )
 
     def apply_limit(self, fit: MicroBatchLimit) -> None:
-        """Limit the samples that go through the model at once."""
+        """Limit the samples that go through the model at once, by which the sampler of the next world cuts
+        micro-batches."""
         self.limit = fit
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True
@@ -185,12 +196,12 @@ class TrainingStep:
         self._commit = self.awaits_commit = None
         before = read_module_state(self._holders)
         try:
-            losses = self._forward_backward(batch, step, flags)
+            losses, weight = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
             loss_sum, grad_norm = self._clip(losses)
             self.timer.mark("optimizer")
             self.awaits_commit = step
-            result = self._agree(batch, flags, loss_sum, grad_norm)
+            result = self._agree(batch, flags, loss_sum, weight, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
             peers = self.world.group
@@ -204,7 +215,7 @@ class TrainingStep:
                 raise peers.error from error  # autograd may have wrapped it
             raise
         if result is None:
-            raise explain_non_finite(step, learning_rate, grad_norm)
+            raise explain_non_finite(step, learning_rate, grad_norm, self._find_odd(batch))
         self.faults.reach("optimizer", step)
         self.update()
         self.timer.mark("optimizer")
@@ -223,35 +234,32 @@ class TrainingStep:
         else:
             self.optimizer.update(self.sync.single_flat_gradient())
 
-    def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> list[Tensor]:
-        """Return the sums of this rank's losses, one for each pass, and leave the gradient of the *global* mean in the
-        parameters, on every rank."""
+    def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> tuple[list[Tensor], float]:
+        """Return the sums of this rank's losses, one for each pass, and what its samples weigh, and leave the gradient
+        of the *global* mean in the parameters, on every rank."""
         sync = self.sync
         sums: list[Tensor] = []
-        # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
-        share = torch.full((), 1.0 / batch.samples, device=self.device)
-        work: list[tuple[int, int, Any]] = []
-        for part in batch.micro_batches:
-            if part.count <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
-                work.append((micro_batch_seed(self.config.seed, step, part.number), part.count, part.data))
-                continue
-            for place, rows in enumerate(split_samples(part.count, self.limit.max_samples)):
-                seed = micro_batch_seed(self.config.seed, step, part.number, place)
-                work.append((seed, rows.stop - rows.start, take_rows(part.data, rows, part.count)))
+        weight, total = self._weigh_batch(batch)
+        share = torch.zeros((), device=self.device)
+        work = list(batch.micro_batches)
         real = len(work)
         # Where passes are collectives, all ranks make equally many, the last ones with a share of 0.
         most = sync.passes(batch.samples, self.config.micro_batches, self.limit.max_samples)
         work += [work[-1]] * (most - real)
         self.timer.mark("other")
-        for place, (seed, count, data) in enumerate(work):
-            self._seed(seed)
+        for place, part in enumerate(work):
+            self._seed(micro_batch_seed(self.config.seed, step, part.number, part.place))
             self.faults.reach("forward", step)
             if place == real:
                 share, held = torch.zeros_like(share), read_module_state(self._holders)
             sync.begin_forward()
-            loss = self._losses(self.model, count, data).sum()
+            loss = self._losses(self.model, part.count, part.data).sum()
             if place < real:
                 sums.append(loss.detach())
+            if place == 0:
+                # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
+                whole = total()
+                share = torch.full((), 1.0 / whole if whole else 0.0, device=self.device)
             self.timer.mark("forward")
             self.faults.reach("backward", step)
             is_last = place == len(work) - 1
@@ -263,7 +271,22 @@ class TrainingStep:
                 self.timer.mark("backward")
         if len(work) > real:
             put_module_state(self._holders, held)
-        return sums
+        return sums, weight
+
+    def _weigh_batch(self, batch: Batch) -> tuple[float, Callable[[], float]]:
+        """Return what this rank's samples weigh, and a function that returns what those of all ranks do, which are
+        summed meanwhile."""
+        if self._weigh is None:
+            return batch.local_samples, lambda: batch.samples
+        found = [
+            per_sample(self._weigh(part.data), part.count, "the loss", summed=True).double().sum()
+            for part in batch.micro_batches
+        ]
+        mine = torch.stack(found).sum().cpu()
+        if self.world.group is None:
+            return mine.item(), mine.item
+        summed = self.world.group.submit("weights of the samples", partial(_summed, mine.clone()), mine.nbytes)
+        return mine.item(), lambda: summed.result().item()
 
     def _backward(self, loss: Tensor, share: Tensor) -> None:
         self.scaler.scale(loss).backward(share)
@@ -274,8 +297,19 @@ class TrainingStep:
             losses = self.task.loss(model, data)
         else:
             with torch.autocast(self.device.type, dtype=self._kind):
-                losses = self.task.loss(model, data).float()
-        return per_sample(losses, count, "the loss")
+                losses = self.task.loss(model, data)
+        return per_sample(losses, count, "the loss", summed=self._weigh is not None)
+
+    def _find_odd(self, batch: Batch) -> str:
+        """Return what is not finite in the samples of a global batch, "" where all are. A collective."""
+        mine = ""
+        for part in batch.micro_batches:
+            if (found := find_non_finite(part.data)) is not None and not mine:
+                name, row, value = found
+                is_known = part.positions is not None and row < len(part.positions)
+                sample = f"sample {part.positions[row]}" if is_known and part.positions is not None else "a sample"
+                mine = f"{sample} of the training split has {value} in {name}: mend that sample, or leave it out"
+        return next(filter(None, self.world.all_gather_object(mine)), "")
 
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
@@ -310,7 +344,9 @@ class TrainingStep:
         counts = _counts(batch, flags, broken, self.sync.missing_flags())
         self._commit = self.world.group.all_reduce(_COMMIT, counts)
 
-    def _agree(self, batch: Batch, flags: StepFlags, loss_sum: float, grad_norm: float) -> StepResult | None:
+    def _agree(
+        self, batch: Batch, flags: StepFlags, loss_sum: float, weight: float, grad_norm: float
+    ) -> StepResult | None:
         """Wait for the one small all-reduce that commits a step. Return None if any rank's numbers are not finite."""
         # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
         is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
@@ -326,7 +362,7 @@ class TrainingStep:
         if samples != batch.samples:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
         self.sync.drop_unused(without)
-        return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
+        return StepResult(loss_sum, weight, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
     def take_whole(self) -> None:
         """Let the module hold the present weights: it always does where a rank has all of them."""
@@ -359,6 +395,11 @@ class TrainingStep:
         assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+
+
+def _summed(tensor: Tensor, transport: Any) -> Tensor:
+    transport.all_reduce(tensor)
+    return tensor
 
 
 def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:

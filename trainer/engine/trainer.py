@@ -8,6 +8,7 @@ state of a training is owned by `trainer.engine.session`; a caller's own model a
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -44,6 +45,8 @@ from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.warm_start import begin_from
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
+from trainer.evaluation.evaluate import Evaluation
+from trainer.model.task import mean_of
 from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
@@ -203,12 +206,13 @@ class DistributedTrainer:
         return self.synchronize_metrics(totals)
 
     def synchronize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the sums over ranks; with ``loss_sum`` and ``samples`` among them, also their ratio as ``loss``."""
+        """Return the sums over ranks; with ``loss_sum`` and ``weight``, or ``samples``, among them, also their ratio as
+        ``loss``."""
         names = sorted(metrics)
         values = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
         result = dict(zip(names, self.participant.world.all_reduce(values).tolist(), strict=True))
-        if result.get("samples"):
-            result["loss"] = result["loss_sum"] / result["samples"]
+        if "loss_sum" in result:
+            result["loss"] = mean_of(result["loss_sum"], result.get("weight", result.get("samples", 0.0)))
         return result
 
     def close(self, tracking_seconds: float = 60.0) -> None:
@@ -232,7 +236,7 @@ class DistributedTrainer:
         step.timer.mark("other")
         progress = session.progress
         watchdog.progress(progress.step)
-        totals = {"loss_sum": 0.0, "samples": 0.0}
+        totals = {"loss_sum": 0.0, "weight": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, progress.step, session.total_steps)
             flags = self._collect_flags()
@@ -244,8 +248,9 @@ class DistributedTrainer:
             if profiler is not None:
                 profiler.step(progress.step)
             totals["loss_sum"] += result.loss_sum
+            totals["weight"] += result.weight
             totals["samples"] += batch.local_samples
-            session.window.add(result.loss_sum, batch.local_samples)
+            session.window.add(result.loss_sum, batch.local_samples, result.weight)
             session.workload.communication.add(batch.local_samples)
             session.workload.communication.take_turn(progress.step)
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
@@ -282,7 +287,7 @@ class DistributedTrainer:
     def _show_on_monitor(self, epoch: int, samples: int, rate: float, result: StepResult) -> None:
         monitor, facts = self.reports.monitor, self.session.facts
         if monitor is not None:
-            loss = result.loss_sum / samples
+            loss = mean_of(result.loss_sum, result.weight)
             step = self.session.progress.step
             monitor.update(epoch, step, loss, facts.local_world_size * samples, rate, result.grad_norm)
 
@@ -310,18 +315,18 @@ class DistributedTrainer:
         window, session.window = session.window, StepWindow()
         measured = None
         if communication.is_due(step, is_last=step == total_steps):
-            measured = communication.exchange(step, (window.loss_sum, window.samples))
-            loss_sum, samples = measured.totals
+            measured = communication.exchange(step, (window.loss_sum, window.weight, window.samples))
+            loss_sum, weight, samples = measured.totals
             if reports.monitor:
                 reports.monitor.communication_time_ms = 1000 * float(measured.network.mean())
         else:
-            done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
-            loss_sum, samples = done["loss_sum"], done["samples"]
+            sums = torch.tensor([window.loss_sum, window.weight, window.samples], dtype=torch.float64)
+            loss_sum, weight, samples = session.world.all_reduce(sums).tolist()
         seconds = (session.window.began - window.began) / window.steps
         fields = {
             "step": step,
             "epoch": epoch,
-            "loss": loss_sum / samples,
+            "loss": mean_of(loss_sum, weight),
             "learning_rate": rate,
             "grad_norm": norm,
             "samples_per_second": samples / (seconds * window.steps),
@@ -382,6 +387,8 @@ class DistributedTrainer:
         progress.evaluated_step = progress.step
         if result is None:
             return
+        if not math.isfinite(result.loss):
+            self._tell_unjudged(result)
         if result.loss < progress.best_loss:
             progress.best_loss, progress.best_step = result.loss, progress.step
             progress.evaluations_without_improvement = 0
@@ -391,6 +398,17 @@ class DistributedTrainer:
             progress.evaluations_without_improvement += 1
             patience = self.config.early_stopping_patience
             progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
+
+    def _tell_unjudged(self, result: Evaluation) -> None:
+        """Say why a validation loss is no number. Raise `ConfigError` where a sample is none, after a checkpoint: no
+        weights could be chosen by that split."""
+        session = self.session
+        message = f"the loss on the valid split is {result.loss} after step {session.progress.step}: {result.why}"
+        if result.has_odd_sample:
+            session.save_at_end(agreed=True)
+            raise ConfigError(f"{message}; what was trained is kept, and goes on from here then")
+        if session.world.rank == 0:
+            self.reports.emit("error", message=message, fatal=False)
 
     def _stop_evaluating(self) -> None:
         """Raise if the training must stop; called between two batches of an evaluation, when ranks exchange nothing."""

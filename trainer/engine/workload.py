@@ -6,10 +6,11 @@ A training has one, and so has each trial of tuning. Checkpoints, reports and th
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
-from trainer.data.sampler import Sampler
+from trainer.data.sampler import SMALLEST, Sampler
 from trainer.data.training_data import Loader
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
@@ -20,10 +21,15 @@ from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-def make_sampler(config: DistributedTrainingConfig, samples: int, rank: int, world_size: int) -> Sampler:
-    """Return the sampler of a rank in a world of this size, for ``samples`` training samples. Raise
-    `trainer.config.ConfigError` where none is possible."""
+
+def make_sampler(
+    config: DistributedTrainingConfig, samples: int, rank: int, world_size: int, at_most: int | None = None,
+    at_least: int = 1,
+) -> Sampler:  # fmt: skip
+    """Return the sampler of a rank in a world of this size, for ``samples`` training samples, of which ``at_most`` and
+    ``at_least`` so many go through the model at once. Raise `trainer.config.ConfigError` where none is possible."""
     return Sampler(
         samples=samples,
         global_batch_size=config.global_batch_size,
@@ -32,6 +38,8 @@ def make_sampler(config: DistributedTrainingConfig, samples: int, rank: int, wor
         rank=rank,
         world_size=world_size,
         shuffle_block=config.shuffle_block,
+        at_most=at_most,
+        at_least=at_least,
     )
 
 
@@ -88,17 +96,23 @@ class Workload:
         refuse_differences([identity for _, identity in found])
         if source is not None:
             self.state.share(world, source)
-        self.sampler = make_sampler(self.config, self.data.count("train"), world.rank, world.world_size)
-        self.total_steps = count_steps(self.config, self.sampler, self.state.progress)
-        self._end_loader()
-        timer, prefetch = self.step.timer, self.config.prefetch_batches
-        self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
+        self.load_for(world)
         if plan is None:
             self.step.adopt(world)
         else:
             self.step.adopt_replicas(world, plan)
         self.plan = plan
-        self.communication = CommunicationProfiler(world, timer, max(probe_at for probe_at, _ in found))
+        self.communication = CommunicationProfiler(world, self.step.timer, max(probe_at for probe_at, _ in found))
+
+    def load_for(self, world: World) -> None:
+        """Load this rank's batches of a world from now on, in parts as large as memory allows."""
+        count, at_most = self.data.count("train"), self.step.limit.max_samples
+        at_least = SMALLEST if any(isinstance(part, BATCH_NORMS) for part in self.state.module.modules()) else 1
+        self.sampler = make_sampler(self.config, count, world.rank, world.world_size, at_most, at_least)
+        self.total_steps = count_steps(self.config, self.sampler, self.state.progress)
+        self._end_loader()
+        timer, prefetch = self.step.timer, self.config.prefetch_batches
+        self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
 
     def settle_buffers(self) -> None:
         """Take over the buffers of rank 0, such as running statistics, which differ between ranks during training. A

@@ -52,6 +52,10 @@ class Evaluation:
     loss: float
     metrics: dict[str, float]
     predictions: Predictions | None = None
+    why: str = ""
+    """Why the loss is no finite number, where it is none and that is known."""
+    has_odd_sample: bool = False
+    """Whether that is because a sample has a number that is not finite."""
 
 
 def evaluate(

@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trainer.config import ConfigError
+from trainer.data.batches import find_non_finite
 from trainer.data.training_data import TrainingData, read_each
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
 from trainer.evaluation.shared_work import SharedWork
-from trainer.model.task import Task, per_sample
+from trainer.model.task import Task, mean_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir
 
 if TYPE_CHECKING:
@@ -118,9 +120,7 @@ class TaskJudge:
         if split is not None:
             found = evaluate_task(self.task, self.data, split, request)
             if not math.isfinite(found.loss):
-                raise ValueError(
-                    f"the loss on the {split} split is {found.loss}: lower training.learning_rate or training.clip_norm"
-                )
+                raise ValueError(f"the loss on the {split} split is {found.loss}: {found.why}")
             chosen = ["the weights were chosen on this very split: there is no test split"]
             odd = sorted(name for name, value in found.metrics.items() if not math.isfinite(value))
             notes = [f"no finite number on the {split} split: {', '.join(odd)}"] if odd else []
@@ -154,32 +154,85 @@ def evaluate_task(
     first, last = SharedWork(request.world).part(count, request.batch_size)
     was_training = request.model.training
     request.model.eval()
-    sums: dict[str, float] = {"loss": 0.0}
-    with torch.no_grad():
-        parts = [
-            np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
-        ]
-        for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
-            request.before_batch()
-            for name, values in _figures(task, request.model, batch, len(positions)).items():
-                sums[name] = sums.get(name, 0.0) + values.sum().item()
-                if losses is not None and name == "loss":
-                    losses[positions] = values.cpu().numpy()
+    sums: dict[str, float] = {"loss": 0.0, _WEIGHT: 0.0}
+    odd: tuple[int, bool, str] | None = None
+    judging = Judging(task, request.model)
+    parts = [
+        np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
+    ]
+    for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
+        request.before_batch()
+        for name, values in judging.figures(batch, len(positions)).items():
+            sums[name] = sums.get(name, 0.0) + values.sum().item()
+            if losses is not None and name == "loss":
+                losses[positions] = values.cpu().numpy()
+            if odd is None and name == "loss" and not math.isfinite(sums[name]):
+                odd = describe_odd(batch, values, positions)
     request.model.train(was_training)
     # A rank without samples knows no names: all use those of the first that has some.
     names = max(request.world.all_gather_object(sorted(sums)), key=len)
     total = request.world.all_reduce(torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64))
-    means = {name: value / count for name, value in zip(names, total.tolist(), strict=True)}
-    return Evaluation(samples=count, loss=means.pop("loss"), metrics=means)
+    totals = dict(zip(names, total.tolist(), strict=True))
+    loss = mean_of(totals.pop("loss"), totals.pop(_WEIGHT))
+    means = {name: value / count for name, value in totals.items()}
+    if math.isfinite(loss):
+        return Evaluation(samples=count, loss=loss, metrics=means)
+    told: list[Any] = [each for each in request.world.all_gather_object(odd) if each is not None]
+    _, has_odd_sample, why = min(told, default=(0, False, "the sum of its losses is too large"))
+    return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=has_odd_sample)
 
 
-def _figures(task: Task, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
-    """Return losses and metrics of a batch, each (count,) in float64."""
-    found: dict[str, Tensor] = {"loss": task.loss(model, batch)}
-    metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(task, "metrics", None)
-    if metrics is not None:
-        found |= metrics(model, batch)
-    return {
-        name: per_sample(value.float(), count, "the loss" if name == "loss" else f"the metric {name!r}").double()
-        for name, value in found.items()
-    }
+RESERVED = ("loss", "samples")
+"""Names of figures in reports that no metric may have."""
+_WEIGHT = ""
+"""The name under which the weights of samples are summed, which no metric has."""
+
+
+class Judging:
+    """Figures of a task on batches, without gradients; with them where the loss itself takes derivatives."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self.task, self.model = task, model
+        self._takes_derivatives = False
+
+    def figures(self, batch: Any, count: int) -> dict[str, Tensor]:
+        """Return losses and metrics of a batch, and what its samples weigh, each (count,) in float64. Raise
+        `ConfigError` where there is not one real number for each sample."""
+        if not self._takes_derivatives:
+            try:
+                with torch.no_grad():
+                    return self._figures(batch, count)
+            except RuntimeError as error:
+                if _NO_DERIVATIVES not in str(error):
+                    raise
+                self._takes_derivatives = True
+        with torch.enable_grad():
+            return {name: values.detach() for name, values in self._figures(batch, count).items()}
+
+    def _figures(self, batch: Any, count: int) -> dict[str, Tensor]:
+        weigh = weigher(self.task)
+        losses = per_sample(self.task.loss(self.model, batch), count, "the loss", summed=weigh is not None)
+        weights = torch.ones(count) if weigh is None else per_sample(weigh(batch), count, "weights", summed=True)
+        found: dict[str, Tensor] = {"loss": losses, _WEIGHT: weights}
+        metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(self.task, "metrics", None)
+        for name, values in (metrics(self.model, batch) if metrics is not None else {}).items():
+            if name in RESERVED:
+                raise ConfigError(f"a metric is named {name!r}, as a figure of every report is: give it another name")
+            found[name] = per_sample(values, count, f"the metric {name!r}")
+        return {name: values.double() for name, values in found.items()}
+
+
+_NO_DERIVATIVES = "does not require grad"
+"""What torch says where derivatives are taken without a graph."""
+
+
+def describe_odd(batch: Any, losses: Tensor, positions: NDArray[np.int64]) -> tuple[int, bool, str]:
+    """Return the first position of a batch whose loss is not finite, whether that is for its data, and a sentence."""
+    rows = (~torch.isfinite(losses)).nonzero()
+    position = int(positions[int(rows[0][0]) if len(rows) else 0])
+    found = find_non_finite(batch)
+    if found is None:
+        return position, False, f"sample {position} is the first whose loss is no number, though its data are finite"
+    name, row, value = found
+    position = int(positions[row]) if row < len(positions) else position
+    return position, True, f"sample {position} has {value} in {name}: mend that sample, or leave it out"

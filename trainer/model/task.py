@@ -1,12 +1,17 @@
 """What a training minimises: a loss for each sample of a batch, and the figures that are reported beside it.
 
 A task knows the structure of its batches; a model, its data and its optimizer are not known here.
+
+The loss of a global batch is one mean over all its samples, on whichever ranks and in whichever micro-batches they are:
+the sum of the samples' losses, divided by the sum of their weights. A sample weighs 1 where its task does not say
+otherwise (`Task`). torch's losses of classes weigh it by its classes, and by 0 where it is ignored.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,11 +22,22 @@ from trainer.config import ConfigError
 
 @runtime_checkable
 class Task(Protocol):
-    """The interface of a task. A class of your own needs `loss`; `metrics` is optional."""
+    """The interface of a task. A class of your own needs `loss`; two methods are optional: ``metrics(model, batch)``,
+    which returns further figures per sample by name, and ``weights(batch)``.
+
+    ``weights(batch)`` returns what each sample, or each of its elements, weighs: (B, …), of any real type. Then the
+    loss of a global batch is the sum of all that `loss` returns, divided by the sum of all weights: such as the mean
+    over tokens that are no padding, where `loss` is 0 and the weight is 0 for padding.
+    """
 
     def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Return one loss per sample of the batch, shape (B,), float32."""
+        """Return one loss per sample of the batch, shape (B,) or (B, …); of more dimensions the mean counts, or the sum
+        where the task has weights."""
         ...
+
+
+Weigh = Callable[[Any], Tensor]
+"""Returns the weights of a batch's samples or of their elements, (B, …)."""
 
 
 class SupervisedTask:
@@ -30,23 +46,33 @@ class SupervisedTask:
     def __init__(
         self, criterion: Callable[[Any, Any], Tensor], metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
     ) -> None:
-        """``criterion`` returns one loss per sample; ``metrics`` return one figure per sample, of which means are
-        reported."""
-        self.criterion = criterion
-        self._metrics = dict(metrics or {})
+        """``criterion`` returns one loss per sample; torch's own losses are taken as they are. ``metrics`` return one
+        figure per sample, of which means are reported. Raise `ConfigError` for a loss whose mean is none over
+        samples."""
+        self.given = criterion
+        """The loss as it was given, which `criterion` does not reduce."""
+        self.criterion, self._weigh_target = unreduced(criterion)
+        self.figures = dict(metrics or {})
+        """The metrics, by name."""
+        self.weights: Weigh | None = None if self._weigh_target is None else self._weigh
+        """As `Task` describes; None where each sample weighs 1."""
 
     def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Return the losses (B,). The criterion computes in float32, also under autocast."""
+        """Return the losses (B,) or (B, …). The criterion computes in float32 at least, also under autocast."""
         inputs, target = batch
         return self._judge(self.criterion, model(inputs), target)
 
     def metrics(self, model: Callable[..., Any], batch: Any) -> dict[str, Tensor]:
         """Return the figures (B,) by name."""
-        if not self._metrics:
+        if not self.figures:
             return {}
         inputs, target = batch
         outputs = model(inputs)
-        return {name: self._judge(metric, outputs, target) for name, metric in self._metrics.items()}
+        return {name: self._judge(metric, outputs, target) for name, metric in self.figures.items()}
+
+    def _weigh(self, batch: Any) -> Tensor:
+        assert self._weigh_target is not None
+        return self._weigh_target(batch[1])
 
     @staticmethod
     def _judge(judge: Callable[[Any, Any], Tensor], outputs: Any, target: Any) -> Tensor:
@@ -55,37 +81,104 @@ class SupervisedTask:
         kind = outputs.device.type
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
-                return judge(outputs.float(), target)
-        return judge(outputs.float(), target)
+                return judge(widened(outputs), target)
+        return judge(widened(outputs), target)
 
 
-def per_sample(losses: object, count: int, what: str) -> Tensor:
-    """Return losses or figures of a batch as one per sample, shape (count,): the mean over all other dimensions.
-    ``what`` names their origin. Raise `ConfigError` if there is not at least one for each sample."""
-    if isinstance(losses, Tensor) and losses.dim() and len(losses) == count:
-        return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
-    got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+def weigher(task: Task) -> Weigh | None:
+    """Return the method ``weights`` of a task, None where each sample weighs 1."""
+    found: Weigh | None = getattr(task, "weights", None)
+    return found
+
+
+def mean_of(total: float, weight: float) -> float:
+    """Return the mean of losses from their sum and their samples' weight; 0 where none of the samples counts."""
+    return total / weight if weight else 0.0
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return values of half precision as float32, and others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def per_sample(losses: object, count: int, what: str, summed: bool = False) -> Tensor:
+    """Return losses, figures or weights of a batch as one per sample, shape (count,), float32 at least: the mean over
+    all other dimensions, or with ``summed`` the sum. ``what`` names their origin. Raise `ConfigError` if there is not
+    at least one real number for each."""
+    if isinstance(losses, Tensor) and losses.dim() and len(losses) == count and not losses.is_complex():
+        values = widened(losses)
+        if values.dim() == 1:
+            return values
+        return values.flatten(1).sum(1) if summed else values.flatten(1).mean(1)
+    got = f"shape {tuple(losses.shape)}, {losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
     raise ConfigError(
-        f"{what} gave {got} for a batch of {count} samples, and must give one figure per sample, shape ({count},): "
-        "use reduction='none'. The mean over the global batch is taken by the trainer, which divides batches among "
-        "nodes as they come and go"
+        f"{what} gave {got} for a batch of {count} samples, and must give one real number per sample, shape "
+        f"({count},): use reduction='none'. The mean over the global batch is taken by the trainer, which divides "
+        "batches among nodes as they come and go" + _explain_fewer(losses, count)
     )
 
 
-def unreduced(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Return the loss with one figure per sample: torch's own losses are copied with ``reduction='none'``, others are
-    left as they are. Raise `ConfigError` for one whose mean is no mean over samples."""
+def _explain_fewer(losses: object, count: int) -> str:
+    if not isinstance(losses, Tensor) or not losses.dim() or not 0 < len(losses) < count:
+        return ""
+    return (
+        "; if the collate function leaves samples out, leave them out of the dataset instead (torch.utils.data.Subset)"
+    )
+
+
+def unreduced(loss: Callable[[Any, Any], Tensor]) -> tuple[Callable[[Any, Any], Tensor], Weigh | None]:
+    """Return the loss with one figure per sample, and what a target weighs (None: 1 for each sample). torch's own
+    losses are copied with ``reduction='none'``, others are left as they are. Raise `ConfigError` for one whose mean is
+    none over samples."""
     reduction = getattr(loss, "reduction", "none")
-    if not isinstance(loss, nn.Module) or reduction not in ("mean", "sum", "batchmean"):
-        return loss
-    name = type(loss).__name__
-    if getattr(loss, "weight", None) is not None and "CrossEntropy" in name:
+    if not isinstance(loss, nn.Module):
+        return loss, None
+    is_of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward in _OF_CLASSES
+    if reduction == "batchmean":
+        return _without_reduction(loss), lambda target: torch.ones(len(target), device=target.device)
+    if reduction not in ("mean", "none"):
         raise ConfigError(
-            f"{name} with weights of classes divides by their sum over the batch, which depends on how batches are "
-            "divided: give it reduction='none', and every sample counts by its weight"
+            f"{type(loss).__name__} has reduction={reduction!r}, and the trainer takes means over samples: use 'mean', "
+            "or 'none' and scale the losses yourself"
         )
-    if reduction != "mean":
-        raise ConfigError(f"{name} has reduction={reduction!r}, and the trainer takes means over samples: use 'none'")
+    if reduction == "mean":
+        loss = _without_reduction(loss)
+    # Whoever asks for losses that are not reduced has their weights counted in the losses alone.
+    return loss, ClassWeights(loss, counts_weight=reduction == "mean") if is_of_classes else None
+
+
+def _without_reduction(loss: nn.Module) -> Any:
     loss = copy.deepcopy(loss)
     vars(loss)["reduction"] = "none"
     return loss
+
+
+class LastDimCrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's cross entropy for outputs whose last dimension is that of the classes, as language models have them:
+    outputs (B, …, C), targets (B, …)."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss, with the classes moved to where torch has them."""
+        return super().forward(input.movedim(-1, 1), target)
+
+
+_OF_CLASSES = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, LastDimCrossEntropyLoss.forward)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassWeights:
+    """What the targets of a loss of classes weigh: by the weight of their class, and nothing where they are ignored."""
+
+    loss: Any
+    counts_weight: bool
+    """Whether the mean is divided by the weights of classes."""
+
+    def __call__(self, target: Tensor) -> Tensor:
+        """Return the weights (B, …) of targets (B, …), or of probabilities of classes (B, C, …), each of which
+        counts once."""
+        if target.is_floating_point():
+            return torch.ones(target.shape[:1] + target.shape[2:], device=target.device)
+        kept = target != self.loss.ignore_index
+        if self.loss.weight is None or not self.counts_weight:
+            return kept.float()
+        return torch.where(kept, self.loss.weight[target.where(kept, 0)], 0.0)

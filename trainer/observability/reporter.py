@@ -225,12 +225,15 @@ class StepWindow:
     began: float = field(default_factory=time.monotonic)
     steps: int = 0
     loss_sum: float = 0.0
+    weight: float = 0.0
+    """What the samples weigh in the mean of their losses."""
     samples: int = 0
 
-    def add(self, loss_sum: float, samples: int) -> None:
-        """Count a step."""
+    def add(self, loss_sum: float, samples: int, weight: float | None = None) -> None:
+        """Count a step; ``weight`` is the number of samples where it is not given."""
         self.steps += 1
         self.loss_sum += loss_sum
+        self.weight += samples if weight is None else weight
         self.samples += samples
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -143,6 +145,28 @@ def test_a_remainder_too_small_for_all_micro_batches_joins_the_last_batch() -> N
     assert sampler(26, 4, 3).batch_range(0, 1) == (12, 26)
     assert sampler(26, 4, 3).batch_range(6, 0) == (6, 18), "from another place"
     assert sampler(26, 4, 3).batch_range(6, 1) == (18, 26)
+
+
+@given(plan=plans(), most=st.integers(1, 40), least=st.integers(1, 3), rank=st.integers(0, 7))
+def test_a_micro_batch_that_is_too_much_at_once_is_cut_evenly(
+    plan: tuple[int, int, int], most: int, least: int, rank: int
+) -> None:
+    """And not into parts of fewer samples than a model can train on, where it has as many."""
+    samples, batch, micro = plan
+    whole = sampler(samples, batch, micro, rank % micro, micro)
+    cut = replace(whole, at_most=most, at_least=least)
+    offset = 0
+    while offset < samples:
+        count, [one] = whole.step(3, offset)
+        same, parts = cut.step(3, offset)
+        assert count == same
+        assert np.array_equal(np.concatenate([part.positions for part in parts]), one.positions)
+        assert [(part.number, part.place) for part in parts] == [(one.number, place) for place in range(len(parts))]
+        sizes = [len(part.positions) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= min(least, len(one.positions))
+        assert max(sizes) <= most or len(one.positions) < least * -(-len(one.positions) // most)
+        offset += count
 
 
 def test_epochs_and_seeds_give_other_orders() -> None:

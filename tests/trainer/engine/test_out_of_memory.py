@@ -22,7 +22,6 @@ from trainer.engine.out_of_memory import (
     checkpoint_activations,
     is_out_of_memory,
     reduce_limit,
-    split_samples,
 )
 from trainer.model.stock import STOCK, build_model
 from trainer.spec import DataSpec
@@ -93,13 +92,6 @@ def test_the_way_down_ends_at_the_floor_with_activation_checkpointing(chunk: int
         assert less.activation_checkpointing >= fit.activation_checkpointing
         fit = less
     assert fit == MicroBatchLimit(min(chunk, floor), True)
-
-
-@given(st.integers(0, 1000), st.integers(1, 1000))
-def test_chunks_hold_every_sample_once_and_in_order(count: int, size: int) -> None:
-    parts = split_samples(count, size)
-    assert [index for part in parts for index in range(count)[part]] == list(range(count))
-    assert all(0 < part.stop - part.start <= size for part in parts)
 
 
 class Residual(nn.Module):
