@@ -59,6 +59,8 @@ def train_job(
         return train_job(replace(job, training=replace(job.training, backend="gloo")), maker, watch)
     if "error" in result:
         result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
+        if (facts := trainer.facts) is not None:
+            result |= {"node_id": facts.node_rank, "local_rank": facts.local_rank}
     launch = trainer.launch
     if code != DONE:
         if "error" in result:
@@ -94,8 +96,12 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
             "error": trainer.participant.budget.explain(where),
         }
     except JobOver as over:
-        codes = {"succeeded": DONE, "stopped": EVICTED, "budget": BUDGET}
-        return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
+        codes, status = {"succeeded": DONE, "stopped": EVICTED, "budget": BUDGET}, over.result["status"]
+        if status == "failed":
+            where = f" on node {over.result['node_id']}" if "node_id" in over.result else ""
+            said = over.result.get("error", "it failed")
+            print(f"another process of this job{where} has ended it: {said}", file=sys.stderr, flush=True)  # noqa: T201
+        return codes.get(status, FAILED), {"status": status}
     except (ConfigError, DamagedError, DatasetError) as error:
         return UNUSABLE, {"status": "failed", "error": str(error)}
     except (GroupError, NoGenerationError, StorageError) as error:

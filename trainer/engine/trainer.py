@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trainer.comm.group import GroupError
+from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.elastic.generation import START
@@ -96,6 +97,11 @@ class DistributedTrainer:
     def launch(self) -> int | None:
         """The launch of the cluster that this process regroups in; None in a world of fixed ranks, or while unknown."""
         return self._participant.launch if self._participant else None
+
+    @property
+    def facts(self) -> RankFacts | None:
+        """The place of this process as its environment gives it; None where it has none yet."""
+        return self._participant.facts if self._participant else None
 
     @property
     def steps_done(self) -> int:

@@ -23,8 +23,13 @@ def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure)
         return f"{result['error']}. {how_to_go_on(rundir, launch['job_id'])}"
     if memory := memory_advice(result, launch):
         return f"{result['error']}; {memory}. {how_to_go_on(rundir, launch['job_id'])}"
-    how = describe_exit(failure.code)
-    return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {_end_of_log(rundir, failure.node_id)}"
+    how, node_id, rank = describe_exit(failure.code), failure.node_id, failure.rank
+    if result.get("status") == "failed" and result.get("launch") == launch["launch"] and "node_id" in result:
+        # A process says so before it ends; others may end before it, for the job is over.
+        node_id = result["node_id"]
+        rank = node_id * launch["processes_per_node"] + result.get("local_rank", 0)
+    error = f": {str(result['error']).splitlines()[0]}" if rank != failure.rank and result.get("error") else ""
+    return f"rank {rank} on node {node_id} failed first ({how}){error}; {_end_of_log(rundir, node_id)}"
 
 
 def explain_giving_up(
