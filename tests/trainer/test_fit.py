@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import signal
+import threading
 import uuid
 from collections import UserDict, namedtuple
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from trainer.config import ConfigError
 from trainer.data.batches import move_to
 from trainer.data.coverage import find_coverage_errors
 from trainer.data.dataset_data import DatasetData, _Order, _Read
-from trainer.data.loader_workers import ReadOptions
+from trainer.data.loader_workers import ReadOptions, WorkerPool
 from trainer.observability.progress_line import ProgressLine, format_progress_line
 from trainer.printable import format_duration
 
@@ -400,6 +401,22 @@ def test_an_error_in_a_worker_comes_with_its_place_and_leaves_no_worker(
     assert "no picture 77" in str(failed.value)
     assert failed.value.code == 1
     assert not strays()
+
+
+@pytest.mark.slow
+def test_workers_start_before_the_threads_of_a_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = set(threading.enumerate()), list[set[threading.Thread]]()
+    start = WorkerPool.start
+
+    def watched(pool: WorkerPool) -> None:
+        seen.append(set(threading.enumerate()) - before)
+        start(pool)
+
+    monkeypatch.setattr(WorkerPool, "start", watched)
+    loader = DataLoader(Shaken(), batch_size=10, num_workers=1)
+    found = run(data=loader, valid=DataLoader(Shaken(), num_workers=1), epochs=2, gradient_accumulation_steps=1)
+    assert found.samples_seen == 300
+    assert seen == [set(), set()], "those of both splits, once"
 
 
 class Growing(Shaken):

@@ -190,7 +190,7 @@ class WorkerPool:
         for worker in workers:
             if worker.is_alive():
                 os.kill(worker.pid, _STACK)
-        time.sleep(0.2)  # for what they write
+                time.sleep(0.1)  # for what it writes, before the next one does
         _end_workers(self._loader)
         return f"the worker processes {', '.join(str(worker.pid) for worker in workers)} of its loader"
 
