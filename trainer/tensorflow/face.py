@@ -133,9 +133,11 @@ class TensorFlowDistributedTrainer:
             rundir.storage.delete(RESULT)  # it is of an earlier start
         line = ProgressLine()
         try:
+            data.start_workers(config, facts)
             code, result, model = self._train(data, config, cluster, rundir, line)
         finally:
             line.close()
+            data.close()
         return self._result(rundir, code, result, model)
 
     # Helpers of the methods above, in the order of their use.
@@ -169,7 +171,7 @@ class TensorFlowDistributedTrainer:
             from trainer.tensorflow.loop import KerasTraining
             from trainer.tensorflow.replica import LOST as COLLECTIVES
             from trainer.tensorflow.replica import Replica, open_strategy
-            from trainer.tensorflow.task import choose_loss, choose_metrics
+            from trainer.tensorflow.task import choose_loss, choose_metrics, describe_layers, describe_loss
 
             lost = (*COLLECTIVES, StorageError)
             replica = Replica(self.make_model, open_strategy(cluster, config), config)
@@ -183,7 +185,13 @@ class TensorFlowDistributedTrainer:
             identity = [data.dataset_id, data.count("train"), asdict(job.model), asdict(job.loss), shapes]
             fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
             watch = line.take if self._shows_progress else None
-            training = KerasTraining(job, replica, data, cluster.facts, fingerprint, watch)
+            parts = {
+                "dataset": data.dataset_id,
+                "model": describe_layers(model),
+                "loss": describe_loss(loss),
+                "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
+            }
+            training = KerasTraining(job, replica, data, cluster.facts, fingerprint, parts, watch)
             training.try_task()
             training.begin()
             result, code = training.train(), 0

@@ -30,7 +30,7 @@ from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.signals import Stopped
-from trainer.engine.state import Progress, read_progress
+from trainer.engine.state import Progress, describe_changes, read_progress, take_up
 from trainer.engine.step import NonFiniteError
 from trainer.engine.workload import count_steps, make_sampler, needs_evaluation
 from trainer.evaluation.shared_work import SharedWork
@@ -51,22 +51,25 @@ class KerasTraining:
 
     def __init__(
         self, job: JobConfig, replica: Replica, data: DatasetData, facts: RankFacts, fingerprint: str,
-        watch: Watch | None = None,
+        parts: Mapping[str, Any], watch: Watch | None = None,
     ) -> None:  # fmt: skip
+        """``fingerprint`` and ``parts``: what its checkpoints belong to (`trainer.checkpoint.manager`)."""
         self.job, self.config, self.replica, self.data, self.facts = job, job.training, replica, data, facts
         self.rundir, self.fingerprint = RunDir(job.run_dir), fingerprint
         self.reports = RankReports(job, self.rundir, watch)
         self.faults = Faults(os.environ, facts.node_rank)
         self.sampler = make_sampler(self.config, data.count("train"), facts.rank, facts.world_size)
-        self.progress = Progress()
+        measure = {"the validation samples": data.name_split("valid")}
+        self.progress = Progress(settings=asdict(self.config), measure=measure)
         self.total_steps = count_steps(self.config, self.sampler, self.progress)
         self.best: State | None = None
         self.saved_step = 0
         self.window = StepWindow()
         self._world = World(facts, CPU, "gloo")  # of this process alone: TensorFlow knows the others
         self._checkpoints = CheckpointManager(
-            self.rundir, self.config.keep_checkpoints, fingerprint, lambda kind, **fields: self._emit(kind, **fields)
-        )
+            self.rundir, self.config.keep_checkpoints, fingerprint, lambda kind, **fields: self._emit(kind, **fields),
+            parts,
+        )  # fmt: skip
         self._is_asked_to_stop = False
         self._old_handler: Any = None
         self._generation = 1
@@ -142,7 +145,9 @@ class KerasTraining:
             raise CheckpointError(f"the ranks found checkpoints of steps {steps}: they do not see one run directory")
         if found is None:
             return
-        state = found[1]
+        folder, state = found
+        changes = describe_changes(state, self.progress)
+        take_up(state, self.progress)
         check_fits(state["model"], _as_tensors(self.replica.state()))
         self.progress = read_progress(state["progress"])
         self.total_steps = count_steps(self.config, self.sampler, self.progress)
@@ -153,6 +158,7 @@ class KerasTraining:
         if self.best is None and self.progress.best_step == self.progress.step > 0:
             self.best = self.replica.state()
         self.saved_step = self.progress.step
+        self._emit("resume", path=folder, step=self.progress.step, changes=changes)
 
     def _on_sigterm(self, *_: object) -> None:
         self._is_asked_to_stop = True  # the others are told in the next step
