@@ -221,7 +221,7 @@ def asked_to_stop(new_job: Callable[..., Job]) -> DistributedTrainer:
 def test_who_is_asked_to_leave_goes_though_the_others_were_quicker_to_go_on(new_job: Callable[..., Job]) -> None:
     """They have heard of it in the step, and are in the next generation before this one has their last report."""
     trainer = asked_to_stop(new_job)
-    trainer._leaves, trainer._pending_flags = True, StepResult(0.0, 0.0, StepFlags(leaving=1), 0)
+    trainer._leaves, trainer._pending_flags = True, StepResult(0.0, 0.0, 0.0, StepFlags(leaving=1), 0)
     called_off = GroupError("the others regroup", communication=False)
     with mock.patch.object(trainer, "_catch_up", side_effect=called_off), pytest.raises(Stopped) as stopped:
         trainer.train()
@@ -233,9 +233,9 @@ def test_who_is_asked_to_leave_after_it_has_voted_says_so_in_the_next_step(new_j
     """Else two that leave in the same step would both count on the other to say how the job ended."""
     trainer = asked_to_stop(new_job)
     with pytest.raises(Regroup):
-        trainer._act_on_flags(StepResult(0.0, 0.0, StepFlags(leaving=1), 0))
+        trainer._act_on_flags(StepResult(0.0, 0.0, 0.0, StepFlags(leaving=1), 0))
     with pytest.raises(Stopped) as stopped:
-        trainer._act_on_flags(StepResult(0.0, 0.0, StepFlags(leaving=2), 0))
+        trainer._act_on_flags(StepResult(0.0, 0.0, 0.0, StepFlags(leaving=2), 0))
     assert stopped.value.everybody
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from trainer.runtime.affinity import roam
 from trainer.runtime.parent_death import die_with
 
-START_SECONDS = (20.0, 60.0, 180.0)
+START_SECONDS = (10.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 """How long the workers of each attempt may take to start and to read one sample."""
 _STACK = signal.SIGUSR2
 """The signal on which a worker writes where it stands to the log of its node."""
