@@ -154,7 +154,6 @@ def train(
       dtrain train --dataset latest --nodes 3
       dtrain train --dataset latest --epochs 2 --set training.learning_rate=1e-3
       dtrain train --dataset latest --model my_models:make_model --name mine
-      dtrain train --name mine --change training.epochs=12
       dtrain train --config job.json --nodes 2 --procs-per-node 2
       dtrain train --dataset latest --settings tuned.json
       dtrain train --dataset latest --nodes 3 --backend horovod
