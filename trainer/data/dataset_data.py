@@ -168,8 +168,6 @@ class DatasetData:
             pool = WorkerPool(reader, options, facts.rank, patience)
             self._pools |= dict.fromkeys(splits, pool)
             pool.start()
-        for pool in dict.fromkeys(self._pools.values()):  # once all are started: what they answer is read by threads
-            pool.wait_until_ready()
 
     def _is_worth_workers(self, split: str, config: DistributedTrainingConfig) -> bool:
         batches = self.count(split) // (config.batch_size_per_gpu * config.world_size)

@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkContext
 from typing import Any, cast
 
 import torch
@@ -25,8 +27,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from trainer.runtime.affinity import roam
 from trainer.runtime.parent_death import die_with
 
-START_SECONDS = (10.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-"""How long the workers of each attempt may take to start and to read one sample."""
+START_SECONDS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+"""How long a worker may take to start and to read one sample, at each attempt to start it."""
+CALM_SECONDS = 0.01
+"""The pause before each start, so that threads which wait for the interpreter go first: they may hold locks."""
 _STACK = signal.SIGUSR2
 """The signal on which a worker writes where it stands to the log of its node."""
 
@@ -105,30 +109,15 @@ class WorkerPool:
         self._loader = self._make_loader()
 
     def start(self) -> None:
-        """Start the workers; `wait_until_ready` comes next. To be called before other threads start."""
+        """Start the workers, and wait until each has read a sample; one that does not come that far is started again.
+        To be called before this process has other threads. Raise `WorkerHungError` where that does not help."""
         if self.options.num_workers:
             iter(self._loader)
 
-    def wait_until_ready(self) -> None:
-        """Wait until each worker has read a sample. Where one does not come that far, start others in their place;
-        raise `WorkerHungError` where these do not either."""
-        if self._answer < 0:
-            return
-        for attempt, seconds in enumerate(START_SECONDS):
-            if attempt:
-                self._loader = self._make_loader()
-                self.start()
-            if self._count_answers(seconds) >= self.options.num_workers:
-                return
-            where = self._end_hung()
-            while select.select([self._answers], [], [], 0)[0]:
-                os.read(self._answers, 1 << 10)  # of those that have answered
-        raise WorkerHungError(
-            f"rank {self.rank}: {where} did not read a sample within {seconds:g} s, though started {attempt + 1} "
-            "times. Their stacks are in the log of the node: a lock that another thread of the script holds is held in "
-            "them for ever. Start that thread later, or give the loader multiprocessing_context='forkserver', or "
-            "num_workers=0"
-        )
+    def wait_for_answer(self, seconds: float) -> bool:
+        """Return whether a worker that has just been started reads a sample within this many seconds."""
+        is_there = bool(select.select([self._answers], [], [], seconds)[0])
+        return is_there and bool(os.read(self._answers, 1))
 
     def read(self, orders: Iterable[Any]) -> Iterator[Any]:
         """Yield what the dataset gives for each order. Raise `WorkerHungError` where it takes longer than the
@@ -170,29 +159,68 @@ class WorkerPool:
                 "prefetch_factor": options.prefetch_factor,
                 "worker_init_fn": WorkerStart(parent, options.worker_init_fn, self._answer),
                 "timeout": self.patience,
-                "multiprocessing_context": options.multiprocessing_context,
+                "multiprocessing_context": _Forks(self) if parent else options.multiprocessing_context,
             }
         return DataLoader(
             self.dataset, batch_sampler=cast(Any, self), collate_fn=_only, pin_memory=options.pin_memory, **settings
         )
 
-    def _count_answers(self, seconds: float) -> int:
-        """Return how many workers have read a sample, at the latest after this many seconds."""
-        until, found = time.monotonic() + seconds, 0
-        while found < self.options.num_workers and (left := until - time.monotonic()) > 0:
-            if select.select([self._answers], [], [], left)[0]:
-                found += len(os.read(self._answers, self.options.num_workers - found))
-        return found
-
     def _end_hung(self) -> str:
         """Let workers write where they stand, end them, and return them in words."""
         workers = _workers_of(self._loader)
         for worker in workers:
-            if worker.is_alive():
-                os.kill(worker.pid, _STACK)
-                time.sleep(0.1)  # for what it writes, before the next one does
+            _show_stack(worker)
         _end_workers(self._loader)
         return f"the worker processes {', '.join(str(worker.pid) for worker in workers)} of its loader"
+
+
+class _Forks(ForkContext):
+    """Starts the workers of a pool, as `multiprocessing` does otherwise."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def Process(self, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+        """Return a worker that is started again where it does not answer."""
+        return _Worker(self.pool, partial(super().Process, *arguments, **named))
+
+
+class _Worker:
+    """A process, or the one after it where it did not answer."""
+
+    def __init__(self, pool: WorkerPool, make: Callable[[], Any]) -> None:
+        self.pool, self._make, self.daemon = pool, make, True
+        self._process = make()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        for seconds in START_SECONDS:
+            time.sleep(CALM_SECONDS)
+            self._process.daemon = self.daemon
+            self._process.start()
+            if self.pool.wait_for_answer(seconds):
+                return
+            _show_stack(self._process)
+            hung, self._process = self._process, self._make()
+            hung.kill()
+            hung.join()
+        raise WorkerHungError(
+            f"rank {self.pool.rank}: a worker process of its loader did not read a sample within {seconds:g} s, though "
+            f"it was started {len(START_SECONDS)} times. Its stack is in the log of the node: a lock that another "
+            "thread of the script holds is held in the worker for ever. Start that thread later, or give the loader "
+            "multiprocessing_context='forkserver', or num_workers=0"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+
+def _show_stack(worker: Any) -> None:
+    """Let a worker write where it stands."""
+    if worker.is_alive():
+        os.kill(worker.pid, _STACK)
+        time.sleep(0.1)  # for what it writes, before another one does
 
 
 def _only(parts: list[Any]) -> Any:
