@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+_MOST_TOLD = 50
+
 
 class DataError(ValueError):
     """A refusal of data that cannot be used. The message names the file or setting, the place in it, its value, and the
@@ -19,4 +21,7 @@ def refuse(problems: Sequence[str], where: str = "") -> None:
     if len(problems) == 1:
         raise DataError(f"{before}{problems[0]}")
     if problems:
-        raise DataError(f"{before}{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+        lines = [f"- {problem}" for problem in problems[:_MOST_TOLD]]
+        if len(problems) > _MOST_TOLD:
+            lines.append(f"- and {len(problems) - _MOST_TOLD} more")
+        raise DataError("\n".join([f"{before}{len(problems)} problems:", *lines]))

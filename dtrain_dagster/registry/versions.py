@@ -31,7 +31,6 @@ from trainer.spec import DataSpec, RowSpec
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
-    import numpy as np
     from mlflow import MlflowClient
     from mlflow.entities import Run
     from mlflow.models import ModelSignature
@@ -300,15 +299,14 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
     )
 
 
-def _signature(inputs: NDArray[np.float32], columns: Iterable[str]) -> ModelSignature:
+def _signature(inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
     """Return the signature: a tensor in, named columns out."""
-    import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     shape = (-1, *inputs.shape[1:])
     return ModelSignature(
-        inputs=Schema([TensorSpec(np.dtype(np.float32), shape)]),
+        inputs=Schema([TensorSpec(inputs.dtype, shape)]),
         outputs=Schema([ColSpec("double", name) for name in columns]),
     )
 
@@ -322,6 +320,7 @@ def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str
             "categories": {
                 name: list(values) for name, values in zip(spec.features, spec.categories, strict=True) if values
             },
+            "units": {column["name"]: column["unit"] for column in manifest["columns"] if "unit" in column},
             "target": spec.target,
             "task": spec.task,
             "classes": list(spec.classes),
