@@ -9,6 +9,8 @@ from typing import Any
 WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
 KINDS = (WINDOWS, ROWS, TOKENS)
 """The kinds of datasets that have a manifest."""
+REGISTERED = (WINDOWS, ROWS)
+"""The kinds whose models can be registered and served."""
 OWN = "own"
 """The kind of a dataset that a function of the user's own makes on each node."""
 REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"

@@ -103,6 +103,9 @@ def read_prices(
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
     validation = validated(ref, settings.calendar)
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
+    if validation.masks:
+        one = validation.masks[0]
+        context.log.warning(f"{len(masks)} masked, the first {one.ticker}, {one.first} to {one.last}: {one.reason}")
     warned = [check.name for check in validation.checks if not check.passed]
     metadata: dict[str, Any] = {
         **head_of_page(

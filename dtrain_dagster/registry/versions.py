@@ -133,7 +133,7 @@ def _register(
     client.log_dict(run_id, evaluation, EVALUATION)
     for name, value in all_tags.items():
         client.set_tag(run_id, name, value)
-    _ensure_registered_model(client, model_name)
+    ensure_registered_model(client, model_name)
     source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_PATH}"
     version = client.create_model_version(
         model_name, source, run_id=run_id, tags=all_tags, description=description(card)
@@ -260,7 +260,8 @@ def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
         get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
 
-def _ensure_registered_model(client: MlflowClient, name: str) -> None:
+def ensure_registered_model(client: MlflowClient, name: str) -> None:
+    """Make the registered model of this name, where it is missing."""
     from mlflow.exceptions import MlflowException
 
     try:
