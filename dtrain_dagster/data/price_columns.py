@@ -52,6 +52,9 @@ _KNOWN = {alias: field for field, aliases in _FIELDS.items() for alias in aliase
 _TICKERS_TOO = frozenset({*_FIELDS["open"], *_FIELDS["high"], *_FIELDS["low"], "last", "vol", "kurs"})
 _MANY = 3
 """Fields in a file from which on LOW and OPEN are no tickers in it."""
+_COUNTERS = frozenset({"index", "idx", "id", "row", "rowid", "rowindex", "rownumber", "nr", "obs"})
+_ADJUSTING = re.compile("(?<!un)(adj|bereinigt|ajust)|totalreturn")
+"""What is in the names of adjusted prices, in some languages, and in those of factors by which prices are adjusted."""
 _NAMELESS = re.compile(r"__index_level_\d+__|unnamed: *\d+(\.\d+)?|level_\d+|", re.IGNORECASE)
 _DECORATION = re.compile(r"^\ufeff?\s*\d+[a-z]?\.\s+|\s*\([^)]*\)\s*$")
 """The number before a name of Alpha Vantage, and a currency in brackets."""
@@ -89,6 +92,12 @@ def is_nameless(name: str) -> bool:
     return bool(_NAMELESS.fullmatch(name.strip().lstrip("\ufeff")))
 
 
+def may_count_rows(name: str) -> bool:
+    """Return whether a column of this name is the index of a table, if it holds nothing but whole numbers, each once.
+    Pure."""
+    return is_nameless(name) or _key(name) in _COUNTERS
+
+
 def find_columns(names: Sequence[Name], index: Collection[str] = (), days: Collection[int] = ()) -> PriceColumns:
     """Return what the columns are. ``index``: the names of those that pandas has written as its index; ``days``: the
     places of those whose type is a day or a time. Pure. Raise `DataError`, whose message names the column and the
@@ -99,7 +108,7 @@ def find_columns(names: Sequence[Name], index: Collection[str] = (), days: Colle
     counters = {
         place: is_nameless(name) or name in index
         for place, name in enumerate(shown)
-        if is_nameless(name) or name in index or keys[place] == "index"
+        if name in index or may_count_rows(name)
     }
     date = _first(dict(enumerate(keys)), _DATES)
     if date is None:  # an index of dates has no name until it is given one
@@ -162,7 +171,7 @@ def _fields_of(columns: Mapping[int, Name], may_be_letters: bool = False) -> tup
         )
     if adjusted:
         return {ADJUSTED: adjusted[0], **found}, ()
-    if odd := [place for place, key in keys.items() if "adj" in key and "unadj" not in key]:
+    if odd := [place for place, key in keys.items() if _ADJUSTING.search(key)]:
         raise DataError(
             f"the column {columns[odd[0]]!r} looks like an adjusted price or a factor, and none is called adj_close: "
             "call the adjusted close so, or leave this column out to train on closes as they are"

@@ -31,9 +31,9 @@ FEW_VALUES = 20
 """A target of whole numbers with at most this many values is taken for classes, unless a task is given."""
 MOST_SAMPLED = 4096
 """The rows, at even distances, whose values are compared before and after they are standardised."""
-MERGED_SHARE = 0.01
-"""The share of different numbers that may become the same: of a smooth column none does, as single precision has
-some 10 million numbers within a deviation of the mean."""
+MERGED_SHARE = 0.02
+"""The share of different numbers that may become the same. Of a smooth column hardly one does, as single precision has
+some 10 million numbers within a deviation of the mean; with logarithms of a deviation of 3, one in a hundred."""
 DATE_UNIT = "days since 1970-01-01"
 """What a date counts as; one with a zone in UTC."""
 _UNITS = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}

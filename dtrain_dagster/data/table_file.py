@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_columns import is_nameless
+from dtrain_dagster.data.price_columns import may_count_rows
 from dtrain_dagster.data.table_columns import Kind, check_name, kind_of_column
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
                     problems[name].append(str(error))
     index = (schemas[0].pandas_metadata or {}).get("index_columns", ())
     left = {name: _PANDAS for name in index if isinstance(name, str) and name in kinds}
-    left |= {
-        name: "" for name in names if name not in left and (is_nameless(name) or name.lower() in ("index", "level_0"))
-    }
+    left |= {name: "" for name in names if name not in left and may_count_rows(name)}
     found = {name: said for name, said in problems.items() if said}
     return Table(read, {name: kinds[name] for name in names}, rows, left, found)
 

@@ -96,6 +96,8 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([("Volume", "AAA"), "Date"], r"of 'AAA' there are .* but no close"),
     (["date", "ticker", "close", "adj_factor"], r"'adj_factor' looks like an adjusted price or a factor"),
     (["date", "ticker", "close", "adj_cls"], r"'adj_cls' looks like an adjusted price"),
+    (["date", "ticker", "Schlusskurs", "bereinigter Kurs"], r"'bereinigter Kurs' looks like an adjusted price"),
+    (["date", "ticker", "close", "total_return_index"], r"'total_return_index' looks like an adjusted price"),
     (["date", "ticker", "adjusted", "adj_close"], r"'adjusted' and 'adj_close' are both adjusted closes"),
     (["date", "ticker", "volume"], r"no column 'adj_close'"),
     (["date", "AAA", "BBB", "AAA"], r"two columns are called 'AAA'"),
@@ -118,4 +120,4 @@ def test_levels_of_names_and_an_index_without_a_name() -> None:
         assert level_names(odd) == odd
     found = find_columns(["AAA", "__index_level_0__"], index={"__index_level_0__"}, days={1})
     assert (found.date, found.counters) == (1, {})
-    assert find_columns(["Unnamed: 0", "date", "AAA", "index"]).counters == {0: True, 3: False}
+    assert find_columns(["Unnamed: 0", "date", "AAA", "index", "row_id"]).counters == {0: True, 3: False, 4: False}

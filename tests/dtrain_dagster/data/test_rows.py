@@ -243,31 +243,31 @@ def test_a_small_split_is_told(tmp_path: Path) -> None:
 def test_an_index_is_no_feature(tmp_path: Path, form: str) -> None:
     """Rows that are in the order of their targets would be told by it."""
     frame = table()[["x", "value"]].sort_values("value")
-    real = frame.assign(index=STEPS % 400, id=range(1200))
-    for number, (given, left, noted) in enumerate(
-        [
-            (frame, "__index_level_0__" if form == "parquet" else "Unnamed: 0", False),
-            (frame.rename_axis("customer"), "customer", False)
-            if form == "parquet"
-            else (frame.reset_index(), "index", False),
-            (frame.reset_index(), "index", False),
-            (real.reset_index(drop=True), "", True),
-        ]
-    ):
+    unnamed, named = ("Unnamed: 0", "index") if form == "csv" else ("__index_level_0__", "customer")
+    cases: list[tuple[pd.DataFrame, dict[str, bool], str]] = [
+        (frame, {}, unnamed),
+        (frame.rename_axis("customer" if form == "parquet" else "index"), {}, named),
+        (frame.reset_index(), {"index": False}, "index"),
+        (frame.assign(id=STEPS), {"index": False}, "id"),
+    ]
+    for number, (given, more, left) in enumerate(cases):
         path = tmp_path / f"{number}.{form}"
-        (given.to_csv if form == "csv" else given.to_parquet)(
-            path, **({"index": False} if number > 1 and form == "csv" else {})
-        )
+        (given.to_csv if form == "csv" else given.to_parquet)(path, **more)
         made = build_rows(str(path), str(tmp_path), RowParams(target="value"))
-        names = [column["name"] for column in made.manifest["columns"]]
-        assert left not in names
-        assert not left or left in made.manifest["excluded"]
-        assert (
-            made.manifest["notes"]
-            == ["id counts the rows in their order: if it measures nothing, leave it out (--drop id)"] * noted
-        )
-        if noted:
-            assert {"index", "id"} <= set(names), "an index that counts no rows is a column like others"
+        assert "x" in [column["name"] for column in made.manifest["columns"]]
+        assert left not in [column["name"] for column in made.manifest["columns"]]
+        assert left in made.manifest["excluded"]
+
+
+def test_what_is_only_called_an_index_is_a_feature_and_what_counts_rows_is_told(tmp_path: Path) -> None:
+    frame = table().assign(index=STEPS % 400, number=range(1200))
+    made = build_table(tmp_path, "value", frame)
+    assert {"index", "number"} <= {column["name"] for column in made.manifest["columns"]}
+    said = "number counts the rows in their order: if it measures nothing, leave it out (--drop number)"
+    assert made.manifest["notes"] == [said]
+    frame = table().rename(columns={"x": "Unnamed: 0"})
+    with pytest.raises(DataError, match="column 'Unnamed: 0' is an index without a name"):
+        build_table(tmp_path, "value", frame)
 
 
 def test_rows_are_divided_by_the_fractions() -> None:
