@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from dtrain_dagster.data.build_once import FinishedDataset
 from dtrain_dagster.data.rows import RowParams, build_rows
@@ -36,6 +37,24 @@ def build_table(
     others = {"value", "bought", "level"} - {target}
     drop = tuple(sorted(others & set(frame.columns)))
     return build_rows(str(folder / "table.parquet"), str(folder), RowParams(target=target, drop=drop, **params))
+
+
+def stored_rows(made: Any) -> dict[str, pd.DataFrame]:
+    """The rows of each split, standardised."""
+    shards = made.manifest["shards"]
+    return {
+        split: pd.concat([pq.read_table(Path(made.uri, s["path"])).to_pandas() for s in shards if s["split"] == split])
+        for split in ("train", "valid", "test")
+    }
+
+
+def original_rows(made: Any) -> dict[str, pd.DataFrame]:
+    """The same, as numbers were before they were stored."""
+    scales, found = made.manifest["normalisation"]["features"], stored_rows(made)
+    for rows in found.values():
+        for name, scale in scales.items():
+            rows[name] = rows[name].astype(np.float64) * scale["std"] + scale["mean"]
+    return found
 
 
 def documents(folder: Path, count: int = 40, seed: int = 0) -> Path:

@@ -9,10 +9,14 @@ from typing import Any
 WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
 KINDS = (WINDOWS, ROWS, TOKENS)
 """The kinds of datasets that have a manifest."""
+REGISTERED = (WINDOWS, ROWS)
+"""The kinds whose models can be registered and served."""
 OWN = "own"
 """The kind of a dataset that a function of the user's own makes on each node."""
 REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
 """The tasks of a table."""
+LEAST_STEP = 1e-3
+"""The difference of two numbers of a table, in deviations of their column, that no part may lose by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +48,8 @@ class DataSpec:
 class RowSpec:
     """The columns and scales of one table, from its manifest; every model and loss factory for rows gets it.
 
-    A model gets rows as `trainer.model.rows.RowInputs` encodes them: shape (batch, inputs), float32. A target has the
-    shape (batch,): a number in its own unit, or the code of a class, int64.
+    A model gets rows as `trainer.model.rows.RowInputs` encodes them: shape (batch, inputs), float32, standardised. A
+    target has the shape (batch,): a number in its own unit, float64, or the code of a class, int64.
     """
 
     dataset_id: str

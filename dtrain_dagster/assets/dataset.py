@@ -94,11 +94,18 @@ def read_prices(
 
     settings = load_settings()
     with opened_engine(settings.data_engine, project.storage_uri) as engine:
-        ref = write_prices(price_source(config.source or settings.prices), project.storage_uri, engine=engine)
+        given = price_source(config.source or settings.prices)
+        ref = write_prices(given, project.storage_uri, engine=engine, calendar=settings.calendar)
+    manifest = ref.manifest()
+    source, notes = manifest["source"], manifest.get("columns", [])  # older ones have no notes
+    for note in notes:
+        context.log.warning(note)
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
     validation = validated(ref, settings.calendar)
-    source = ref.manifest()["source"]
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
+    if validation.masks:
+        one = validation.masks[0]
+        context.log.warning(f"{len(masks)} masked, the first {one.ticker}, {one.first} to {one.last}: {one.reason}")
     warned = [check.name for check in validation.checks if not check.passed]
     metadata: dict[str, Any] = {
         **head_of_page(
@@ -113,6 +120,7 @@ def read_prices(
         "title": source["title"],
         "licence": source["licence"],
         "notes": source["notes"],
+        **({"columns": sentences(notes)} if notes else {}),
         "sha256": f"{source['sha256'][:16]}…, the manifest has all of it",
         "prices_folder": dg.MetadataValue.path(str(ref.path.parent)),
     }

@@ -10,6 +10,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
+from dtrain_dagster.assets.plan_end import refuse_what_cannot_end
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
@@ -23,7 +24,7 @@ from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.spec import WINDOWS
+from trainer.spec import REGISTERED, WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
-    "of it on this cluster, refused where it does not fit the budget or the deadline. A probe costs too: what is "
-    "told before it runs, counts against the limits, and is billed with the training. `trained_checkpoint` "
-    "carries the plan out."
+    "of it on this cluster, refused where it does not fit the budget or the deadline, or where storage, disk or "
+    "registry would fail at the end. A probe costs too: what is told before it runs, counts against the limits, and is "
+    "billed with the training. `trained_checkpoint` carries the plan out."
 )
 
 
@@ -64,9 +65,10 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
 
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
-        refuse_without_report(Path(project.storage_uri), pipeline, sharded_dataset.manifest().get("kind", WINDOWS))
+        kind = sharded_dataset.manifest().get("kind", WINDOWS)
+        refuse_without_report(Path(project.storage_uri), pipeline, kind)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
-        return plan_training(context, config, cluster, project, request)
+        return plan_training(context, config, cluster, project, request, registers=kind in REGISTERED)
 
     return cost_estimate
 
@@ -105,8 +107,10 @@ def plan_training(
     cluster: GPUClusterResource,
     project: ProjectResource,
     request: "TrainingRequest",
+    registers: bool = False,
 ) -> dg.MaterializeResult:
-    """Return the plan of a wanted training. Raise `dagster.Failure` where it exceeds a limit."""
+    """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
+    `dagster.Failure` where it exceeds a limit, or its end lacks something."""
     from dtrain_dagster.clusters.ranks import hosts_of
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
@@ -125,6 +129,9 @@ def plan_training(
         holds, sentences = memory_of(planned, checked)
         for sentence in sentences:
             context.log.warning(sentence)
+        model = checked.model or (planned.script.model if planned.script else None)
+        kept = planned.job.training.keep_checkpoints
+        refuse_what_cannot_end(cluster, project, model, kept, registers, context.run.run_id)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
     if said := sure_objection(past, price, tier, count, limits, config.choose_nodes):

@@ -27,7 +27,7 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.spec import ROWS, WINDOWS
+from trainer.spec import REGISTERED, ROWS, WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import Gate, RegisteredModel, ServingCheck, TrainingProvenance
@@ -85,7 +85,7 @@ registered_model = build_registered_model(STOCK)
 def why_unregistered(manifest: Mapping[str, Any]) -> str:
     """Return why a model of this dataset is not registered; "" where it is. Pure."""
     kind = manifest.get("kind", WINDOWS)
-    if kind in (WINDOWS, ROWS):
+    if kind in REGISTERED:
         return ""
     return (
         f"a model of {kind} is not registered: card and scoring server are for models of windows and of rows. Its "

@@ -38,7 +38,7 @@ def data() -> None:
               help="What kind of prediction it is.  [default: by the target]")  # fmt: skip
 @click.option("--drop", multiple=True, metavar="COLUMN", help="A column that is left out. May be repeated.")
 @click.option(
-    "--split-by", metavar="COLUMN", help="A column that says train, valid or test, or whose rows stay together."
+    "--split-by", metavar="COLUMN", help="A column that names splits (train, valid, test), or whose rows stay together."
 )
 @click.option("--valid-fraction", type=float, default=0.1, show_default=True, metavar="SHARE", help=VALID)
 @click.option("--test-fraction", type=float, default=0.1, show_default=True, metavar="SHARE", help=TEST)
@@ -53,12 +53,12 @@ def data() -> None:
 @json_option(DATASET)
 @refuses
 def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Build a dataset of rows from Parquet files.
+    """Build a dataset of rows from Parquet or CSV files.
 
-    SOURCE is one file, or a folder, of which all Parquet files are taken.
+    SOURCE is one file, or a folder, of which all Parquet files are taken, or all CSV files.
 
-    Columns of numbers and of text are features. Text is a category; a category that is missing, or was not in the
-    training split, is none of its values.
+    Columns of numbers, of dates and of text are features. A date counts as days. Text is a category; a category that is
+    missing, or was not in the training split, is none of its values.
 
     \b
     Examples:
@@ -75,6 +75,8 @@ def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **optio
     _say_what_was_built(made, f"{told} by {len(columns)} columns", as_json)
     for name, why in made.manifest["excluded"].items():
         say(f"note: {name} is left out: it {why}", err=True)
+    for note in made.manifest.get("notes", ()):
+        say(f"note: {note}", err=True)
 
 
 @data.command()

@@ -26,8 +26,8 @@ EXAMPLE = "example"
 @click.option("--own-model", is_flag=True, help="Begin with a file for a model of your own.")
 @click.option(
     "--table", metavar="FILE|example", shell_complete=complete_files,
-    help="Train on a Parquet file (or a folder of them) with a column to predict; example: on a small one that comes "
-    "with the project.  [default: the bundled stock prices]",
+    help="Train on a Parquet or CSV file (or a folder of them) with a column to predict; example: on a small one that "
+    "comes with the project.  [default: the bundled stock prices]",
 )  # fmt: skip
 @click.option("--target", metavar="COLUMN", help="The column of FILE to predict.")
 @refuses
@@ -88,17 +88,12 @@ def _table_of(folder: Path, table: str | None, target: str | None) -> Table | No
 
 
 def _columns_of(path: Path) -> list[str]:
-    """Return the names of a table's columns. Raise `Refusal` for what is no table in Parquet."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    """Return the names of a table's columns. Raise `DataError` for what is no table."""
+    from dtrain_dagster.data.table_file import files_of, open_table
+    from trainer.runtime.scratch import scratch_folder
 
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        raise Refusal(f"--table: {path} is neither a Parquet file nor a folder with *.parquet files")
-    try:
-        return list(pq.read_schema(files[0]).names)
-    except pa.ArrowInvalid:
-        raise Refusal(f"--table: {files[0]} is not in Parquet; pandas.read_csv(…).to_parquet(…) makes one") from None
+    with scratch_folder("table") as scratch:
+        return list(open_table(files_of(path), scratch).kinds)
 
 
 def _write_project(folder: Path, project: NewProject, files: dict[str, str]) -> None:

@@ -10,14 +10,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside
 from trainer.storage.open import open_storage
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 SCHEMA_VERSION = 1
+GROUP_ROWS = 1 << 16
+"""Rows of a row group of a table's shards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +98,54 @@ def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any
     return {
         "path": name, "split": split, "rows": rows, "bytes": path.stat().st_size, "sha256": digest_files([path])[0],
     }  # fmt: skip
+
+
+class TableShards:
+    """The shards of one split of a table, written as rows come."""
+
+    def __init__(self, folder: Path, split: str, schema: pa.Schema, most_rows: int) -> None:
+        self.folder, self.split, self.schema, self.most_rows = folder, split, schema, most_rows
+        self.shards: list[dict[str, Any]] = []
+        self._waiting: list[pa.Table] = []
+        self._writer: Any = None
+        self._rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Append rows, which are written once there are enough for a row group."""
+        self._waiting.append(table)
+        if sum(len(part) for part in self._waiting) >= min(GROUP_ROWS, self.most_rows - self._rows):
+            self._write()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Write what is left, and return the entries of the shards."""
+        self._write()
+        self._finish()
+        return self.shards
+
+    @property
+    def _name(self) -> str:
+        return f"data/{self.split}-{len(self.shards):05d}.parquet"
+
+    def _write(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting)
+        self._waiting = []
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self.folder / self._name, self.schema, compression="zstd")
+        self._writer.write_table(table, row_group_size=GROUP_ROWS)
+        self._rows += len(table)
+        if self._rows >= self.most_rows:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self.shards.append(shard_entry(self.folder, self._name, self.split, self._rows))
+            self._writer, self._rows = None, 0
 
 
 def _shards(uri: str) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -21,6 +21,8 @@ from dtrain_dagster.data.errors import DataError
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _MOST_UNPACKED, _UNPACKED_TIMES = 1 << 28, 200
 """The most bytes of a packed file's content, or its size times this: a file beyond both was made to fill a disk."""
@@ -50,6 +52,10 @@ class GivenFile:
         """Return the sha256 of its content."""
         self.handle.seek(0)
         return hashlib.file_digest(self.handle, "sha256").hexdigest()
+
+    def parquet_schema(self) -> pa.Schema:
+        """Return the schema of a Parquet file. Raise `DataError` where it cannot be read."""
+        return self._parquet().schema_arrow
 
     def refuse_unusable(self) -> None:
         """Raise `DataError` for a file that is empty, cut short, or made to fill memory or disk."""
@@ -87,17 +93,19 @@ class GivenFile:
 
         return pa.CompressedInputStream(pa.PythonFile(_Lent(self.handle), "rb"), self.packing)
 
-    def _refuse_false_claims(self) -> None:
+    def _parquet(self) -> pq.ParquetFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.handle.seek(0)
-        size = os.fstat(self.handle.fileno()).st_size
         try:
-            rows = pq.ParquetFile(self.handle).metadata.num_rows
+            return pq.ParquetFile(self.handle)
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"{self.origin} cannot be read as CSV or Parquet: {reason}") from error
+
+    def _refuse_false_claims(self) -> None:
+        rows, size = self._parquet().metadata.num_rows, os.fstat(self.handle.fileno()).st_size
         if rows > max(_MOST_ROWS, _ROWS_PER_BYTE * size):
             raise DataError(f"{self.origin} claims {rows:,} rows in {size:,} bytes, more than a price file can hold")
 
@@ -137,6 +145,7 @@ def opened_database(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPy
     }
     with duckdb.connect(str(scratch / "sort.duckdb"), config=settings) as database:
         database.execute("SET enable_progress_bar=false")
+        database.execute("SET TimeZone='UTC'")  # not this machine's: the same file gives the same days everywhere
         database.execute(f"SET allowed_paths=['{given.engine_path}']")
         database.execute("SET enable_external_access=false")
         yield database

@@ -1,4 +1,4 @@
-"""The builder of datasets of rows: a Parquet table becomes shards of numbers and codes, and a manifest.
+"""The builder of datasets of rows: a table becomes shards of standardised numbers and codes, and a manifest.
 
 Two streaming passes over the table, some rows at a time: the first learns what the columns are (moments and categories
 of the training split, classes), the second writes the shards. So the table may be larger than memory.
@@ -7,33 +7,31 @@ of the training split, classes), the second writes the shards. So the table may 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain_dagster.data.build_once import (
-    SCHEMA_VERSION,
-    FinishedDataset,
-    build_once,
-    digest_files,
-    id_of,
-    shard_entry,
-)
-from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.build_once import FinishedDataset, TableShards, build_once, digest_files, id_of
+from dtrain_dagster.data.errors import DataError, refuse
+from dtrain_dagster.data.price_columns import is_nameless
 from dtrain_dagster.data.table_columns import (
+    DATE_UNIT,
+    MOST_SAMPLED,
     TASKS,
     CategoryColumn,
     NumberColumn,
     TargetColumn,
-    check_name,
     class_name,
-    kind_of_column,
     numbers_of,
     texts_of,
 )
+from dtrain_dagster.data.table_file import Table, files_of, open_table
 from trainer.data.kinds import SPLITS
+from trainer.data.manifest import STANDARDISED
 from trainer.spec import REGRESSION, ROWS
 
 if TYPE_CHECKING:
@@ -41,10 +39,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """The version of the builder. Raise it when the same table would give other rows."""
-BATCH = 1 << 16
-"""Rows that are held at once."""
+LEAST_ROWS, FEW_ROWS = 2, 30
+"""The rows of a split below which it is refused, and below which its size is told."""
+SPLIT_NAMES = {
+    "train": "train", "training": "train",
+    "valid": "valid", "val": "valid", "validation": "valid", "dev": "valid", "development": "valid",
+    "test": "test", "testing": "test", "holdout": "test", "hold-out": "test", "hold_out": "test",
+}  # fmt: skip
+"""The names of splits, in small letters."""
+MOST_NAMES = 10
+"""The most different values of a column that names splits. One with more says whose rows stay together."""
 _SCALE = 2.0**-64
 
 
@@ -58,8 +64,8 @@ class RowParams:
     drop: tuple[str, ...] = ()
     """Columns that are left out."""
     split_by: str | None = None
-    """A column that says the split of each row (train, valid, test), or whose equal values stay together; it is no
-    feature. None: each row by itself."""
+    """A column that says the split of each row (by a name of `SPLIT_NAMES`), or whose equal values stay together; it is
+    no feature. None: each row by itself."""
     valid_fraction: float = 0.1
     test_fraction: float = 0.1
     missing: Literal["refuse", "mean"] = "refuse"
@@ -84,25 +90,20 @@ def check_fractions(valid: float, test: float) -> None:
 
 
 def build_rows(source: str, storage_uri: str, params: RowParams) -> FinishedDataset:
-    """Build ``<storage>/datasets/<id>`` from a Parquet file, or from all those in a folder, unless it exists; return a
-    reference. Raise `DataError`, which names the column and the remedy, for a table that cannot be used."""
-    files = _parquet_files(Path(source))
+    """Build ``<storage>/datasets/<id>`` from a Parquet or CSV file, or from all those in a folder, unless it exists;
+    return a reference. Raise `DataError`, which names each column that cannot be used, and the remedy."""
+    files = files_of(Path(source))
     digests = digest_files(files)
     dataset_id = id_of({"kind": ROWS, "code": CODE_VERSION, "files": digests, "params": asdict(params)})
 
     def write(folder: Path) -> dict[str, Any]:
-        builder = _Builder(files, params, folder)
-        manifest = builder.build(dataset_id)
+        scratch = folder / "read"
+        scratch.mkdir()
+        manifest = _Builder(open_table(files, scratch), params, folder).build(dataset_id)
+        shutil.rmtree(scratch)
         return manifest | {"source": {"title": Path(source).name, "sha256": digests[0], "files": len(files)}}
 
     return build_once(storage_uri, dataset_id, write)
-
-
-def _parquet_files(source: Path) -> list[Path]:
-    files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
-    if not files or not all(path.is_file() for path in files):
-        raise DataError(f"{source}: there is no Parquet file; give one, or a folder that holds some")
-    return files
 
 
 def hashed_shares(values: Sequence[str], seed: int) -> NDArray[np.float64]:
@@ -133,89 +134,42 @@ def splits_of(shares: NDArray[np.float64], valid: float, test: float) -> NDArray
     return np.where(shares >= 1 - test, 2, is_valid.astype(np.int64))
 
 
-class _ShardWriter:
-    """The shards of one split, written as rows come."""
-
-    def __init__(self, folder: Path, split: str, schema: pa.Schema, most_rows: int) -> None:
-        self.folder, self.split, self.schema, self.most_rows = folder, split, schema, most_rows
-        self.shards: list[dict[str, Any]] = []
-        self._waiting: list[pa.Table] = []
-        self._writer: Any = None
-        self._rows = 0
-
-    def add(self, table: pa.Table) -> None:
-        """Append rows, which are written once there are enough for a row group."""
-        self._waiting.append(table)
-        if sum(len(part) for part in self._waiting) >= min(BATCH, self.most_rows - self._rows):
-            self._write()
-
-    def close(self) -> list[dict[str, Any]]:
-        """Write what is left, and return the entries of the shards."""
-        self._write()
-        self._finish()
-        return self.shards
-
-    @property
-    def _name(self) -> str:
-        return f"data/{self.split}-{len(self.shards):05d}.parquet"
-
-    def _write(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if not self._waiting:
-            return
-        table = pa.concat_tables(self._waiting)
-        self._waiting = []
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self.folder / self._name, self.schema, compression="zstd")
-        self._writer.write_table(table, row_group_size=BATCH)
-        self._rows += len(table)
-        if self._rows >= self.most_rows:
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self.shards.append(shard_entry(self.folder, self._name, self.split, self._rows))
-            self._writer, self._rows = None, 0
-
-
 @dataclass(slots=True)
 class _Builder:
     """A single build of a dataset."""
 
-    files: Sequence[Path]
+    table: Table
     params: RowParams
     folder: Path
+    problems: list[str] = field(default_factory=list)
+    """What a person has to mend, told together."""
     numbers: dict[str, NumberColumn] = field(default_factory=dict)
     categories: dict[str, CategoryColumn] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     """Features, in the order of the table."""
-    named_splits: bool = False
-    """Whether the column ``split_by`` says the split itself."""
+    split_of: dict[str, int] = field(default_factory=dict)
+    """The place in `SPLITS` that each value of ``split_by`` names; empty where it names none."""
+    groups: int = 0
+    """The different values of ``split_by``, counted up to `MOST_NAMES`."""
     target: TargetColumn = field(default_factory=lambda: TargetColumn(""))
+    excluded: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def build(self, dataset_id: str) -> dict[str, Any]:
         """Write the shards; return the manifest."""
-        self._read_schema()
+        self._choose_columns()
+        self._read_splits()
         self._learn()
-        task, classes = self.target.task(self.params.task)
-        excluded = {
-            name: "does not vary over the training split"
-            for name in self.names
-            if name in self.numbers and not self.numbers[name].std > 0 and not self.numbers[name].missing
-        }
-        excluded |= {name: "has no value in the training split" for name in self._empty()}
-        self._refuse_what_cannot_be_trained_on(task, excluded)
-        kept = [name for name in self.names if name not in excluded]
+        task, classes = self._judge_target()
+        refuse(self.problems)
+        kept = [name for name in self.names if name not in self.excluded]
+        if not kept:
+            raise DataError(f"no column varies over the training split: {', '.join(self.excluded)}")
         shards = self._write(kept, task, classes)
         samples = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
-        for split, count in samples.items():
-            if not count:
-                raise DataError(f"the {split} split has no rows: give more rows, or other fractions")
+        self._judge_splits(samples)
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": STANDARDISED,
             "kind": ROWS,
             "dataset_id": dataset_id,
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -225,81 +179,132 @@ class _Builder:
             "normalisation": self._normalisation(kept, task),
             "params": asdict(self.params),
             "samples": samples,
-            "excluded": excluded,
+            "excluded": self.excluded,
+            "notes": self.notes,
             "shards": shards,
         }
 
-    def _read_schema(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        schemas = []
-        for path in self.files:
-            try:
-                schemas.append(pq.ParquetFile(path).schema_arrow)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
-        schema, params = schemas[0], self.params
-        for path, other in zip(self.files, schemas, strict=True):
-            if other.names != schema.names or other.types != schema.types:
-                raise DataError(f"{path} has other columns than {self.files[0]}: all files need the same")
-        if len(set(schema.names)) < len(schema.names):
-            raise DataError(f"{self.files[0]} has two columns of one name: rename one")
+    def _choose_columns(self) -> None:
+        """Find out what the columns are for. Raise `DataError` where the target is not there, since nothing else can be
+        judged without it."""
+        params, kinds = self.params, self.table.kinds
         wanted = {"--target": [params.target], "--drop": params.drop, "--split-by": [params.split_by or params.target]}
         for option, names in wanted.items():
             for name in names:
-                if name not in schema.names:
-                    raise DataError(f"{option} {name}: the table has no such column, but {', '.join(schema.names)}")
-        self.target.name = params.target
-        kind_of_column(schema.field(params.target))
-        for name in schema.names:
-            check_name(name)
+                if name not in kinds:
+                    self.problems.append(f"{option} {name}: the table has no such column, but {', '.join(kinds)}")
+        for name, said in self.table.problems.items():
+            if name not in params.drop:
+                self.problems += said
+        if params.target not in kinds or (params.split_by or params.target) not in kinds:
+            refuse(self.problems)
+        self.target = TargetColumn(params.target, is_text=kinds[params.target] == "category")
+        if kinds[params.target] == "date":
+            self.target.problem = f"the target {params.target!r} is a date: give a number, such as days from a day"
+        for name, kind in kinds.items():
             if name in (params.target, params.split_by, *params.drop):
                 continue
+            if why := self.table.index.get(name):
+                self.excluded[name] = why
+                continue
             self.names.append(name)
-            if kind_of_column(schema.field(name)) == "number":
+            if name in self.table.problems:
+                continue
+            if kind in ("number", "date"):
                 self.numbers[name] = NumberColumn(name)
             else:
                 self.categories[name] = CategoryColumn(name)
         if not self.names:
-            raise DataError(f"{self.files[0]} has no column besides the target to learn from")
+            self.problems.append("the table has no column besides the target to learn from")
+            refuse(self.problems)
 
-    def _batches(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield the number of the first row, and some rows."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        first = 0
-        for path in self.files:
-            try:
-                file = pq.ParquetFile(path)
-                for group in range(file.num_row_groups):  # one by one: a reader of all keeps what it has read
-                    for batch in file.iter_batches(BATCH, [group], columns=list(dict.fromkeys(columns))):
-                        yield first, batch
-                        first += len(batch)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{path} cannot be read to its end: {error}") from None
+    def _read_splits(self) -> None:
+        """Find out whether ``split_by`` names splits. Names that are mixed with others are a problem."""
+        by = self.params.split_by
+        if by is None:
+            return
+        counts: Counter[str] = Counter()
+        for first, batch in self.table.batches([by]):
+            values = texts_of(batch.column(by))
+            if None in values:
+                row = first + values.index(None)
+                self.problems.append(f"--split-by {by}: the column is empty in row {row}, counted from 0: fill it")
+                return
+            if len(counts) <= MOST_NAMES:
+                counts.update(map(str, values))
+        self.groups = len(counts)
+        if self.groups > MOST_NAMES:
+            return
+        known = {value: SPLIT_NAMES.get(value.strip().lower()) for value in counts}
+        if all(known.values()):
+            self.split_of = {value: SPLITS.index(split) for value, split in known.items() if split}
+        elif any(known.values()):
+            found = ", ".join(f"{value!r} ({count:,} rows)" for value, count in counts.most_common())
+            self.problems.append(
+                f"--split-by {by}: its values are {found}, and not all of them name a split: use train, valid and test"
+            )
 
     def _learn(self) -> None:
-        """Learn what the columns hold, some rows at a time."""
-        by = self.params.split_by
-        if by is not None:
-            self.named_splits = all(
-                set(map(str, texts_of(batch.column(by)))) <= set(SPLITS) for _, batch in self._batches([by])
-            )
-        for first, batch in self._batches([*self.names, self.params.target, *([by] if by else [])]):
+        """Learn what the columns hold, some rows at a time, and note what is wrong with them."""
+        by, every = self.params.split_by, max(1, self.table.rows // MOST_SAMPLED)
+        target = [] if self.params.target in self.table.problems or self.target.problem else [self.params.target]
+        columns = [*self.numbers, *self.categories, *target, *([by] if by else [])]
+        for first, batch in self.table.batches(columns) if columns else ():
             is_train = self._splits(first, batch) == 0
             for name, number in self.numbers.items():
-                number.learn(numbers_of(batch.column(name)), is_train, first)
-                if number.missing and self.params.missing == "refuse":
-                    raise DataError(
-                        f"the column {name!r} lacks {number.missing} numbers up to row {first + len(batch) - 1}: leave "
-                        f"it out (--drop {name}), or let them count as the mean, with an input that says so "
-                        "(--missing mean)"
-                    )
+                number.learn(batch.column(name), is_train, first, every)
             for name, category in self.categories.items():
                 category.learn(texts_of(batch.column(name)), is_train)
-            self.target.learn(batch.column(self.params.target), is_train, first)
+            for name in target:
+                self.target.learn(batch.column(name), is_train, first, every)
+        for name in self.names:
+            if name not in self.table.problems:
+                self._judge_column(name)
+
+    def _judge_target(self) -> tuple[str, list[Any]]:
+        """Return the task, and the values of the classes in the order of their codes. What is wrong is noted."""
+        if self.params.target not in self.table.problems:
+            try:
+                return self.target.task(self.params.task)
+            except DataError as error:
+                self.problems.append(str(error))
+        return "", []
+
+    def _judge_column(self, name: str) -> None:
+        """Note why a column is left out, or is a problem."""
+        leave = f"leave it out (--drop {name})"
+        if name in self.categories:
+            category = self.categories[name]
+            if is_nameless(name) and category.values:
+                self.problems.append(f"the column {name!r} is an index without a name: give it one, or {leave}")
+            elif category.problem:
+                self.problems.append(f"the column {name!r} {category.problem}, or {leave}")
+            elif not category.values:
+                self.excluded[name] = "has no value in the training split"
+            return
+        number = self.numbers[name]
+        if name in self.table.index:
+            if number.is_counter:
+                self.excluded[name] = "counts rows, as the index of a table does"
+                return
+            if is_nameless(name):
+                self.problems.append(f"the column {name!r} is an index without a name: give it one, or {leave}")
+        if number.missing and self.params.missing == "refuse":
+            self.problems.append(
+                f"the column {name!r} lacks {number.missing} numbers (the first in row {number.first_missing}, counted "
+                f"from 0): {leave}, or let them count as the mean, with an input that says so (--missing mean)"
+            )
+        number.judge()
+        if number.problem:
+            self.problems.append(f"the column {name!r} {number.problem}, or {leave}")
+        elif not number.moments.count:
+            self.excluded[name] = "has no value in the training split"
+        elif not number.std and not number.missing:
+            self.excluded[name] = "does not vary over the training split"
+        elif number.is_in_order:
+            self.notes.append(
+                f"{name} counts the rows in their order: if it measures nothing, leave it out (--drop {name})"
+            )
 
     def _splits(self, first: int, batch: pa.RecordBatch) -> NDArray[np.int64]:
         import numpy as np
@@ -308,64 +313,80 @@ class _Builder:
         if by is None:
             return splits_of(numbered_shares(first, len(batch), self.params.seed), valid, test)
         values = [str(value) for value in texts_of(batch.column(by))]
-        if self.named_splits:
-            return np.array([SPLITS.index(value) for value in values], dtype=np.int64)
+        if self.split_of:
+            return np.array([self.split_of[value] for value in values], dtype=np.int64)
         return splits_of(hashed_shares(values, self.params.seed), valid, test)
 
-    def _empty(self) -> list[str]:
-        gone = [name for name, number in self.numbers.items() if not number.moments.count]
-        return [*gone, *(name for name, category in self.categories.items() if not category.values)]
-
-    def _refuse_what_cannot_be_trained_on(self, task: str, excluded: Mapping[str, str]) -> None:
-        if len(excluded) == len(self.names):
-            raise DataError(f"no column varies over the training split: {', '.join(excluded)}")
-        if task == REGRESSION and not float(self.target.moments.mean_std()[1]) > 0:
-            raise DataError(f"the target {self.params.target!r} does not vary over the training split")
+    def _judge_splits(self, samples: Mapping[str, int]) -> None:
+        """Raise `DataError` for a split without rows, or with too few to say anything; note one with few."""
+        by, counts = self.params.split_by, ", ".join(f"{split} {count:,}" for split, count in samples.items())
+        remedy = "give more rows, or other fractions"
+        if self.split_of:
+            remedy = f"--split-by {by} names them ({', '.join(map(repr, self.split_of))}): name more rows of it"
+        elif by is not None:
+            few = f", and there are only {self.groups} values" if self.groups <= MOST_NAMES else ""
+            remedy = f"rows of one value of {by!r} stay together{few}: give another --split-by, --seed or fractions"
+        for split, count in samples.items():
+            if count < LEAST_ROWS:
+                held = f"only {count} row" if count else "no rows"
+                raise DataError(f"the {split} split has {held} ({counts}): {remedy}")
+            if count < FEW_ROWS:
+                self.notes.append(f"the {split} split has {count} rows only: its figures are little more than chance")
 
     def _column(self, name: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": name, "role": "feature"}
         if name in self.categories:
             return entry | {"type": "category", "values": self.categories[name].ordered()}
-        return entry | {"type": "number", "missing": self.numbers[name].missing > 0}
+        unit = {"unit": DATE_UNIT} if self.table.kinds[name] == "date" else {}
+        return entry | {"type": "number", "missing": self.numbers[name].missing > 0} | unit
 
     def _normalisation(self, kept: Sequence[str], task: str) -> dict[str, Any]:
         features = {name: {"mean": 0.0, "std": 1.0} for name in kept}
         for name in kept:
             if name in self.numbers:  # one that varies in what is missing alone has no deviation
                 features[name] = {"mean": self.numbers[name].mean, "std": self.numbers[name].std or 1.0}
-        mean, std = map(float, self.target.moments.mean_std()) if task == REGRESSION else (0.0, 1.0)
-        return {"fitted_on": "train", "features": features, "target": {"mean": mean, "std": std}}
+        number = self.target.number
+        target = {"mean": number.mean, "std": number.std} if task == REGRESSION else {"mean": 0.0, "std": 1.0}
+        return {"fitted_on": "train", "features": features, "target": target}
 
     def _write(self, kept: Sequence[str], task: str, classes: Sequence[Any]) -> list[dict[str, Any]]:
-        """Write the shards of all splits; return their entries."""
+        """Write the shards of all splits; return their entries. Numbers are stored in deviations from the mean, a
+        target that is a number as it is. Raise `DataError` for a number that is too far from the training rows."""
         import numpy as np
         import pyarrow as pa
 
         fields = [pa.field(name, pa.int32() if name in self.categories else pa.float32()) for name in kept]
-        target = pa.field(self.params.target, pa.float32() if task == REGRESSION else pa.int32())
+        target = pa.field(self.params.target, pa.float64() if task == REGRESSION else pa.int32())
         schema = pa.schema([*fields, target])
         codes = {
             name: {value: code for code, value in enumerate(category.ordered(), 1)}
             for name, category in self.categories.items()
         }
         code_of_class = {value: code for code, value in enumerate(classes)}
-        writers = [_ShardWriter(self.folder, split, schema, self.params.shard_rows) for split in SPLITS]
+        writers = [TableShards(self.folder, split, schema, self.params.shard_rows) for split in SPLITS]
         by = [self.params.split_by] if self.params.split_by else []
-        for first, batch in self._batches([*kept, self.params.target, *by]):
+        for first, batch in self.table.batches([*kept, self.params.target, *by]):
             arrays: list[NDArray[Any]] = []
             for name in kept:
                 if name in codes:
                     found = [codes[name].get(value, 0) for value in texts_of(batch.column(name))]
                     arrays.append(np.array(found, dtype=np.int32))
-                else:
-                    arrays.append(numbers_of(batch.column(name)).astype(np.float32))
+                    continue
+                values = numbers_of(batch.column(name))
+                arrays.append(self.numbers[name].standardise(values))
+                if np.isinf(arrays[-1]).any():
+                    row = int(np.flatnonzero(np.isinf(arrays[-1]))[0])
+                    raise DataError(
+                        f"the column {name!r} has {values[row]} in row {first + row}, counted from 0, and a deviation "
+                        f"of {self.numbers[name].std:.3g} over the training split: correct it, or leave the column out "
+                        f"(--drop {name})"
+                    )
             column = batch.column(self.params.target)
             if task == REGRESSION:
-                arrays.append(numbers_of(column).astype(np.float32))
+                arrays.append(numbers_of(column))
             else:
-                is_text = kind_of_column(pa.field(self.params.target, column.type)) == "category"
-                values = texts_of(column) if is_text else numbers_of(column).tolist()
-                arrays.append(np.array([code_of_class[value] for value in values], dtype=np.int32))
+                classes_here = self.target.classes_of(column).tolist()
+                arrays.append(np.array([code_of_class[value] for value in classes_here], dtype=np.int32))
             table = pa.Table.from_arrays([pa.array(values) for values in arrays], schema=schema)
             splits = self._splits(first, batch)
             for place, writer in enumerate(writers):

@@ -6,6 +6,7 @@ Decisions, and what is learned of a column from its rows, belong here. Reading a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,23 +23,38 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Task = Literal["regression", "binary", "multiclass"]
-Kind = Literal["number", "category"]
+Kind = Literal["number", "date", "category", ""]
 TASKS = (REGRESSION, BINARY, MULTICLASS)
 MOST_VALUES = 1000
 """The most values of a category, each of which is an input of the model."""
 FEW_VALUES = 20
 """A target of whole numbers with at most this many values is taken for classes, unless a task is given."""
+MOST_SAMPLED = 4096
+"""The rows, at even distances, whose values are compared before and after they are standardised."""
+MERGED_SHARE = 0.02
+"""The share of different numbers that may become the same. Of a smooth column hardly one does, as single precision has
+some 10 million numbers within a deviation of the mean; with logarithms of a deviation of 3, one in a hundred."""
+DATE_UNIT = "days since 1970-01-01"
+"""What a date counts as; one with a zone in UTC."""
+_UNITS = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
+"""The units of a day."""
+LARGEST = float(2**127)
+"""The largest number that is taken: its square has a double, and it has a float."""
 
 
 def kind_of_column(field: pa.Field) -> Kind:
-    """Return what a column is, by its type. Raise `DataError` for a type that is neither number nor text."""
+    """Return what a column is, by its type; "" where it has no value at all. Raise `DataError` for another type."""
     import pyarrow as pa
 
     kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    if pa.types.is_null(kind):
+        return ""
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "category"
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or _is_decimal(kind):
         return "number"
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return "date"
     raise DataError(
         f"the column {field.name!r} has the type {field.type}, which is neither a number nor text: leave it out "
         f"(--drop {field.name}), or convert it before"
@@ -51,17 +67,40 @@ def check_name(name: str) -> None:
         raise DataError(f"the column {name[:80]!r} has a name that is empty, longer than 200 or not printable: rename")
 
 
-def numbers_of(column: pa.Array) -> NDArray[np.float64]:
-    """Return the numbers of a column (n,), not a number where they are missing."""
+def exact_numbers(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return the numbers of a column (n,) without a loss of digits: whole numbers stay whole, a date is a number of its
+    type's units, a decimal is an object; and which are missing (n,), where the number is 0."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if pa.types.is_dictionary(column.type):
         column = pc.cast(column, column.type.value_type)
-    if column.null_count == 0 and not pa.types.is_boolean(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64)
-    return np.asarray(pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column)), np.ones(len(column), dtype=bool)
+    gone = pc.is_null(column, nan_is_null=pa.types.is_floating(column.type)).to_numpy(zero_copy_only=False)
+    if pa.types.is_temporal(column.type):
+        column = column.view(pa.int32() if pa.types.is_date32(column.type) else pa.int64())
+    elif pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.int8())
+    filled = pc.fill_null(column, pa.scalar(0, column.type) if not _is_decimal(column.type) else 0)
+    values = filled.to_numpy(zero_copy_only=False)
+    return np.where(gone, 0, values), np.asarray(gone, dtype=bool)
+
+
+def numbers_of(column: pa.Array) -> NDArray[np.float64]:
+    """Return the numbers of a column (n,), not a number where they are missing; dates as `DATE_UNIT`."""
+    import numpy as np
+    import pyarrow as pa
+
+    values, gone = exact_numbers(column)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_date64(kind) or pa.types.is_timestamp(kind):
+        unit = _UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
+        numbers = values // unit + (values % unit) / unit
+    else:
+        numbers = values.astype(np.float64)
+    return np.where(gone, np.nan, numbers)
 
 
 def texts_of(column: pa.Array) -> list[Any]:
@@ -69,31 +108,71 @@ def texts_of(column: pa.Array) -> list[Any]:
     return column.to_pylist()
 
 
+def _is_decimal(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_decimal(kind))
+
+
 @dataclass(slots=True)
 class NumberColumn:
-    """What is learned of a column of numbers."""
+    """What is learned of a column of numbers, or of a target that is a number."""
 
     name: str
     moments: Moments = field(default_factory=Moments)
+    """Of the training split."""
     missing: int = 0
     """Rows without a number, in any split."""
+    problem: str = ""
+    """Why the column cannot be used; further rows are then not looked at."""
+    first_missing: int = -1
+    low: float = math.inf
+    high: float = -math.inf
+    """The least and the greatest number in the training split."""
+    is_in_order: bool = True
+    """Whether each row has the number after that of the row before it."""
+    last: float = math.nan
+    numbers: list[NDArray[np.float64]] = field(default_factory=list)
+    different: set[Any] = field(default_factory=set)
+    """The numbers of the sampled rows in double precision, and which there are, exactly."""
 
-    def learn(self, values: NDArray[np.float64], is_train: NDArray[np.bool_], first_row: int) -> None:
-        """Add some rows; ``first_row`` is the number of the first of them in the table. Raise `DataError` for a number
-        that float32 does not have."""
+    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
+        """Add some rows. ``first_row``: the number of the first of them in the table; ``every``: rows from one that is
+        sampled to the next."""
         import numpy as np
 
+        if self.problem:
+            return
+        values = numbers_of(column)
         gone = np.isnan(values)
+        if gone.any() and not self.missing:
+            self.first_missing = first_row + int(np.flatnonzero(gone)[0])
         self.missing += int(gone.sum())
-        large = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
+        large = np.flatnonzero(np.abs(values) > LARGEST)
         if len(large):
-            raise DataError(
-                f"the column {self.name!r} has {values[large[0]]} in row {first_row + int(large[0])}, counted from 0, "
-                f"which is too large for float32: correct it, or leave the column out (--drop {self.name})"
+            self.problem = (
+                f"has {values[large[0]]} in row {first_row + int(large[0])}, counted from 0, which is too large: "
+                "correct it"
             )
+            return
         known = values[~gone & is_train]
         if len(known):
+            self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
             self.moments.join(Moments.of(known))
+        before = np.concatenate([[self.last if first_row else values[0] - 1], values])
+        self.is_in_order = self.is_in_order and bool((np.diff(before) == 1).all())
+        self.last = float(values[-1])
+        sampled = np.flatnonzero((np.arange(first_row, first_row + len(values)) % every == 0) & ~gone)
+        self.numbers.append(values[sampled])
+        self.different |= set(exact_numbers(column.take(sampled))[0].tolist())
+
+    @property
+    def is_counter(self) -> bool:
+        """Return whether it may number the rows: whole numbers, each of those that were sampled once."""
+        sampled = sum(map(len, self.numbers))
+        return (
+            not self.missing and len(self.different) == sampled and all(value == int(value) for value in self.different)
+        )
 
     @property
     def mean(self) -> float:
@@ -103,7 +182,34 @@ class NumberColumn:
     @property
     def std(self) -> float:
         """Return the standard deviation over the training split, 0 where it does not vary."""
-        return float(self.moments.mean_std()[1]) if self.moments.count else 0.0
+        return float(self.moments.mean_std()[1]) if self.high > self.low else 0.0
+
+    def standardise(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return numbers in deviations from the mean, as they are stored. Not finite where one is too far off."""
+        import numpy as np
+
+        with np.errstate(over="ignore"):
+            return ((values - self.mean) / (self.std or 1.0)).astype(np.float32)
+
+    def judge(self) -> None:
+        """Note the problem of a column that would lose its information where it is standardised."""
+        import numpy as np
+
+        if self.problem or not self.high > self.low:
+            return
+        if not (math.isfinite(self.std) and math.isfinite(1 / self.std if self.std else math.inf)):
+            self.problem = (
+                f"varies from {self.low} to {self.high}, which is too little for a deviation in double precision: "
+                "multiply it by a constant"
+            )
+            return
+        there, left = len(self.different), len(np.unique(self.standardise(np.concatenate(self.numbers))))
+        if there - left > MERGED_SHARE * there:
+            self.problem = (
+                f"has {there:,} different numbers in {sum(map(len, self.numbers)):,} of its rows, of which {left:,} "
+                f"are left in single precision, standardised by mean {self.mean:.6g} and deviation {self.std:.3g}: "
+                "subtract a constant from whole numbers beyond 2^53, cut off outliers, or take logarithms"
+            )
 
 
 @dataclass(slots=True)
@@ -112,21 +218,21 @@ class CategoryColumn:
 
     name: str
     values: set[str] = field(default_factory=set)
+    problem: str = ""
+    """Why the column cannot be used; further rows are then not looked at."""
 
     def learn(self, values: Sequence[Any], is_train: NDArray[np.bool_]) -> None:
-        """Add some rows. Raise `DataError` for more values than a model is given inputs for."""
+        """Add some rows."""
+        if self.problem:
+            return
         self.values |= {value for value, train in zip(values, is_train, strict=True) if train and value}
         if len(self.values) > MOST_VALUES:
-            raise DataError(
-                f"the column {self.name!r} has more than {MOST_VALUES} values, each of which would be an input: leave "
-                f"it out (--drop {self.name}), or group its values"
+            self.problem = f"has more than {MOST_VALUES} values, each of which would be an input: group its values"
+        elif odd := [value for value in self.values if len(value) > 200 or not value.isprintable()]:
+            self.problem = (
+                f"has the value {odd[0][:80]!r}, which is longer than 200 characters or not printable: it is no "
+                "category"
             )
-        for value in self.values:
-            if len(value) > 200 or not value.isprintable():
-                raise DataError(
-                    f"the column {self.name!r} has the value {value[:80]!r}, which is longer than 200 characters or "
-                    f"not printable: it is no category; leave it out (--drop {self.name})"
-                )
 
     def ordered(self) -> list[str]:
         """Return the values in the order of their codes, which begin at 1."""
@@ -138,51 +244,66 @@ class TargetColumn:
     """What is learned of the target."""
 
     name: str
+    is_text: bool = False
     counts: Counter[Any] = field(default_factory=Counter)
     """How often each value is in the training split, while there are no more than there can be classes."""
     elsewhere: set[Any] = field(default_factory=set)
     """Values of the other splits."""
-    moments: Moments = field(default_factory=Moments)
     is_fraction: bool = False
     """Whether some value is no whole number."""
+    number: NumberColumn = field(default_factory=lambda: NumberColumn(""))
+    problem: str = ""
 
-    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int) -> None:
-        """Add some rows. Raise `DataError` for a target that is missing, or too large for float32."""
+    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
+        """Add some rows, as `NumberColumn.learn`."""
         import numpy as np
 
-        is_text = kind_of_column(_field(self.name, column)) == "category"
-        values = np.array(texts_of(column), dtype=object) if is_text else numbers_of(column)
-        gone = (
-            np.array([not value for value in values], dtype=bool)
-            if is_text
-            else ~(np.abs(values) <= np.finfo(np.float32).max)
-        )
+        if self.problem:
+            return
+        values = self.classes_of(column)
+        if self.is_text:
+            gone = np.array([not value for value in values], dtype=bool)
+        else:
+            numbers = numbers_of(column)
+            gone = ~(np.abs(numbers) <= LARGEST)
         if gone.any():
             row = first_row + int(np.flatnonzero(gone)[0])
-            raise DataError(
-                f"the target {self.name!r} is missing, or too large for float32, in row {row}, counted "
-                "from 0: leave such rows out, or give them a target"
+            self.problem = (
+                f"the target {self.name!r} is missing, or too large, in row {row}, counted from 0: leave such rows "
+                "out, or give them a target"
             )
-        if not is_text:
-            self.is_fraction = self.is_fraction or bool((values != np.floor(values)).any())
-            if is_train.any():
-                self.moments.join(Moments.of(values[is_train]))
+            return
+        if not self.is_text:
+            self.is_fraction = self.is_fraction or bool((numbers != np.floor(numbers)).any())
+            self.number.learn(column, is_train, first_row, every)
         if len(self.counts) <= MOST_CLASSES:
             self.counts.update(values[is_train].tolist())
         if len(self.elsewhere) <= MOST_CLASSES:
             self.elsewhere.update(values[~is_train].tolist())
 
+    def classes_of(self, column: pa.Array) -> NDArray[Any]:
+        """Return the values of a column (n,) as classes: whole numbers with all their digits."""
+        import numpy as np
+
+        return np.array(texts_of(column), dtype=object) if self.is_text else exact_numbers(column)[0]
+
     def task(self, asked: str | None) -> tuple[str, list[Any]]:
         """Return the task, and the values of the classes in the order of their codes. Raise `DataError` where the task
-        that was asked for does not fit."""
-        is_text = any(isinstance(value, str) for value in self.counts)
-        usual = REGRESSION if not is_text and (self.is_fraction or len(self.counts) > FEW_VALUES) else MULTICLASS
+        that was asked for does not fit, or the target cannot be learned."""
+        if self.problem:
+            raise DataError(self.problem)
+        usual = REGRESSION if not self.is_text and (self.is_fraction or len(self.counts) > FEW_VALUES) else MULTICLASS
         if usual == MULTICLASS and len(self.counts) == 2:
             usual = BINARY
         task = asked or usual
         if task == REGRESSION:
-            if is_text:
+            if self.is_text:
                 raise DataError(f"the target {self.name!r} is text, and a regression needs numbers: leave --task out")
+            if not self.number.high > self.number.low:
+                raise DataError(f"the target {self.name!r} does not vary over the training split")
+            self.number.judge()
+            if self.number.problem:
+                raise DataError(f"the target {self.name!r} {self.number.problem}")
             return task, []
         classes = sorted(self.counts)
         fits = len(classes) == 2 if task == BINARY else 2 < len(classes) <= MOST_CLASSES
@@ -203,9 +324,3 @@ class TargetColumn:
 def class_name(value: Any) -> str:
     """Return the name of a class: text as it is, a whole number without its point."""
     return value if isinstance(value, str) else str(int(value))
-
-
-def _field(name: str, column: pa.Array) -> pa.Field:
-    import pyarrow as pa
-
-    return pa.field(name, column.type)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.price_views import open_calendar
 from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
 from trainer.storage.open import open_storage
 
@@ -29,7 +29,8 @@ STALE_DAYS = 5
 MASKED_STALE_DAYS = 20
 """The days of an unchanged price from which on it is masked as no real price; a halt of a week may be real."""
 LARGE_MOVE = 0.35
-SPLIT_TOLERANCE = 0.02
+SPLIT_TOLERANCE = 0.03
+"""How far from a whole ratio a jump may be: the price moves on the day of a split, too."""
 ROUNDING = 1e-3
 GAP_DAYS_WITHOUT_CALENDAR = 7
 _RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
@@ -48,7 +49,10 @@ CHECKS = {
     "stale_prices": ("warning", f"No price stands still for more than {STALE_DAYS} sessions."),
     "zero_returns": ("warning", "No ticker has more than 10 % of days without any move."),
     "large_moves": ("warning", f"No daily log return is beyond {LARGE_MOVE}."),
-    "split_like_jumps": ("warning", "No large move is close to a whole ratio, as an unadjusted split would be."),
+    "split_like_jumps": (
+        "warning",
+        "No large move is close to a whole ratio, as an unadjusted split would be; its day is masked.",
+    ),
     "zero_volume": ("warning", "No day has a volume of zero."),
     "rounding": ("warning", "Rounding of prices stays below 10 basis points on 90 % of each ticker's days."),
     "survivorship": ("warning", "Some ticker ends before the others: the panel is not survivors only."),
@@ -147,19 +151,13 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
     an unknown calendar or one that does not cover the dates."""
     if calendar is None or calendar.lower() == "none":
         return None
-    import exchange_calendars as xc
     import numpy as np
 
     end = np.datetime64(last, "D")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of pandas, about how this package uses it
-            # A day longer, as a calendar of one day is refused.
-            sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
-    except xc.errors.InvalidCalendarName as error:
-        raise DataError(
-            f"DTRAIN_CALENDAR={calendar!r} is no exchange calendar: use a code such as XNYS or XLON, or none"
-        ) from error
+    try:  # a day longer, as a calendar of one day is refused
+        sessions = open_calendar(calendar, start=first, end=str(end + 1)).sessions
+    except DataError:
+        raise
     except ValueError as error:
         raise DataError(f"DTRAIN_CALENDAR={calendar!r} does not cover {first} to {last}: {error}") from error
     days = np.asarray(sessions.values, dtype="datetime64[D]")
@@ -248,7 +246,8 @@ def _check_order(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
 
 
 def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[Mask]:
-    """Find stale segments and jumps; return masks for segments too long to be a halt, with the jump that ends them."""
+    """Find stale segments and jumps; return masks for segments too long to be a halt, with the jump that ends them, and
+    for the days of other jumps like splits."""
     import numpy as np
 
     dates = frame["date"].to_numpy().astype("datetime64[D]")
@@ -277,6 +276,10 @@ def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[
                 f", then jumps by a ratio of {np.exp(moves[last + 1]):.2f}" if jump else ""
             )
             masks.append(Mask(ticker=ticker, first=str(dates[first - 1]), last=str(dates[last + jump]), reason=reason))
+            split_like[last + 1 : last + 1 + jump] = False
+    for row in np.flatnonzero(split_like):  # without that day, no return is that of the jump
+        reason = f"the price jumps by a ratio of {np.exp(moves[row]):.3g}, like a split that is not adjusted"
+        masks.append(Mask(ticker=ticker, first=str(dates[row]), last=str(dates[row]), reason=reason))
     return masks
 
 
@@ -292,7 +295,7 @@ def _check_quality(findings: _Findings, ticker: str, frame: pd.DataFrame) -> Non
 
 
 def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether exp(move), or its inverse, is within 2 % of 2, 3, 4 …"""
+    """Return whether exp(move), or its inverse, is close to 2, 3, 4 …"""
     import numpy as np
 
     ratio = np.exp(np.minimum(np.abs(np.nan_to_num(moves)), 50))

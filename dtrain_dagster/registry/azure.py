@@ -8,6 +8,7 @@ client.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry import promotion, server, versions
+from dtrain_dagster.registry import promotion, server, trial, versions
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_changed_files
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
+from trainer.observability.mlflow_sink import ensure_experiment
 from trainer.rundir import EVALUATION, RunDir
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 WEIGHTS_TAG, ALIAS_TAG, SINCE_TAG, RUN_TAG = "weights_sha256", "alias", "alias_since", "mlflow_run_id"
 MAX_TAGS, MAX_KEY, MAX_VALUE = 50, 100, 1000
 """Azure ML's documented limits of tags, in characters (those of runs; limits of assets are not stated separately)."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 _IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
 """The tags that are properties as well: properties of a version cannot be changed afterwards."""
 _NUMBER_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
@@ -63,6 +66,20 @@ class AzureMLRegistry:
                 f"workspace {workspace.name} names no MLflow tracking address; check DTRAIN_AZURE_WORKSPACE"
             )
         return str(workspace.mlflow_tracking_uri)
+
+    def try_out(self, model_name: str, experiment: str) -> None:
+        """Look for the model and the experiment, which is made where it is missing. Whether this identity may make a
+        version is seen when it does; ``dtrain azure doctor`` reads its roles. Raise `RegistryError` where that fails,
+        or no model can have this name."""
+        if not _NAME.fullmatch(model_name):
+            raise RegistryError(
+                f"DTRAIN_MODEL_NAME={model_name!r}: models of Azure ML have letters, digits, dots, dashes, underscores"
+            )
+        with _explained(f"looking for versions of {model_name}"):
+            self._versions(model_name)
+        address = tracking_address(self.tracking_uri)
+        with trial.explained(f"the experiment {experiment!r} cannot be used", "DTRAIN_EXPERIMENT"):
+            ensure_experiment(versions.open_client(address), experiment, address)
 
     def register_model(
         self,

@@ -19,6 +19,10 @@ class Registry(Protocol):
         """The address to which trainings report, for ``tracking.mlflow_tracking_uri`` of a job."""
         ...
 
+    def try_out(self, model_name: str, experiment: str) -> None:
+        """Try what registration will need, but for a version. Raise `RegistryError` where it would fail."""
+        ...
+
     def register_model(
         self,
         run_dir: str,

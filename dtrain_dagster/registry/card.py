@@ -237,6 +237,8 @@ def _card_of_rows(
     features = [in_markdown(column["name"], 100) for column in manifest["columns"] if column["role"] == "feature"]
     [target] = [in_markdown(column["name"], 100) for column in manifest["columns"] if column["role"] == "target"]
     classes = ", ".join(in_markdown(name, 100) for name in manifest["classes"])
+    units = [(in_markdown(column["name"], 100), column["unit"]) for column in manifest["columns"] if "unit" in column]
+    dates = "".join(f", {name} as {in_markdown(unit, 100)}" for name, unit in units)
     answer = "`prediction`" + ("" if manifest["task"] == REGRESSION else ", the code of a class, and `probability_0` …")
     judged = {"**this model**": evaluation["model"], **evaluation["baselines"]}
     scores = sorted({name for figures in judged.values() for name in figures} - {"samples"})
@@ -264,8 +266,8 @@ def _card_of_rows(
         + ", ".join(f"{name} {count:,}" for name, count in samples.items())
         + ".",
         "## Training\n\n" + _training(job, result, provenance),
-        f"## How to call it\n\nInput: `(n, {len(features)})` float32, the columns above in their order, categories as "
-        f"the codes that the model's metadata lists. Output per row: {answer}.\n\n```python\n"
+        f"## How to call it\n\nInput: `(n, {len(features)})` float64, the columns above in their order, categories as "
+        f"the codes that the model's metadata lists{dates}. Output per row: {answer}.\n\n```python\n"
         f'model = mlflow.pyfunc.load_model("models:/{model_name}@champion")  # or /1, a version\n'
         "forecast = model.predict(rows)  # pandas.DataFrame\n```",
     ]

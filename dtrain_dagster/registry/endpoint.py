@@ -223,7 +223,7 @@ def check_endpoint(
     )
 
 
-def _ask(endpoint: ScoringEndpoint, windows: NDArray[np.float32], patience_seconds: float) -> tuple[int, bytes]:
+def _ask(endpoint: ScoringEndpoint, windows: NDArray[Any], patience_seconds: float) -> tuple[int, bytes]:
     """Return the first answer that is not ``come back later``, or the last of those."""
 
     def ask() -> tuple[int, bytes]:
@@ -264,7 +264,7 @@ def _one_by_one(
     return statistics.median(seconds)
 
 
-def _refusals(endpoint: ScoringEndpoint, windows: NDArray[np.float32], note: Callable[[str, bool, str], bool]) -> None:
+def _refusals(endpoint: ScoringEndpoint, windows: NDArray[Any], note: Callable[[str, bool, str], bool]) -> None:
     broken = windows[:1].copy()
     broken[0, 0, 0] = float("nan")
     wrong = {"windows of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3
 """The relative tolerance of a node's figure: other kernels in single precision."""
 LEAST = 1e-6
-"""Differences of log-loss that are none, for the same reason; and of the error of numbers, as a share of their size."""
+"""Differences of log-loss that are none, for the same reason; and of the error of numbers, in deviations of the
+target."""
 ROWS_PER_SECOND = 500
 """Rows that a model answers in a second at least."""
-MOST_VALUES = 1 << 26
+MOST_VALUES = 1 << 25
 """The most numbers that are asked about at once."""
 
 
@@ -62,15 +63,15 @@ def judge_rows(
         found["model"] = {**evaluation["model"], **figures}
     if len(positions) == data.count("test"):  # of a larger split the node has judged all, and these are a part
         score = "rmse" if scoring.is_number else "log_loss"
-        size = max(1.0, abs(data.spec.target_mean), data.spec.target_std) if scoring.is_number else 1.0
-        _refuse_difference(rundir, score, evaluation["model"].get(score), figures.get(score), LEAST * size)
+        least = LEAST * data.spec.target_std  # 1 for classes
+        _refuse_difference(rundir, score, evaluation["model"].get(score), figures.get(score), least)
     compared = RowComparison(data, SharedWork(), EVAL_BATCH).judge(scores)
     found |= {"baselines": compared.baselines, "canaries": {"shuffled_targets": compared.canary}}
     return found | {"gate": gate_document(found)}
 
 
 def answers(
-    predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
+    predict: Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]],
     data: RowData,
     positions: NDArray[np.int64],
 ) -> NDArray[np.float64] | None:
@@ -83,7 +84,7 @@ def answers(
     size = max(1, MOST_VALUES // len(data.spec.features))
     parts = []
     for start in range(0, len(positions), size):
-        columns = predict(data.gather("test", positions[start : start + size])[0].numpy())
+        columns = predict(data.original("test", positions[start : start + size]))
         if any(name not in columns for name in names):
             return None
         parts.append(np.column_stack([columns[name] for name in names]))

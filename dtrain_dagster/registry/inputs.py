@@ -29,8 +29,8 @@ class StoredInputs(Protocol):
         """The manifest of their dataset."""
         ...
 
-    def inputs(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return those at these positions, 0 … count - 1."""
+    def inputs(self, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Return those at these positions, 0 … count - 1: windows float32, rows float64."""
         ...
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -65,8 +65,8 @@ class _TableInputs:
     def __init__(self, data: RowData) -> None:
         self.data, self.count, self.manifest = data, data.count("test"), data.manifest
 
-    def inputs(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        return self.data.gather("test", positions)[0].numpy()
+    def inputs(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.data.original("test", positions)
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry import promotion, server, versions
+from dtrain_dagster.registry import promotion, server, trial, versions
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
@@ -20,6 +20,10 @@ class MLflowRegistry:
 
     tracking_uri: str
     """The address as it was set; a reference to a secret is resolved in each call, and stored as a reference."""
+
+    def try_out(self, model_name: str, experiment: str) -> None:
+        """Try what registration will need; see `trial.try_registry`."""
+        trial.try_registry(authorised(self.tracking_uri), model_name, experiment)
 
     def register_model(
         self,

@@ -116,7 +116,7 @@ def compare(
     version: str,
     own: Mapping[str, Any],
     its: Mapping[str, Any],
-    predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
+    predict: Callable[[NDArray[Any]], Mapping[str, NDArray[np.float64]]],
     *,
     cache_dir: str | None = None,
     order: Order | None = None,
@@ -167,7 +167,7 @@ def _compare_rows(
     version: str,
     own: Mapping[str, Any],
     its: Mapping[str, Any],
-    predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
+    predict: Callable[[NDArray[Any]], Mapping[str, NDArray[np.float64]]],
     cache_dir: str | None,
     order: Order | None,
 ) -> Comparison:
@@ -259,9 +259,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
     return Model.load(str(folder)).metadata or {}
 
 
-def predict_in_isolation(
-    folder: Path, windows: NDArray[np.float32], timeout_seconds: float
-) -> dict[str, NDArray[np.float64]]:
+def predict_in_isolation(folder: Path, windows: NDArray[Any], timeout_seconds: float) -> dict[str, NDArray[np.float64]]:
     """Return a packed model's answers, computed with its own code in a process of its own
     (`trainer.isolation.runner`)."""
     from trainer.isolation.runner import Isolated

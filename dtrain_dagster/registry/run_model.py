@@ -110,9 +110,9 @@ class RunModel:
         """Return the modules that may be imported for a model or loss of the user's own; none for stock parts."""
         return modules_of_settings() if is_own(self.job) else ()
 
-    def predict(self, windows: NDArray[np.float32], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for windows (n, window, features), from a process of its own. Raise `RunModelError`
-        where it does not answer, or not with just that."""
+    def predict(self, windows: NDArray[Any], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for windows (n, window, features) or rows (n, columns), from a process of its own.
+        Raise `RunModelError` where it does not answer, or not with just that."""
         from trainer.isolation.runner import Isolated, IsolationError
 
         with scratch_folder("model") as scratch:

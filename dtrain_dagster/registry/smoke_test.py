@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
@@ -12,6 +12,7 @@ from dtrain_dagster.registry.inputs import open_inputs
 from dtrain_dagster.registry.run_model import load_run_model
 from trainer.errors import DamagedError
 from trainer.rundir import PREDICTIONS, RunDir
+from trainer.spec import REGRESSION
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,12 +35,14 @@ class AnswerError(ValueError):
 class Sample:
     """Windows of the test split, spread over it, with the answers that a server of the model must give."""
 
-    windows: NDArray[np.float32]
-    """Raw features, (n, window, features)."""
+    windows: NDArray[Any]
+    """Raw features, (n, window, features) float32, or rows of a table, (n, columns) float64."""
     expected: Mapping[str, NDArray[np.float64]]
     """Column → (n,), from the run directory's weights, computed here."""
     trained: Mapping[str, NDArray[Any]]
     """The columns that training itself wrote for these windows; empty for a loss that gives raw outputs."""
+    units: Mapping[str, float] = field(default_factory=dict)
+    """What differences of a column are measured by, where that is not its root mean square."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,7 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
         windows=windows,
         expected=expected,
         trained={name: values for name, values in known.items() if np.isfinite(values).all()},
+        units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
     )
 
 
@@ -152,8 +156,8 @@ def compare_answers(
     expected = sample.expected
     if set(served) != set(expected):
         raise AnswerError(f"answers with {sorted(served)}, the job's model gives {sorted(expected)}")
-    relative = _relative_difference(served, expected)
-    to_training = _relative_difference(served, sample.trained)
+    relative = _relative_difference(served, expected, sample.units)
+    to_training = _relative_difference(served, sample.trained, sample.units)
     passed = relative <= tolerance and to_training <= TRAINING_TOLERANCE
     return Agreement(
         passed=passed,
@@ -169,8 +173,11 @@ def compare_answers(
     )
 
 
-def _relative_difference(served: Mapping[str, NDArray], expected: Mapping[str, NDArray]) -> float:
-    """Return the largest difference in any column of ``expected``, as a fraction of that column's root mean square.
+def _relative_difference(
+    served: Mapping[str, NDArray], expected: Mapping[str, NDArray], units: Mapping[str, float]
+) -> float:
+    """Return the largest difference in any column of ``expected``, as a fraction of that column's root mean square, or
+    of its unit.
 
     ``mu`` is measured by ``sigma``, where there is one: it is close to zero and in the same unit.
     """
@@ -178,7 +185,7 @@ def _relative_difference(served: Mapping[str, NDArray], expected: Mapping[str, N
 
     worst = 0.0
     for name, values in expected.items():
-        size = np.sqrt(np.mean(expected.get("sigma", values) ** 2 if name == "mu" else values**2))
+        size = units.get(name) or np.sqrt(np.mean(expected.get("sigma", values) ** 2 if name == "mu" else values**2))
         worst = max(worst, float(np.abs(served[name] - values).max() / max(size, 1e-12)))
     return worst
 

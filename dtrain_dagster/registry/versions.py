@@ -31,7 +31,6 @@ from trainer.spec import DataSpec, RowSpec
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
-    import numpy as np
     from mlflow import MlflowClient
     from mlflow.entities import Run
     from mlflow.models import ModelSignature
@@ -134,7 +133,7 @@ def _register(
     client.log_dict(run_id, evaluation, EVALUATION)
     for name, value in all_tags.items():
         client.set_tag(run_id, name, value)
-    _ensure_registered_model(client, model_name)
+    ensure_registered_model(client, model_name)
     source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_PATH}"
     version = client.create_model_version(
         model_name, source, run_id=run_id, tags=all_tags, description=description(card)
@@ -261,7 +260,8 @@ def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
         get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
 
-def _ensure_registered_model(client: MlflowClient, name: str) -> None:
+def ensure_registered_model(client: MlflowClient, name: str) -> None:
+    """Make the registered model of this name, where it is missing."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -300,15 +300,14 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
     )
 
 
-def _signature(inputs: NDArray[np.float32], columns: Iterable[str]) -> ModelSignature:
+def _signature(inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
     """Return the signature: a tensor in, named columns out."""
-    import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     shape = (-1, *inputs.shape[1:])
     return ModelSignature(
-        inputs=Schema([TensorSpec(np.dtype(np.float32), shape)]),
+        inputs=Schema([TensorSpec(inputs.dtype, shape)]),
         outputs=Schema([ColSpec("double", name) for name in columns]),
     )
 
@@ -322,6 +321,7 @@ def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str
             "categories": {
                 name: list(values) for name, values in zip(spec.features, spec.categories, strict=True) if values
             },
+            "units": {column["name"]: column["unit"] for column in manifest["columns"] if "unit" in column},
             "target": spec.target,
             "task": spec.task,
             "classes": list(spec.classes),

@@ -218,6 +218,18 @@ def test_a_version_carries_how_it_was_trained(workspace: Workspace, run_dir: str
 
 
 @pytest.mark.slow
+def test_what_registration_needs_is_tried_without_a_version(workspace: Workspace) -> None:
+    workspace.registry.try_out("new-one", "dtrain")
+    assert not list(workspace.client.models.list(name="new-one"))
+    with pytest.raises(registry.RegistryError, match=r"DTRAIN_MODEL_NAME='new one': models of Azure ML have letters"):
+        workspace.registry.try_out("new one", "dtrain")
+    client = open_client(azure_token.tracking_address(workspace.registry.tracking_uri))
+    client.delete_experiment(client.create_experiment("gone"))
+    with pytest.raises(registry.RegistryError, match="experiment 'gone' was deleted"):
+        workspace.registry.try_out("new-one", "gone")
+
+
+@pytest.mark.slow
 def test_the_same_weights_make_one_version(workspace: Workspace, run_dir: str, model: RegisteredModel) -> None:
     again = workspace.register(run_dir, "forecaster")
     assert (again.version, again.created, model.created) == (model.version, False, True)

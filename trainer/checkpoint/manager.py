@@ -384,7 +384,9 @@ def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> N
         path = f"{name}.{key}" if name else str(key)
         if key not in like or key not in state:
             where = "model has" if key in like else "checkpoint has"
-            raise CheckpointError(f"{path} does not fit: only the {where} it")
+            raise CheckpointError(
+                f"{path} does not fit: only the {where} it; the model has changed since: train under another name"
+            )
         old, new = like[key], state[key]
         if isinstance(old, dict) and isinstance(new, dict):
             check_fits(new, old, path)

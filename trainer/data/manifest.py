@@ -22,6 +22,8 @@ from trainer.spec import ROWS, TOKENS, WINDOWS
 from trainer.storage.base import Storage
 
 SCHEMA_VERSION = 1
+STANDARDISED = 2
+"""The version of tables whose numbers are stored in deviations from the mean; those of version 1 are as they were."""
 _TOLD = record(
     dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
     source=record(sha256=text, last_date=text, first_date=text, title=text),
@@ -50,9 +52,9 @@ def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: st
     """Return a loaded manifest after the checks of `read_dataset_manifest`, which raise `DatasetError`."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: rebuild it")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
-        found = manifest.get("schema_version")
-        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; rebuild it")
+    known = (SCHEMA_VERSION,) if manifest.get("kind", WINDOWS) in (WINDOWS, TOKENS) else (SCHEMA_VERSION, STANDARDISED)
+    if (found := manifest.get("schema_version")) not in known:
+        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {known[-1]}; rebuild it")
     check_manifest(manifest, storage.uri)
     if expected_id is not None and manifest["dataset_id"] != expected_id:
         raise DatasetError(

@@ -1,8 +1,10 @@
 """Rows of a table as the data of a training: Parquet shards, turned once into memory-mapped arrays.
 
-A shard holds columns of numbers (float32; one that is missing is not a number) and categories as codes (int32): 0 for a
-missing or unknown value, then the values in the order of the manifest. The arrays hold both as float32, which is exact
-for codes up to 2^24; `trainer.model.rows.RowInputs` turns them into what a model takes.
+A shard holds columns of numbers in deviations from their mean (float32; one that is missing is not a number),
+categories as codes (int32): 0 for a missing or unknown value, then the values in the order of the manifest; and the
+target, a number as it is (float64) or the code of a class. The arrays hold the same, codes as float32, which is exact
+up to 2^24; `trainer.model.rows.RowInputs` turns them into what a model takes. Shards of an older version hold numbers
+as they were (float32), and are standardised where they are read.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from torch import Tensor
 from trainer.comm.world import World
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
 from trainer.data.kinds import split_ranges
-from trainer.data.manifest import DatasetError
+from trainer.data.manifest import STANDARDISED, DatasetError
 from trainer.data.position_loader import PositionLoader
 from trainer.data.sampler import Sampler
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.host_memory import available_bytes
 from trainer.runtime.step_timer import StepTimer
-from trainer.spec import REGRESSION, ROWS, row_spec_of
+from trainer.spec import LEAST_STEP, REGRESSION, ROWS, row_spec_of
 
 
 class RowData(CachedArrays):
-    """The rows of one table: batches are pairs (raw rows (B, columns) float32, targets (B,))."""
+    """The rows of one table: batches are pairs (stored rows (B, columns) float32, targets (B,))."""
 
     kind = ROWS
 
@@ -43,6 +45,9 @@ class RowData(CachedArrays):
         used."""
         super().__init__(uri, expected_id)
         self.spec = row_spec_of(self.manifest)
+        self._is_standardised = self.manifest["schema_version"] >= STANDARDISED
+        if not self._is_standardised:
+            self._refuse_what_was_rounded()
         self.folder, maps = self.open_arrays(cache_dir)
         self._maps = maps
         self.is_larger_than_memory = sum(array.nbytes for array in maps.values()) > available_bytes()
@@ -63,7 +68,7 @@ class RowData(CachedArrays):
         return last - first
 
     def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the rows at these positions (B, columns) float32, and their targets (B,): float32, or int64 for
+        """Return the rows at these positions (B, columns) float32, and their targets (B,): float64, or int64 for
         classes."""
         index = torch.from_numpy(positions + self._ranges[split][0])
         if self.is_larger_than_memory:  # all at once, instead of page by page as the gather comes to them
@@ -72,6 +77,12 @@ class RowData(CachedArrays):
         target = self._target.index_select(0, index)
         is_number = self.spec.task == REGRESSION
         return self._features.index_select(0, index), target if is_number else target.long()
+
+    def original(self, split: str, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the rows at these positions (B, columns) as they were before they were standardised, to the precision
+        in which they are stored."""
+        rows = self.gather(split, positions)[0].double().numpy()
+        return rows * np.array(self.spec.feature_std) + np.array(self.spec.feature_mean)  # 1 and 0 for a category
 
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
         """Return the rows at these positions, and their targets, on the device."""
@@ -95,11 +106,13 @@ class RowData(CachedArrays):
         """Return the sha256 of what the arrays depend on: the digests, order and rows of the shards, the columns."""
         shards = [[shard["sha256"], shard["rows"]] for shard in self.manifest["shards"]]
         columns = [[column["name"], column["role"], column.get("values")] for column in self.manifest["columns"]]
-        return hashlib.sha256(json.dumps([ROWS, self.manifest["task"], shards, columns]).encode()).hexdigest()
+        scales = None if self._is_standardised else [self.spec.feature_mean, self.spec.feature_std]
+        content = [ROWS, STANDARDISED, self.manifest["task"], shards, columns, scales]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def array_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Return the type and shape of each array."""
-        kind = np.float32 if self.spec.task == REGRESSION else np.int32
+        kind = np.float64 if self.spec.task == REGRESSION else np.int32
         return {"features": (np.float32, (self.rows, len(self.spec.features))), "target": (kind, (self.rows,))}
 
     def read_shard(self, file: IO[bytes], shard: Mapping[str, Any]) -> Iterator[Mapping[str, NDArray[Any]]]:
@@ -124,7 +137,29 @@ class RowData(CachedArrays):
             self._check_column(shard, spec.target, target, len(spec.classes) - 1, may_miss=False)
             if spec.classes and target.dtype.kind not in "iu":
                 raise self._odd(shard, spec.target)
-            yield {"features": np.column_stack(columns).astype(np.float32), "target": target}
+            yield {"features": self._stored(np.column_stack(columns)), "target": target}
+
+    def _stored(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the columns of a shard (n, columns) as the arrays hold them."""
+        if self._is_standardised:
+            return values.astype(np.float32)
+        values = values.astype(np.float64) - np.array(self.spec.feature_mean)
+        return (values / np.array(self.spec.feature_std)).astype(np.float32)
+
+    def _refuse_what_was_rounded(self) -> None:
+        """Raise `DatasetError` for a dataset of an older version, which kept numbers in single precision, if that has
+        too few numbers near the mean of a column."""
+        spec = self.spec
+        scales = list(zip(spec.features, spec.feature_mean, spec.feature_std, strict=True))
+        if spec.task == REGRESSION:
+            scales.append((spec.target, spec.target_mean, spec.target_std))
+        for name, mean, std in scales:
+            if np.spacing(np.float32(abs(mean))) > LEAST_STEP * std:
+                raise DatasetError(
+                    f"{self.storage.uri}: an older version kept {name!r} in single precision, in which numbers near "
+                    f"its mean, {mean:.6g}, are {np.spacing(np.float32(abs(mean))):.3g} apart, and its deviation is "
+                    f"{std:.3g}: build the dataset again (dtrain data rows)"
+                )
 
     def _check_column(
         self, shard: Mapping[str, Any], name: str, values: NDArray[Any], most: int, may_miss: bool

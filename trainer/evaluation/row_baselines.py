@@ -56,6 +56,8 @@ class LinearModel:
     weights: Tensor
     """(inputs + 1, outputs) float64; the last row is the constant."""
     spec: RowSpec
+    fitted: int
+    """The training rows that it was fitted to."""
 
     def forecast(self, rows: Tensor) -> NDArray[np.float64]:
         """Return probabilities (B, C) for stored rows (B, columns), or numbers (B,) in the target's unit."""
@@ -123,7 +125,7 @@ def fit_linear(
 
     with torch.no_grad():
         _STEP(optimizer, closure)
-    return LinearModel(encoder, weights.detach(), spec)
+    return LinearModel(encoder, weights.detach(), spec, len(positions))
 
 
 def _extended(encoder: nn.Module, rows: Tensor) -> Tensor:

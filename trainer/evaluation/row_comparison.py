@@ -7,7 +7,7 @@ compares what its weights answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,14 @@ class RowComparison:
         for name, forecast in named.items():
             sums, gain = self._judge(forecast, own)
             baselines[name] = {**self._scoring.figures(sums), **gain}
-        return Compared(baselines, self._canary(shuffled, constant))
+        return Compared(baselines, self._canary(shuffled, constant, self._learned(baselines)))
+
+    def _learned(self, baselines: Mapping[str, Mapping[str, float]]) -> float:
+        """Return what the linear model gains over the constant per row, in the units of `RowScoring.score`."""
+        constant, linear = baselines["constant"], baselines["linear"]
+        if self._scoring.is_number:
+            return (constant["rmse"] ** 2 - linear["rmse"] ** 2) / self.data.spec.target_std**2
+        return constant["log_loss"] - linear["log_loss"]
 
     @property
     def _scoring(self) -> RowScoring:
@@ -123,9 +130,10 @@ class RowComparison:
         mean, error = _mean_and_error(gains)
         return sums, {"model_gain": mean, "model_gain_t": mean / error if error > 0 else None}
 
-    def _canary(self, shuffled: LinearModel, constant: Array) -> dict[str, Any]:
+    def _canary(self, shuffled: LinearModel, constant: Array, learned: float) -> dict[str, Any]:
         """Return what a linear model of shuffled targets gains over the constant per row, which has to be no more than
-        chance."""
+        chance: in the rows that are judged, and in the fit. Its weights are small, and as likely to point in the right
+        direction as in the wrong one, which gains the more, the more can be learned of the true targets."""
         first, last = self.work.part(self.data.count("test"), self.batch_size)
         sums = np.zeros(3)
         for start in range(first, last, self.batch_size):
@@ -134,6 +142,7 @@ class RowComparison:
             truth, plain = target.numpy(), _repeated(constant, len(rows), self._scoring.is_number)
             sums += _moments(self._scoring.score(plain, truth) - self._scoring.score(shuffled.forecast(rows), truth))
         mean, error = _mean_and_error(self.work.sum(sums))
+        error = math.hypot(error, math.sqrt(4 * max(0.0, learned) / shuffled.fitted))
         return {"gain": mean, "standard_error": error, "passed": mean <= CERTAIN * error}
 
 

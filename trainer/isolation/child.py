@@ -111,7 +111,9 @@ def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     import mlflow.pyfunc
     import numpy as np
 
-    frame = mlflow.pyfunc.load_model(order["model"]).predict(np.array(windows))
+    model = mlflow.pyfunc.load_model(order["model"])
+    [kind] = model.metadata.get_input_schema().numpy_types()  # of an older version: single precision
+    frame = model.predict(np.array(windows, dtype=kind))
     return {str(name): frame[name].to_numpy() for name in frame.columns}
 
 

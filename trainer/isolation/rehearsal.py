@@ -90,11 +90,11 @@ def random_inputs(spec: DataSpec | RowSpec | TokenSpec) -> tuple[str, NDArray[np
     random = np.random.default_rng(0)
     if isinstance(spec, TokenSpec):
         return TOKENS, random.integers(0, spec.vocabulary, (SAMPLES, spec.context)).astype(np.float32)
-    mean, scale = (np.asarray(figures, dtype=np.float32) for figures in (spec.feature_mean, spec.feature_std))
     if isinstance(spec, DataSpec):
+        mean, scale = (np.asarray(figures, dtype=np.float32) for figures in (spec.feature_mean, spec.feature_std))
         noise = random.standard_normal((SAMPLES, spec.window, len(spec.features)), dtype=np.float32)
         return WINDOWS, mean + scale * noise
-    rows = mean + scale * random.standard_normal((SAMPLES, len(spec.features)), dtype=np.float32)
+    rows = random.standard_normal((SAMPLES, len(spec.features)), dtype=np.float32)  # as they are stored
     for place, values in enumerate(spec.categories):
         if values:
             rows[:, place] = random.integers(0, len(values) + 1, SAMPLES)

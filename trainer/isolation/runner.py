@@ -62,14 +62,14 @@ class Isolated:
     memory_bytes: int = field(default_factory=lambda: max(2 << 30, psutil.virtual_memory().total // 2))
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
-    def predict(self, windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for windows (n, window, features).
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for windows (n, window, features), or rows (n, columns).
 
         Raise `IsolationError` if the model does not answer, takes too much time or memory, or gives anything else.
         """
         with scratch_folder("isolated") as scratch:
             given, answers, held = (scratch / each for each in ("windows.npy", "answers.npz", "held.json"))
-            np.save(given, np.asarray(windows, dtype=np.float32))
+            np.save(given, np.asarray(windows))
             said = scratch / "said.txt"
             for each in (answers, held, said):
                 each.touch()

@@ -44,12 +44,12 @@ class KindParts:
 
 
 def _mean_target(spec: DataSpec | RowSpec, inputs: Tensor) -> Tensor:
-    return torch.full((len(inputs),), spec.target_mean)
+    return torch.full((len(inputs),), spec.target_mean, dtype=torch.float64)
 
 
 PARTS: Mapping[str, KindParts] = {
     WINDOWS: KindParts(
-        DataSpec, build_loss, build_model, _mean_target, torch.float32
+        DataSpec, build_loss, build_model, lambda spec, x: _mean_target(spec, x).float(), torch.float32
     ),
     ROWS: KindParts(
         RowSpec, build_row_loss, build_row_model,

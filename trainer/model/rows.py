@@ -1,12 +1,14 @@
 """The stock models and losses for rows of a table, and how a user's own is loaded.
 
 A model maps encoded rows (B, inputs), float32, to (B, outputs). `build_row_model` wraps it in `RowInputs`, so what is
-trained, saved and served takes rows as they are stored: numbers, and categories as codes.
+trained and saved takes rows as they are stored: numbers in deviations from their mean, and categories as codes. A saved
+model standardises what it is given (`trainer.model.saved_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +17,16 @@ from torch.nn import functional
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model.allowed_factories import usual_parts
 from trainer.model.try_parts import build_criterion, build_network, try_criterion, try_network
-from trainer.spec import BINARY, REGRESSION, ROWS, RowSpec
+from trainer.spec import BINARY, LEAST_STEP, REGRESSION, ROWS, RowSpec
 
 
 class RowEncoder(nn.Module):
-    """Turns stored rows into what models take. Means and deviations are buffers, so they are saved with the weights.
+    """Turns stored rows into what models take.
 
-    A number is standardised, (x - mean) / std; where it is missing, it counts as the mean, and a further input is 1.
-    A category becomes one input for each of its values, which is 1 for that value: none is for a missing or unknown
-    one.
+    A number is stored standardised; where it is missing, it counts as the mean, and a further input is 1. A category
+    becomes one input for each of its values, which is 1 for that value: none is for a missing or unknown one.
     """
 
-    mean: Tensor
-    std: Tensor
     numbers: Tensor
     unsure: Tensor
     values: Tensor
@@ -41,8 +40,6 @@ class RowEncoder(nn.Module):
         def buffer(name: str, values: list[float] | list[int], kind: torch.dtype) -> None:
             self.register_buffer(name, torch.tensor(values, dtype=kind))
 
-        buffer("mean", [spec.feature_mean[place] for place in numbers], torch.float32)
-        buffer("std", [spec.feature_std[place] for place in numbers], torch.float32)
         buffer("numbers", numbers, torch.int64)
         buffer("unsure", [place for place in numbers if spec.has_missing[place]], torch.int64)
         buffer("columns", [place for place, _ in pairs], torch.int64)
@@ -50,13 +47,17 @@ class RowEncoder(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return encoded rows (B, inputs) for stored rows (B, columns), both float32."""
-        numbers = (rows.index_select(1, self.numbers) - self.mean) / self.std
-        parts = [torch.nan_to_num(numbers, nan=0.0)]
+        parts = [torch.nan_to_num(rows.index_select(1, self.numbers), nan=0.0)]
         if len(self.unsure):
             parts.append(torch.isnan(rows.index_select(1, self.unsure)).float())
         if len(self.columns):
             parts.append((rows.index_select(1, self.columns) == self.values).float())
         return torch.cat(parts, dim=1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("mean", "std"):  # of weights of an older version, which standardised here
+            state_dict.pop(f"{prefix}{name}", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class RowInputs(nn.Module):
@@ -109,12 +110,13 @@ class SquaredError(nn.Module):
         self.mean, self.unit = spec.target_mean, spec.target_std
 
     def point(self, outputs: Tensor) -> Tensor:
-        """Return the forecasts (B,) for raw outputs (B, 1), in the unit of the target."""
-        return outputs.float()[:, 0] * self.unit + self.mean
+        """Return the forecasts (B,) for raw outputs (B, 1), in the unit of the target, float64: single precision has no
+        digits left for a large mean with a small deviation."""
+        return outputs.double()[:, 0] * self.unit + self.mean
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each row (B,), for raw outputs (B, 1) and targets (B,)."""
-        return (outputs.float()[:, 0] - (target - self.mean) / self.unit) ** 2
+        return (outputs.float()[:, 0] - ((target.double() - self.mean) / self.unit).float()) ** 2
 
 
 class Logistic(nn.Module):
@@ -173,9 +175,32 @@ def build_row_loss(config: FactoryConfig, spec: RowSpec, modules: tuple[str, ...
     called with ``(spec, **args)`` and tried on two rows. ``modules``: as for `build_row_model`. Raise `ConfigError` if
     it cannot be used."""
     loss = build_criterion(config, LOSSES, spec, modules)
-    target = torch.zeros(2, dtype=torch.int64) if spec.classes else torch.full((2,), spec.target_mean)
-    try_criterion(config, loss, torch.zeros(2, int(loss.outputs)), target)  # type: ignore[arg-type]
+    outputs = torch.zeros(2, int(loss.outputs))  # type: ignore[arg-type]
+    mean = torch.full((2,), spec.target_mean, dtype=torch.float64)
+    try_criterion(config, loss, outputs, torch.zeros(2, dtype=torch.int64) if spec.classes else mean)
+    if not spec.classes:
+        _refuse_single_precision(config, loss, spec)
     return loss
+
+
+def _refuse_single_precision(config: FactoryConfig, loss: nn.Module, spec: RowSpec) -> None:
+    """Raise `ConfigError` for a loss that rounds targets, or what it forecasts, where single precision has too few
+    numbers for them."""
+    mean, unit = spec.target_mean, spec.target_std
+    targets = mean + unit * (1 + LEAST_STEP * torch.arange(64, dtype=torch.float64))
+    if len(targets.float().unique()) == len(targets):
+        return
+    point: Any = getattr(loss, "point", None)
+    outputs = torch.zeros(len(targets), int(loss.outputs))  # type: ignore[arg-type]
+    with torch.no_grad():
+        is_rounded = len(loss(outputs, targets).unique()) < len(targets)
+        if is_rounded or (callable(point) and point(outputs).dtype != torch.float64):
+            raise ConfigError(
+                f"loss.factory = {config.factory!r} computes in single precision, in which numbers near the mean of "
+                f"{spec.target!r}, {mean:.6g}, are too far apart for its deviation, {unit:.3g}: let it take "
+                "spec.target_mean from the target first, which is float64, and let point() return float64; or take a "
+                "constant from the target before the dataset is built"
+            )
 
 
 def build_row_model(

@@ -16,25 +16,26 @@ BATCH = 1 << 14
 
 
 class SavedRows:
-    """A trained model that forecasts from rows as they are stored, on the CPU."""
+    """A trained model that forecasts from rows as they were before they were stored, on the CPU."""
 
     def __init__(self, model: nn.Module, criterion: nn.Module, spec: RowSpec, description: dict[str, Any]) -> None:
         self.model, self.criterion = model.eval(), criterion
         self.spec = spec
+        self._mean, self._std = np.array(spec.feature_mean), np.array(spec.feature_std)  # 0 and 1 for a category
         self.description = description
         self.columns = tuple(self._batch(torch.zeros(2, len(spec.features))))
         """Names of what `predict` gives, in order."""
 
     def predict(self, rows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for rows (n, columns): numbers as they are, not a number where one is missing;
-        categories as codes, from 1 in the order of their values, 0 for a missing or unknown one.
+        """Return named columns (n,) for rows (n, columns), float64: numbers as they are, not a number where one is
+        missing; categories as codes, from 1 in the order of their values, 0 for a missing or unknown one.
 
         A regression gives ``prediction``, in the target's unit. Classes give ``prediction``, the code of the most
         probable class, and the probabilities of the classes, ``probability_0`` …; a loss that knows neither gives the
         model's raw outputs. Raise ValueError for a wrong shape, and for a value that no training row could have.
         """
         spec = self.spec
-        array = np.asarray(rows, dtype=np.float32)
+        array = np.asarray(rows, dtype=np.float64)
         if array.ndim != 2 or array.shape[1] != len(spec.features):
             raise ValueError(
                 f"the input has shape {array.shape}; expected (n, {len(spec.features)}): n rows of "
@@ -51,7 +52,12 @@ class SavedRows:
                 )
             if not values and (np.isinf(column).any() or (np.isnan(column).any() and not missing)):
                 raise ValueError(f"{name} holds a value that is missing or infinite, and no training row lacked it")
-        batches = [self._batch(torch.from_numpy(array[at : at + BATCH])) for at in range(0, len(array), BATCH)]
+        with np.errstate(over="ignore"):
+            stored = ((array - self._mean) / self._std).astype(np.float32)
+        if np.isinf(stored).any():
+            name = spec.features[int(np.flatnonzero(np.isinf(stored).any(axis=0))[0])]
+            raise ValueError(f"{name} holds a value that is too far from all training rows to be a number")
+        batches = [self._batch(torch.from_numpy(stored[at : at + BATCH])) for at in range(0, len(stored), BATCH)]
         return {name: np.concatenate([batch[name] for batch in batches] or [np.empty(0)]) for name in self.columns}
 
     def _batch(self, rows: Tensor) -> dict[str, NDArray[np.float64]]:

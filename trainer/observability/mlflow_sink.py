@@ -136,8 +136,16 @@ def begin_run(client: MlflowClient, tracking_uri: str, job: JobConfig) -> str:
 
 def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str:
     """Return the id of the experiment of this name, which is made where it is missing. Its kind is stated, unless a
-    person has chosen another one, or the server is Azure ML, whose pages do not ask."""
+    person has chosen another one, or the server is Azure ML, whose pages do not ask. Raise MlflowException where it was
+    deleted: MLflow keeps its name."""
     found = client.get_experiment_by_name(name)
+    if found is not None and found.lifecycle_stage != "active":
+        from mlflow.exceptions import MlflowException
+
+        raise MlflowException(
+            f"the MLflow experiment {name!r} was deleted: bring it back (mlflow experiments restore --experiment-id "
+            f"{found.experiment_id}), or name another one in DTRAIN_EXPERIMENT"
+        )
     experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location(tracking_uri))
     if WORKSPACE not in tracking_uri and KIND_TAG not in (found.tags if found else {}):
         client.set_experiment_tag(experiment_id, KIND_TAG, KIND)

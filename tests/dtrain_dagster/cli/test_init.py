@@ -120,8 +120,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         (("9",), "--name gives another"),
         (("x", "--table", "nowhere.parquet"), "needs --target"),
         (("x", "--target", "y"), "goes with --table"),
-        (("x", "--table", "nowhere.parquet", "--target", "y"), "neither a Parquet file nor a folder"),
-        (("x", "--table", "text.csv", "--target", "y"), "is not in Parquet"),
+        (("x", "--table", "nowhere.parquet", "--target", "y"), "there is no Parquet or CSV file"),
+        (("x", "--table", "text.csv", "--target", "y"), "no such column; it has "),
         (("x", "--table", "rows.parquet", "--target", "y"), "no such column; it has a, b"),
     ],
 )

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.rows import RowParams, build_rows, hashed_shares, numbered_shares, splits_of
-from tests.kinds import WORDS, build_table, table
-
-
-def stored(made: Any) -> dict[str, pd.DataFrame]:
-    """The rows of each split."""
-    shards = made.manifest["shards"]
-    return {
-        split: pd.concat([pq.read_table(Path(made.uri, s["path"])).to_pandas() for s in shards if s["split"] == split])
-        for split in ("train", "valid", "test")
-    }
+from tests.kinds import WORDS, build_table, original_rows, stored_rows, table
 
 
 @pytest.mark.parametrize(
@@ -33,27 +25,86 @@ def stored(made: Any) -> dict[str, pd.DataFrame]:
 )
 def test_every_row_is_in_one_split_as_it_was(tmp_path: Path, target: str, task: str, classes: list[str]) -> None:
     made = build_table(tmp_path, target, shard_rows=500)
-    found = stored(made)
+    found = original_rows(made)
     assert (made.manifest["task"], made.manifest["classes"]) == (task, classes)
     assert {split: len(rows) for split, rows in found.items()} == made.manifest["samples"]
     assert sum(made.manifest["samples"].values()) == 1200
     assert len([shard for shard in made.manifest["shards"] if shard["split"] == "train"]) == 2, "of about 500 rows"
-    given, rows = table(), pd.concat(found.values())
-    both = rows.merge(given.assign(x32=given["x"].astype(np.float32)), left_on="x", right_on="x32", suffixes=("", "_"))
-    assert len(both) == 1200
-    assert [sorted(WORDS)[code - 1] for code in both["colour"]] == both["colour_"].tolist()
+    given, rows = table().sort_values("x"), pd.concat(found.values()).sort_values("x")
+    assert rows["x"].to_numpy() == pytest.approx(given["x"].to_numpy(), abs=1e-6)
+    assert [sorted(WORDS)[int(code) - 1] for code in rows["colour"]] == given["colour"].tolist()
     if classes:
-        assert [classes[code] for code in both[target]] == both[f"{target}_"].astype(str).tolist()
+        assert [classes[code] for code in rows[target]] == given[target].astype(str).tolist()
     else:
-        assert np.array_equal(both[target], both[f"{target}_"].astype(np.float32))
+        assert np.array_equal(rows[target], given[target]), "with all its digits"
 
 
-def test_normalisation_is_that_of_the_training_rows(tmp_path: Path) -> None:
+def test_rows_are_standardised_by_the_training_rows(tmp_path: Path) -> None:
     made = build_table(tmp_path, "value")
-    train, fitted = stored(made)["train"], made.manifest["normalisation"]
-    for name, figures in [("x", fitted["features"]["x"]), ("value", fitted["target"])]:
-        assert figures["mean"] == pytest.approx(train[name].mean(), rel=1e-5)
-        assert figures["std"] == pytest.approx(train[name].std(ddof=0), rel=1e-5)
+    train, target = stored_rows(made)["train"], made.manifest["normalisation"]["target"]
+    for name in ("x", "y"):
+        assert train[name].mean() == pytest.approx(0, abs=1e-6)
+        assert train[name].std(ddof=0) == pytest.approx(1, rel=1e-6)
+    assert target["mean"] == pytest.approx(train["value"].mean(), rel=1e-12)
+    assert target["std"] == pytest.approx(train["value"].std(ddof=0), rel=1e-12)
+
+
+STEPS = np.random.default_rng(0).permutation(1200)
+KEPT: dict[str, Any] = {
+    "seconds since 1970": 1_700_000_000 + STEPS,
+    "milliseconds since 1970": 1_700_000_000_000 + STEPS,
+    "nanoseconds since 1970, by the second": 1_700_000_000_000_000_000 + STEPS * 1_000_000_000,
+    "a small part of a large number": 1e12 + STEPS,
+    "next to nothing": 1e-30 * (5 + STEPS),
+    "close to the largest": 1e37 * (STEPS / 1200),
+    "decimals": [Decimal(int(step)).scaleb(-2) + 10**9 for step in STEPS],
+    "true or false": STEPS % 2 == 0,
+    "dates": pd.Timestamp("2023-01-01") + pd.to_timedelta(STEPS, unit="D"),
+    "times with a zone": (pd.Timestamp("2023-01-01", tz="Asia/Tokyo") + pd.to_timedelta(STEPS, unit="s")),
+    "unsigned": np.uint64(2**63) + STEPS.astype(np.uint64) * np.uint64(2**20),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_number_keeps_what_tells_it_from_others(tmp_path: Path, case: str) -> None:
+    """Whatever its size: the same as the steps alone, which are standardised without a loss."""
+    frame = table()[["x", "value"]].assign(n=KEPT[case], step=STEPS if case != "true or false" else STEPS % 2 == 0)
+    rows = pd.concat(stored_rows(build_table(tmp_path, "value", frame)).values())
+    assert rows["n"].to_numpy() == pytest.approx(rows["step"].to_numpy(), abs=2e-6)
+    assert rows["n"].nunique() == rows["step"].nunique()
+
+
+LOST: dict[str, tuple[Any, str]] = {
+    "nanoseconds": (1_700_000_000_000_000_000 + STEPS, r"has 1,200 different numbers in 1,200 .* of which [1-9] are"),
+    "an outlier": (np.where(STEPS == 7, 1e15, STEPS), r"has 1,200 different numbers .* \d+ are left .* cut off out"),
+    "two clouds": (np.where(STEPS < 600, 1e12, 0) + STEPS, r"has 1,200 different numbers"),
+    "too little": (5e-324 * STEPS, r"varies from 0.0 to .*, which is too little .* multiply it"),
+    "too large": (np.where(STEPS == 7, -1e39, 1.0), r"has -1e\+39 in row \d+, counted from 0, which is too large"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOST)
+@pytest.mark.parametrize("role", ["column", "target"])
+def test_numbers_that_would_become_the_same_are_refused(tmp_path: Path, case: str, role: str) -> None:
+    values, message = LOST[case]
+    frame = table()[["x", "y"]].assign(value=values) if role == "target" else table().assign(n=values)
+    if (role, case) == ("target", "too large"):
+        message = r"is missing, or too large, in row \d+"
+    named = "target 'value'" if role == "target" else "column 'n'"
+    with pytest.raises(DataError, match=f"the {named} {message}"):
+        build_table(tmp_path, "value", frame, task="regression")
+
+
+def test_a_column_of_one_number_is_left_out_whatever_its_rounding(tmp_path: Path) -> None:
+    made = build_table(tmp_path, frame=table().assign(same=0.1, also=1e15 / 3))
+    assert set(made.manifest["excluded"]) == {"same", "also"}
+    with pytest.raises(DataError, match="target 'value' does not vary"):
+        build_table(tmp_path, "value", table().assign(value=0.1), task="regression")
+
+
+def test_classes_are_told_apart_by_all_their_digits(tmp_path: Path) -> None:
+    made = build_table(tmp_path, "level", table().assign(level=2**60 + STEPS % 3))
+    assert made.manifest["classes"] == [str(2**60 + step) for step in range(3)]
 
 
 def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -86,7 +137,8 @@ def with_hole(name: str) -> pd.DataFrame:
         (with_hole("bought"), {}, r"target 'bought' is missing.* in row 700"),
         (odd("y", [0.0] * 900 + [np.inf] + [0.0] * 299), {}, r"column 'y' has inf in row 900"),
         (odd("y", [0.0] * 900 + [1e300] + [0.0] * 299), {}, r"column 'y' has 1e\+300 in row 900"),
-        (odd("day", pd.Timestamp("2020-01-01")), {}, r"column 'day' has the type timestamp.*--drop day"),
+        (odd("day", pd.Timedelta("1D")), {}, r"column 'day' has the type duration.*--drop day"),
+        (odd("value", pd.Timestamp("2020-01-01")), {"target": "value"}, r"target 'value' is a date"),
         (
             table(1500).assign(name=[f"n{number}" for number in range(1500)]),
             {},
@@ -105,7 +157,7 @@ def test_what_cannot_be_used_is_refused_by_name(
     tmp_path: Path, frame: pd.DataFrame, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        build_table(tmp_path, frame=frame, **params)
+        build_table(tmp_path, **{"frame": frame, **params})
     assert not list(tmp_path.glob("datasets/*")), "nothing half-written"
 
 
@@ -113,8 +165,15 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
     with pytest.raises(DataError, match=r"a.parquet is no Parquet file that can be read"):
         build_rows(str(tmp_path / "a.parquet"), str(tmp_path), RowParams(target="y"))
-    with pytest.raises(DataError, match="there is no Parquet file"):
-        build_rows(str(tmp_path / "b.parquet"), str(tmp_path), RowParams(target="y"))
+    for absent in ("b.parquet", "nowhere"):
+        with pytest.raises(DataError, match="there is no Parquet or CSV file"):
+            build_rows(str(tmp_path / absent), str(tmp_path), RowParams(target="y"))
+    (tmp_path / "c.xlsx").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"c.xlsx is no Parquet file, and no CSV file by its name"):
+        build_rows(str(tmp_path / "c.xlsx"), str(tmp_path), RowParams(target="y"))
+    (tmp_path / "d.csv").write_text("")
+    with pytest.raises(DataError, match=r"d.csv is empty"):
+        build_rows(str(tmp_path / "d.csv"), str(tmp_path), RowParams(target="y"))
 
 
 def test_missing_numbers_and_constant_columns(tmp_path: Path) -> None:
@@ -125,21 +184,90 @@ def test_missing_numbers_and_constant_columns(tmp_path: Path) -> None:
     assert columns["x"]["missing"]
     assert not columns["y"]["missing"]
     assert made.manifest["excluded"] == {"same": "does not vary over the training split"}
-    assert sum(rows["x"].isna().sum() for rows in stored(made).values()) == 1
+    assert sum(rows["x"].isna().sum() for rows in stored_rows(made).values()) == 1
 
 
 def test_rows_of_a_group_stay_together_and_named_splits_are_kept(tmp_path: Path) -> None:
     frame = table()
     frame["customer"] = np.arange(1200) // 4
     frame["number"] = np.arange(1200.0)
-    found = stored(build_table(tmp_path, frame=frame, split_by="customer"))
-    groups = [set((rows["number"] // 4).tolist()) for rows in found.values()]
+    found = original_rows(build_table(tmp_path, frame=frame, split_by="customer"))
+    groups = [set((rows["number"].round() // 4).tolist()) for rows in found.values()]
     assert "customer" not in found["train"]
     assert len(set.union(*groups)) == sum(map(len, groups)), "none in two splits"
-    frame["customer"] = ["train"] * 1000 + ["valid"] * 150 + ["test"] * 50
-    assert build_table(tmp_path, frame=frame, split_by="customer").manifest["samples"] == {
-        "train": 1000, "valid": 150, "test": 50
-    }  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [
+    "train valid test", "TRAIN VALID TEST", "Train Val Test", "training validation testing", " train  dev  holdout ",
+])  # fmt: skip
+def test_splits_are_known_by_their_usual_names(tmp_path: Path, names: str) -> None:
+    train, valid, test = re.findall(r" ?\w+ ?", names)
+    frame = table().assign(part=[train] * 1000 + [valid] * 150 + [test] * 50)
+    frame.loc[:3, "part"] = "train"  # in another writing
+    made = build_table(tmp_path, frame=frame, split_by="part")
+    assert made.manifest["samples"] == {"train": 1000, "valid": 150, "test": 50}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"train": 1000, "TEST": 150, "other": 50},
+            r"'train' \(1,000 rows\), 'TEST' \(150 rows\), 'other' \(50 rows\)",
+        ),
+        (
+            {"train": 1100, "test": 100},
+            r"valid split has no rows \(train 1,100, valid 0, test 100\): --split-by part names",
+        ),
+        ({"train": 1100, "val": 99, "test": 1}, r"test split has only 1 row \("),
+        ({"A": 1100, "B": 100}, r"has no rows .* stay together, and there are only 2 values"),
+        ({"train": 1000, "valid": 150, None: 50}, r"--split-by part: the column is empty in row 1150"),
+    ],
+)
+def test_names_of_splits_that_are_mixed_or_missing_are_told(
+    tmp_path: Path, parts: dict[Any, int], message: str
+) -> None:  # fmt: skip
+    frame = table().assign(part=[name for name, count in parts.items() for _ in range(count)])
+    with pytest.raises(DataError, match=message):
+        build_table(tmp_path, frame=frame, split_by="part")
+
+
+def test_a_small_split_is_told(tmp_path: Path) -> None:
+    made = build_table(
+        tmp_path, frame=table().assign(part=["train"] * 1100 + ["val"] * 90 + ["test"] * 10), split_by="part"
+    )
+    assert made.manifest["notes"] == ["the test split has 10 rows only: its figures are little more than chance"]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_an_index_is_no_feature(tmp_path: Path, form: str) -> None:
+    """Rows that are in the order of their targets would be told by it."""
+    frame = table()[["x", "value"]].sort_values("value")
+    unnamed, named = ("Unnamed: 0", "index") if form == "csv" else ("__index_level_0__", "customer")
+    cases: list[tuple[pd.DataFrame, dict[str, bool], str]] = [
+        (frame, {}, unnamed),
+        (frame.set_axis(STEPS % 400 if form == "parquet" else STEPS).rename_axis(named), {}, named),
+        (frame.reset_index(), {"index": False}, "index"),
+        (frame.assign(id=STEPS), {"index": False}, "id"),
+    ]
+    for number, (given, more, left) in enumerate(cases):
+        path = tmp_path / f"{number}.{form}"
+        (given.to_csv if form == "csv" else given.to_parquet)(path, **more)
+        made = build_rows(str(path), str(tmp_path), RowParams(target="value"))
+        assert "x" in [column["name"] for column in made.manifest["columns"]]
+        assert left not in [column["name"] for column in made.manifest["columns"]]
+        assert left in made.manifest["excluded"]
+
+
+def test_what_is_only_called_an_index_is_a_feature_and_what_counts_rows_is_told(tmp_path: Path) -> None:
+    frame = table().assign(index=STEPS % 400, number=range(1200))
+    made = build_table(tmp_path, "value", frame)
+    assert {"index", "number"} <= {column["name"] for column in made.manifest["columns"]}
+    said = "number counts the rows in their order: if it measures nothing, leave it out (--drop number)"
+    assert made.manifest["notes"] == [said]
+    frame = table().rename(columns={"x": "Unnamed: 0"})
+    with pytest.raises(DataError, match="column 'Unnamed: 0' is an index without a name"):
+        build_table(tmp_path, "value", frame)
 
 
 def test_rows_are_divided_by_the_fractions() -> None:

@@ -13,7 +13,7 @@ from price_files import Panel, assert_nothing_half_written, long_frame, save, se
 from dtrain_dagster.data import validation
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import CHECKS, Validation, exchange_sessions, gaps, validate_prices
 
@@ -166,6 +166,28 @@ def test_how_long_a_price_may_stand_still(
     dates = frame["date"].dt.strftime("%Y-%m-%d")
     expected = [] if masked is None else [(dates[masked[0]], dates[masked[1]])]
     assert [(mask.first, mask.last) for mask in validation.masks] == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_masked"),
+    [(0.5, True), (2.0, True), (0.5 * 1.025, True), (1 / 3 / 1.025, True), (0.1, True), (1.5, False), (0.481, False)],
+)
+def test_a_jump_like_a_split_is_masked_and_in_no_target(ratio: float, is_masked: bool, tmp_path: Path) -> None:
+    """2.5 % of the day itself are allowed for. A real loss of 52 %, as Apple's on 2000-09-29, is left."""
+    frame = long_frame(days=300, tickers=["AAA", "BBB"])
+    price, row = frame["adj_close"].to_numpy().copy(), 150
+    price[row:300] *= ratio * price[row - 1] / price[row]
+    frame = frame.assign(adj_close=price)
+    prices = write(frame, tmp_path)
+    validation = validate_prices(prices)
+    day = str(frame["date"][row].date())
+    assert [(mask.ticker, mask.first, mask.last) for mask in validation.masks] == [("AAA", day, day)] * is_masked
+    assert "large_moves" in failed(validation)
+    built = build_dataset(prices, validation, str(tmp_path), DatasetParams(window=10))
+    assert [mask["first"] for mask in built.manifest()["masks"]] == [day] * is_masked
+    rows = pd.concat(pd.read_parquet(Path(built.uri, shard["path"])) for shard in built.manifest()["shards"])
+    largest = rows[["target_return", "log_return"]].abs().max().max()
+    assert (largest < 0.2) == is_masked
 
 
 def test_a_gap_is_told_and_zero_volume_too(tmp_path: Path) -> None:

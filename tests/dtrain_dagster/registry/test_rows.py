@@ -11,8 +11,8 @@ import pytest
 
 from dtrain_dagster import registry
 from dtrain_dagster.registry.run_model import RunModelError
-from dtrain_dagster.registry.smoke_test import load_sample
-from tests.kinds import build_table, build_texts
+from dtrain_dagster.registry.smoke_test import compare_answers, load_sample
+from tests.kinds import build_table, build_texts, table
 from tests.tables import copy_tables
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
@@ -52,8 +52,7 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, monkeypatc
     assert np.array_equal(sample.trained["prediction"], sample.expected["prediction"])
     mlflow.set_tracking_uri(uri)
     loaded = mlflow.pyfunc.load_model(version.uri)
-    rows, _ = RowData(made.uri, tmp_path / "cache").gather("test", np.arange(5))
-    found = loaded.predict(rows.numpy())
+    found = loaded.predict(RowData(made.uri, tmp_path / "cache").original("test", np.arange(5)))
     assert np.allclose(found["probability_0"] + found["probability_1"], 1)
     assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
@@ -82,6 +81,30 @@ def test_the_gate_reads_what_the_weights_answer(
         forged["model"] = {**said["model"], score: value}
         with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
             registry.judge_rows(run, None, forged, str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the same target near zero: single precision has one number for all 1200 of them."""
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    frame = table()[["x", "y", "colour", "value"]]
+    runs, reports = {}, {}
+    for name, offset in (("near", 0.0), ("far", 1.7e12)):
+        shifted = frame.assign(value=frame["value"] + offset, x=frame["x"] + offset / 1000)
+        runs[name] = trained(tmp_path, build_table(tmp_path, "value", shifted).uri, "mlp", "squared_error", name)
+        reports[name] = RunDir(runs[name]).read_json("evaluation.json") or {}
+    for part in ("model", "constant", "linear"):
+        near, far = ((reports[name]["baselines"] | reports[name])[part] for name in runs)
+        assert far == pytest.approx(near, rel=1e-3)
+    assert reports["far"]["model"]["rmse"] < 100
+    judged = registry.judge_rows(RunDir(runs["far"]), None, reports["far"], str(tmp_path / "cache"))
+    assert judged["gate"] == reports["far"]["gate"]
+    sample = load_sample(runs["far"], str(tmp_path / "cache"))
+    assert compare_answers(sample, sample.expected).passed
+    off = {"prediction": sample.expected["prediction"] + 0.01}
+    assert not compare_answers(sample, off).passed, "a hundredth is much beside a deviation of 30"
 
 
 @pytest.mark.long

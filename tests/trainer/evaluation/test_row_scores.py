@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn import metrics
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -17,6 +18,7 @@ from tests.kinds import build_table
 from trainer.data.row_data import RowData
 from trainer.evaluation import row_baselines
 from trainer.evaluation.row_baselines import constant_forecast, fit_linear
+from trainer.evaluation.row_comparison import RowComparison
 from trainer.evaluation.row_scores import calibration_table, class_figures, class_sums, number_figures, number_sums
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
@@ -72,6 +74,26 @@ def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> N
         # Two classes have two outputs here, and one there: half the penalty for the same difference.
         theirs = LogisticRegression(C=1.0 if target == "level" else 2.0, max_iter=1000).fit(inputs, y.numpy())
         assert found == pytest.approx(theirs.predict_proba(judged), abs=2e-3)
+
+
+@pytest.mark.parametrize("target", ["value", "bought"])
+def test_the_canary_is_silent_where_much_can_be_learned_and_not_where_targets_are_true(
+    tmp_path: Path, target: str
+) -> None:
+    """Weights of shuffled targets point in the right direction half of the time."""
+    x = np.random.default_rng(0).normal(size=3000)
+    frame = pd.DataFrame({"x": x, "value": 10 * x, "bought": np.where(x > 0, "yes", "no")})
+    data = RowData(build_table(tmp_path, target, frame).uri, tmp_path / "cache")
+    comparison, scores = RowComparison(data, SharedWork(), 4096), np.full(data.count("test"), np.nan)
+    learned = comparison._learned(comparison.judge(scores).baselines)
+    constant = constant_forecast(data, SharedWork())
+
+    def is_silent(seed: int | None) -> bool:
+        model = fit_linear(data, SharedWork(), lambda: None, shuffle_seed=seed)
+        return bool(comparison._canary(model, constant, learned)["passed"])
+
+    assert all(is_silent(seed) for seed in range(30))
+    assert not is_silent(None)
 
 
 def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
