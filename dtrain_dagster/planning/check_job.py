@@ -86,8 +86,7 @@ def check_job(
     )
     parts = (job.model, job.loss)
     if data.spec is None:
-        unsure = "model and loss were not tried out here: a dataset of your own has no spec"
-        return Checked((unsure,) if rehearses else ())
+        return check_memory(Checked(model=data.model), config, room, prices)  # it was tried with its data
     if not rehearses or not any(part.args or ":" in part.factory for part in parts):
         return Checked()
     said, model = tuple[str, ...](), None

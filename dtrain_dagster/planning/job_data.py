@@ -21,6 +21,7 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.kinds import describe, kind_of
 from trainer.data.manifest import DatasetError, load_manifest
 from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.performance.memory import ModelBytes
 from trainer.secrets.redaction import redact
 from trainer.spec import OWN, DataSpec, RowSpec, TokenSpec
 from trainer.storage.open import open_storage
@@ -40,15 +41,19 @@ class JobData:
     dataset_id: str
     spec: DataSpec | RowSpec | TokenSpec | None
     """None for a dataset of the user's own."""
+    model: ModelBytes | None = None
+    """The bytes of the job's model, of which a dataset of the user's own was tried; None for others."""
 
 
 def data_of(job: JobConfig) -> JobData:
-    """Return what is known of a job's data. Raise `DatasetError` where it cannot be used, and `ConfigError` where the
-    function that makes it is not allowed or fails."""
+    """Return what is known of a job's data. Model and loss of a job on datasets of the user's own are tried on their
+    first samples. Raise `DatasetError` where the data cannot be used, and `ConfigError` where one of their functions is
+    not allowed, fails or does not fit."""
     if job.dataset.factory is not None:
         refuse_foreign_factories(job)
         made = _made(job.dataset.uri, json.dumps(job.dataset.args), job.to_json())
-        return JobData(kind=OWN, samples=made["samples"], dataset_id=made["dataset"]["dataset_id"], spec=None)
+        model = ModelBytes(**made["model"])
+        return JobData(kind=OWN, samples=made["samples"], dataset_id=made["dataset_id"], spec=None, model=model)
     manifest = load_manifest(open_storage(job.dataset.uri))
     try:
         kind, spec = kind_of(manifest), describe(manifest)
@@ -67,11 +72,11 @@ def samples_of(job: JobConfig) -> Mapping[str, int]:
 
 @lru_cache(maxsize=8)
 def _made(uri: str, args: str, text: str) -> dict[str, Any]:
-    """Return what the datasets of a function are, from a process of its own. ``uri`` and ``args`` tell them apart."""
+    """Return what a job on the datasets of a function is, from a process of its own."""
     with tempfile.TemporaryDirectory(prefix="dtrain-dataset-") as folder:
         path = Path(folder, "job.json")
         path.write_text(text)
-        command = [sys.executable, "-m", "trainer.data.own_dataset", str(path)]
+        command = [sys.executable, "-m", "trainer.engine.job_problem", str(path)]
         seen = os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()]).strip(os.pathsep)
         try:
             done = subprocess.run(

@@ -1,21 +1,16 @@
 """Datasets that a function of the user's own makes on each node: ``dataset.uri = "factory:package.module:function"``.
 
 Called with ``dataset.args``, it returns a map-style dataset for training, or a mapping with some of ``train``,
-``valid`` and ``test``. All nodes must get the same samples in the same order. ``python -m trainer.data.own_dataset
-FILE`` prints how many samples a job's datasets have, for whoever plans its steps.
+``valid`` and ``test``. All nodes must get the same samples in the same order.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 
 from torch.utils.data import Dataset
 
-from trainer.config import FactoryConfig, JobConfig, parse_job
+from trainer.config import FactoryConfig, JobConfig
 from trainer.data.dataset_data import DatasetData
 from trainer.data.kinds import SPLITS
 from trainer.data.manifest import DatasetError
@@ -46,18 +41,3 @@ def open_own_dataset(job: JobConfig) -> DatasetData:
             "the same samples in the same order"
         )
     return data
-
-
-def main(path: str) -> None:
-    """Print the name and the sample counts of the datasets of a job, as JSON."""
-    job = parse_job(Path(path).read_text(), is_stored=True)
-    data = open_own_dataset(job)
-    counts = {split: data.count(split) for split in SPLITS}
-    print(json.dumps({"dataset": asdict(job.dataset) | {"dataset_id": data.dataset_id}, "samples": counts}))  # noqa: T201
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except (ConfigError, DatasetError) as error:
-        sys.exit(str(error))

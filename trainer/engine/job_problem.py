@@ -6,13 +6,17 @@ A new kind needs its data, task, model and judge, and a branch here. Problems th
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from trainer.config import ConfigError, JobConfig
+from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.data.dataset_data import DatasetData
 from trainer.data.kinds import SPLITS, kind_of
 from trainer.data.manifest import DatasetError, load_manifest
@@ -22,12 +26,14 @@ from trainer.data.token_data import TokenData
 from trainer.data.training_data import TrainingData
 from trainer.data.window_data import WindowData
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
+from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.evaluation.row_judge import RowJudge, row_task
 from trainer.evaluation.token_judge import TokenJudge
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.factories import build_from_factory
 from trainer.model.rows import build_row_loss, build_row_model
+from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
 from trainer.model.tokens import NextToken, build_token_loss, build_token_model
 from trainer.spec import OWN, ROWS, TOKENS, WINDOWS
@@ -119,12 +125,18 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
     """Return the problem of a job on datasets of the user's own. Model and loss are called with their arguments alone;
     a loss may be a task (`trainer.task`). Raise `trainer.config.ConfigError` for a model or loss that cannot be
     used."""
-    where = f"model.factory = {job.model.factory!r}"
     module = build_from_factory("model", job.model, {})
-    if not isinstance(module, nn.Module) or not any(part.requires_grad for part in module.parameters()):
-        raise ConfigError(f"{where} returned a {type(module).__name__}; it must return a module with parameters")
-    made = build_from_factory("loss", job.loss, OWN_LOSSES)
-    task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(made)
+    try:
+        check_model(module)
+        made = build_from_factory("loss", job.loss, OWN_LOSSES)
+        task = made if isinstance(made, Task) and not isinstance(made, nn.Module) else SupervisedTask(made)
+        check_task(task)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.factory = {job.model.factory!r}, loss.factory = {job.loss.factory!r}: {error}"
+        ) from None
+    # What a cluster has ordered was tried before its nodes were asked for.
+    try_task(module, task, data, job.training.batch_size_per_gpu, thorough="DTRAIN_LAUNCH" not in os.environ)
     if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
         task.criterion.to(device)
     module = module.to(device)
@@ -141,6 +153,16 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
     )
 
 
+def describe_own_job(path: str) -> None:
+    """Try the job in this file, on datasets of the user's own, and print what whoever plans it has to know, as JSON:
+    the name and the samples of its datasets, and the bytes of its model. Raise as `make_own_problem` does."""
+    job = parse_job(Path(path).read_text(), is_stored=True)
+    data = open_own_dataset(job)
+    module = make_own_problem(job, data, torch.device("cpu")).module
+    samples = {split: data.count(split) for split in SPLITS}
+    print(json.dumps({"dataset_id": data.dataset_id, "samples": samples, "model": asdict(model_bytes(module))}))  # noqa: T201
+
+
 def _kind_of_job(job: JobConfig) -> str:
     """Return the kind of the job's dataset. Raise `DatasetError` where it has none that is known."""
     try:
@@ -149,3 +171,10 @@ def _kind_of_job(job: JobConfig) -> str:
         raise
     except ValueError as error:
         raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None
+
+
+if __name__ == "__main__":
+    try:
+        describe_own_job(sys.argv[1])
+    except (ConfigError, DatasetError) as error:
+        sys.exit(str(error))

@@ -21,7 +21,10 @@ from torch.utils.data import TensorDataset
 def make_datasets(count=300, lame=False):
     if lame:
         raise ValueError("the disk is empty")
-    return TensorDataset(torch.arange(count).float()[:, None], torch.arange(count))
+    return TensorDataset(torch.arange(count).float()[:, None], torch.arange(count).float())
+
+def make_own(outputs=1):
+    return torch.nn.Sequential(torch.nn.Linear(1, outputs), torch.nn.Flatten(0))
 
 def make_model(spec, outputs, width=4):
     return torch.nn.Sequential(torch.nn.Linear(spec.inputs, width), torch.nn.Linear(width, outputs))
@@ -33,7 +36,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_checked.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
-    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_checked")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_checked,torch.nn")
 
 
 def job_of(uri: str, model: str, loss: str, args: Any = None) -> JobConfig:
@@ -69,8 +72,10 @@ def test_a_model_is_rehearsed_on_rows_and_tokens(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_dataset_of_ones_own_is_made_once_in_a_process_of_its_own(tmp_path: Path) -> None:
-    job = job_of("factory:own_checked:make_datasets", "own_checked:make_model", "squared_error", args={})
+    job = job_of("factory:own_checked:make_datasets", "own_checked:make_own", "squared_error", args={})
     found = data_of(job)
+    assert found.model is not None
+    assert found.model.parameters == 8
     assert dict(found.samples) == {"train": 300, "valid": 0, "test": 0}
     assert total_steps(job) == 60
     (tmp_path / "own_checked.py").write_text("broken(")
@@ -81,3 +86,7 @@ def test_a_dataset_of_ones_own_is_made_once_in_a_process_of_its_own(tmp_path: Pa
         data_of(job)
     with pytest.raises(ConfigError, match=r"the module 'elsewhere' is not allowed"):
         data_of(job_of("factory:elsewhere:make", "own_checked:make_model", "squared_error"))
+    column = job_of("factory:own_checked:make_datasets", "torch.nn:Linear", "squared_error")
+    column.model.args = {"in_features": 1, "out_features": 1}
+    with pytest.raises(ConfigError, match=r"the loss compares outputs and targets of different shapes"):
+        data_of(column)
