@@ -96,14 +96,29 @@ def take_buffers(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Let a module hold a state dict, whose buffers may have other shapes than its own."""
+    """Let a module hold a state dict, whose buffers may have other shapes than its own, or be set where its own are
+    not."""
+    own = module.state_dict()
     with torch.no_grad():
-        for prefix, part in module.named_modules():
-            for name, buffer in list(part.named_buffers(recurse=False)):
-                saved = state.get(f"{prefix}.{name}" if prefix else name)
-                if isinstance(saved, Tensor) and not _fits(buffer, saved):
-                    setattr(part, name, torch.empty_like(saved, device=buffer.device))
+        for name in {**own, **state}:
+            prefix, _, leaf = name.rpartition(".")
+            try:
+                part = module.get_submodule(prefix)
+            except AttributeError:
+                continue  # which `load_state_dict` will say
+            held: Any = getattr(part, leaf, _NOTHING)
+            saved = state.get(name)
+            if isinstance(held, nn.Parameter) or held is _NOTHING:
+                continue
+            if isinstance(saved, Tensor) and (held is None or not _fits(held, saved)):
+                device = next((each.device for each in module.parameters()), saved.device)
+                setattr(part, leaf, torch.empty_like(saved, device=device))
+            elif saved is None and isinstance(held, Tensor):
+                setattr(part, leaf, None)
     module.load_state_dict(dict(state))
+
+
+_NOTHING = object()
 
 
 def buffer_shapes(module: nn.Module) -> dict[str, list[int]]:

@@ -34,7 +34,7 @@ class RowState(Protocol):
     best: dict[str, Tensor] | None
     start: dict[str, Tensor] | None
 
-    def grown(self) -> dict[str, list[int]]: ...
+    def grown(self) -> dict[str, list[int] | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

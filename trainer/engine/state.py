@@ -159,21 +159,26 @@ class TrainingState:
             return
         self.best = copy_state_dict(self.module)
 
-    def grown(self) -> dict[str, list[int]]:
-        """Return the shapes that buffers had when the model was made, of those that have another now."""
+    def grown(self) -> dict[str, list[int] | None]:
+        """Return the shapes that buffers had when the model was made, of those that have another now; None for one that
+        was not set then."""
         now = buffer_shapes(self.module)
-        return {name: shape for name, shape in self.first_shapes.items() if now.get(name) != shape}
+        return {
+            name: self.first_shapes.get(name) for name, shape in now.items() if self.first_shapes.get(name) != shape
+        }
 
     def _like(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the form that a state dict must have: of buffers that had grown that of the saved ones, if they were
         made as they are now, and of extra state any."""
-        saved = state["model"]
+        saved, mine = state["model"], self.grown()
         grown = {name for name, shape in state.get("grown", {}).items() if self.first_shapes.get(name) == shape}
-        grown |= {name for name, shape in self.grown().items() if name in saved and list(saved[name].shape) == shape}
-        return {
+        grown |= {name for name, shape in mine.items() if name in saved and list(saved[name].shape) == shape}
+        like = {
             name: saved[name] if name in saved and (name in grown or is_extra(name)) else value
             for name, value in own.items()
+            if name in saved or mine.get(name, ()) is not None
         }
+        return like | {name: saved[name] for name in grown if name in saved}
 
     def share(self, world: World, source: int) -> None:
         """Give every rank the state of rank ``source``; a collective."""

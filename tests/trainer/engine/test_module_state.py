@@ -113,6 +113,11 @@ def test_what_has_grown_is_taken_from_a_checkpoint_and_what_was_made_otherwise_i
     assert fresh.module.extra["steps"] == 8
     fresh.restore(state_of(Holder()).capture())
     assert fresh.module.table.shape == (2, 2), "and to one of before"
+    grown.module.train_a_bit(0)
+    fresh.restore(grown.capture())
+    assert torch.equal(fresh.module.late, torch.zeros(2)), "also one that was not set when the model was made"
+    fresh.restore(state_of(Holder()).capture())
+    assert fresh.module.late is None
     with pytest.raises(CheckpointError, match=r"table does not fit: \(5, 2\).* in the checkpoint, \(3, 2\)"):
         other.restore(saved)
 
