@@ -164,8 +164,8 @@ _candidate = {
     "port": whole(0, 65535),
 }  # fmt: skip
 _candidate_more: dict[str, Check] = {
-    "store_port": whole(0, 65535), "gpu": flag, "certificates": one_of("", "launch", "files"), "ready": flag,
-    "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
+    "store_port": whole(0, 65535), "gpu": flag, "gpu_name": text, "certificates": one_of("", "launch", "files"),
+    "ready": flag, "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
     "activation_checkpointing": flag, "communication": flag, "reason": text,
 }  # fmt: skip
 CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))

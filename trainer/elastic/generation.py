@@ -39,6 +39,8 @@ class Candidate:
     store_port: int = 0
     """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
+    gpu_name: str = ""
+    """What tells its GPU from all others (`trainer.comm.world.gpu_name`)."""
     certificates: str = ""
     """Where the certificates of its connections come from (`trainer.comm.encryption.CertificateSource`)."""
     ready: bool = False

@@ -96,8 +96,8 @@ def begin_budget(
     def end(budget: Budget) -> None:
         end_at_budget(budget, rundir, regroups_in, steps_done())
 
-    launch, nodes = int(environment.get("DTRAIN_LAUNCH", "1")), facts.world_size // facts.local_world_size
-    return Budget(rundir, config.max_node_seconds or math.inf, launch, nodes, end)
+    launch = int(environment.get("DTRAIN_LAUNCH", "1"))
+    return Budget(rundir, config.max_node_seconds or math.inf, launch, facts.node_count, end)
 
 
 def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int) -> None:
