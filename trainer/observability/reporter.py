@@ -34,7 +34,7 @@ TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
-UPLOAD_SECONDS = 60.0
+UPLOAD_SECONDS, LONGEST_UPLOAD_SECONDS = 60.0, 600.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """The seconds whose events share a file; on remote storage every file costs money."""
 OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
@@ -240,7 +240,8 @@ class TensorBoardSink:
 
     def __init__(self, storage: Storage) -> None:
         """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
-        other storage they are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
+        other storage they are made on this machine, and each is copied once, when the next one begins: after
+        `upload_seconds`, and at the end. TensorBoard reads them one after the other."""
         # TensorBoard's own switch: else it loads TensorFlow, where that is installed, to write a file. That takes
         # seconds, and a process that then loads triton, as torch's compiler does, crashes.
         sys.modules.setdefault(_WITHOUT_TENSORFLOW, types.ModuleType(_WITHOUT_TENSORFLOW))
@@ -251,28 +252,36 @@ class TensorBoardSink:
         self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
         self._writer = SummaryWriter(self._folder)
         self._scalars = Scalars()
-        self._copied_at = time.monotonic()
+        self._began = self._copied_at = time.monotonic()
 
     def write(self, events: list[dict[str, Any]]) -> None:
-        """Write the scalars of these events, and copy the files if that is due."""
+        """Write the scalars of these events, and begin a new file if that is due."""
         for step, name, value, at in self._scalars.of(events):
             self._writer.add_scalar(name, value, step, walltime=at)
         self._writer.flush()
-        if time.monotonic() - self._copied_at > UPLOAD_SECONDS:
+        now = time.monotonic()
+        if self._remote is not None and now - self._copied_at > upload_seconds(now - self._began):
             self._copy()
 
     def close(self) -> None:
-        """Close the files and copy them."""
-        self._writer.close()
+        """Close the last file and copy it."""
         self._copy()
         if self._scratch:
             self._scratch.cleanup()
 
     def _copy(self) -> None:
+        self._writer.close()  # what is written next begins a file
         if self._remote is not None:
             for path in Path(self._folder).iterdir():
                 self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
+                path.unlink()
         self._copied_at = time.monotonic()
+
+
+def upload_seconds(age: float) -> float:
+    """Return the seconds that a file of curves covers on remote storage, by the age of the training: a hundredth of it,
+    so that a long one has hundreds of files and not thousands."""
+    return min(LONGEST_UPLOAD_SECONDS, max(UPLOAD_SECONDS, age / 100))
 
 
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:

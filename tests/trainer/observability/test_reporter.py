@@ -30,6 +30,7 @@ from trainer.observability.scalars import NODE, Scalars
 from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
 
+NOW = 1_700_000_000.0
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
 
 
@@ -168,6 +169,32 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert scalars["node_1/cpu_percent"] == [(2, 50.0)]
     assert "valid/nll" not in scalars
     assert {"train/grad_norm", "train/step_seconds", "train/learning_rate", "valid/pinball"} <= set(scalars)
+
+
+def test_remote_files_of_tensorboard_are_copied_once_and_read_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now, written = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: NOW + now[0])  # of which the names of files are made
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    write = storage.write
+    storage.write = lambda name, data: (written.append((name, len(data))), write(name, data))  # type: ignore
+    sink = TensorBoardSink(storage)
+    for step in range(1, 1441):
+        now[0] += 60.5
+        sink.write([event("step", 0, 1, step=step, loss=1 / step)])
+    sink.close()
+    names = [name for name, _ in written]
+    assert len(names) == len(set(names)) < 400, "each is copied once; a day has hundreds"
+    assert sum(size for _, size in written) < 1440 * 120 + 400 * 200, "and no byte twice"
+    monkeypatch.undo()
+    for name in names:
+        (tmp_path / Path(name).name).write_bytes(storage.read(name))
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    assert [point.step for point in board.Scalars("train/loss")] == [*range(1, 1441)]
 
 
 class Kept:
