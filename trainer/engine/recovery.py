@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -96,7 +96,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         is_needed = new.has_state or session.config.resume or new.reason != START
         rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)
     elif new.has_state:
-        rebuild(session, source=None if new.all_equal else new.source, from_checkpoint=False)
+        rebuild(session, new.source if new.behind else None, from_checkpoint=False, takers=new.behind)
     else:
         rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
     elastic.has_state_of = new.number
@@ -130,12 +130,14 @@ def _fence(session: Session, generation: int) -> None:
         raise GroupError(str(error), communication=False) from error
 
 
-def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None:
-    """Work in the present world, with the state of rank ``source`` (None: all have it already)."""
+def rebuild(
+    session: Session, source: int | None, from_checkpoint: bool, takers: Collection[int] | None = None
+) -> None:  # fmt: skip
+    """Work in the present world, with the state of rank ``source``, as `Workload.enter_world`."""
     world, reports, folder = session.world, session.reports, None
     if from_checkpoint and world.rank == source:
         folder = _load_checkpoint(session)
-    session.workload.enter_world(world, source)
+    session.workload.enter_world(world, source, takers=takers)
     session.window = StepWindow()
     if from_checkpoint:
         [folder, *_] = world.all_gather_object(folder)

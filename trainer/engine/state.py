@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
 from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
+from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 
 
@@ -105,17 +106,9 @@ class TrainingState:
             return
         self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
-    def share(self, world: World, source: int) -> None:
-        """Give every rank the state of rank ``source``; a collective."""
-        data = torch.zeros(0, dtype=torch.uint8)
-        if world.rank == source:
-            buffer = io.BytesIO()
-            torch.save(self.capture(best_is_saved=False), buffer)
-            data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        size = world.all_gather_object(len(data))[source]
-        if world.rank != source:
-            data = torch.empty(size, dtype=torch.uint8)
-        world.broadcast(data, source)
-        if world.rank != source:
-            state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    def share(self, world: World, source: int, takers: Collection[int] | None = None) -> None:
+        """Give the ranks ``takers`` (None: all) the state of rank ``source``; a collective of all ranks."""
+        takers = range(world.world_size) if takers is None else takers
+        state = pass_state(world, source, takers, lambda: self.capture(best_is_saved=False))
+        if state is not None:
             self.restore(state)

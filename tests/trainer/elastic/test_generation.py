@@ -104,11 +104,11 @@ def test_a_launch_starts_anew_and_a_number_is_never_used_again() -> None:
 def test_the_state_of_the_furthest_counts_the_lowest_rank_of_equals() -> None:
     seats = (seat("a", was_in=4, step=7), seat("b", was_in=4, step=8), seat("c", was_in=4, step=8), seat("d", step=99))
     four = Generation(number=5, launch=1, members=seats)
-    assert (four.source, four.has_state, four.all_equal) == (1, True, False)
+    assert (four.source, four.has_state, four.behind) == (1, True, (0, 3))
     evaluated = replace(four, members=(*seats[:2], replace(seats[2], progress=8)))
     assert evaluated.source == 2
-    assert replace(four, members=seats[1:3]).all_equal
-    assert not replace(four, members=(seat("a"), seat("b"))).all_equal, "newcomers have no state to be equal in"
+    assert replace(four, members=seats[1:3]).behind == ()
+    assert replace(four, members=(seat("a"), seat("b"))).behind == (0, 1), "newcomers have no state to be equal in"
 
 
 def test_reasons_are_those_of_who_saw_it() -> None:
