@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +27,7 @@ from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
-from trainer.rundir import RunDir
+from trainer.rundir import LONGEST_REMOTE_FLUSH, RunDir
 from trainer.runtime.malloc import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
@@ -38,6 +38,8 @@ LEAVING = "a node was asked to leave"
 the one that stays last writes how the job ended."""
 LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
 """The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
+UNWRITTEN_SECONDS = LONGEST_REMOTE_FLUSH + 30.0
+"""Seconds of training that rank 0 may have reported and not written when it was lost."""
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -343,10 +345,22 @@ def _report_membership(
     session.reports.emit("membership", **fields)
     if old is None or old.rank_of(new.members[0].member) == 0:
         return
-    if not session.recent_steps:
-        return
     # This process has just become rank 0: it writes what its predecessor could not.
-    written = session.rundir.steps_reported(session.recent_steps[0]["step"])
-    for item in session.recent_steps:
+    recent = steps_within(session.recent_steps, UNWRITTEN_SECONDS)
+    written = session.rundir.steps_reported(recent[0]["step"]) if recent else set()
+    for item in recent:
         if item["step"] not in written:
             session.reports.emit("step", **item)
+
+
+def steps_within(recent: Iterable[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Return those of the latest ``step`` events that cover about the last ``seconds`` of training, oldest first.
+    Pure."""
+    found: list[dict[str, Any]] = []
+    for item in reversed(list(recent)):
+        if found:
+            seconds -= found[-1]["step_seconds"] * (found[-1]["step"] - item["step"])
+        if seconds < 0:
+            break
+        found.append(item)
+    return found[::-1]

@@ -79,6 +79,45 @@ def test_events_can_be_read_while_training_runs_in_numbered_files(tmp_path: Path
     assert not [thread for thread in threading.enumerate() if thread.name in ("reporter", "tracking")]
 
 
+def test_a_long_training_writes_seldom_and_at_once_what_people_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(metrics, "URGENT_SECONDS", 0.02)
+    rundir, kept = RunDir(str(tmp_path)), Kept()
+    reporter = Reporter(rundir, 0, 1, [lambda: kept])
+    steps(reporter, 1)
+    until(lambda: len(list(rundir.events())) == 1)
+    reporter._began -= 10_000.0  # it has run for hours
+    steps(reporter, 2)
+    until(lambda: len(kept.events) == 2)  # tracking gets it as ever
+    time.sleep(0.1)
+    assert len(rundir.storage.list("events")) == 1
+    reporter.emit("checkpoint", step=2, path="checkpoints/a")
+    until(lambda: len(list(rundir.events())) == 3)
+    steps(reporter, 3)
+    reporter.write_now(60.0)
+    assert len(list(rundir.events())) == 4
+    steps(reporter, 4)
+    metrics.write_last_events(60.0)
+    assert len(list(rundir.events())) == 5
+    append, refused = rundir.append_events, [True]
+
+    def full(*what: Any) -> None:
+        if refused[0]:
+            raise OSError("no space left on device")
+        append(*what)
+
+    rundir.append_events = full  # type: ignore[method-assign]
+    steps(reporter, 5)
+    reporter.write_now(60.0)
+    refused[0] = False
+    steps(reporter, 6)
+    reporter.close()
+    assert [item["step"] for item in rundir.events("step")] == [1, 2, 3, 4, 5, 6]
+    assert len(rundir.storage.list("events")) == 5, "the two that were left share a file"
+
+
 def test_nothing_is_lost_at_the_end_and_a_number_taken_is_left_alone(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
     for _ in range(2):  # the same generation twice
