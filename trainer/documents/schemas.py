@@ -94,22 +94,27 @@ def matching(pattern: str) -> Check:
     return lambda value: "" if isinstance(value, str) and form.fullmatch(value) else "not of its form"
 
 
-def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Check:
-    """Return a check for an object with these fields; those of ``needed`` must be there."""
-    tests = {**(needed or {}), **fields}
+class Record:
+    """A check for an object with fields of these types."""
 
-    def check(value: Any) -> str:
+    def __init__(self, needed: Mapping[str, Check], fields: Mapping[str, Check]) -> None:
+        self.needed, self.fields = tuple(needed), {**needed, **fields}
+
+    def __call__(self, value: Any) -> str:
         if not isinstance(value, dict):
             return "no object"
-        for name in needed or ():
+        for name in self.needed:
             if name not in value:
                 return f"an object without {name!r}"
-        for name, test in tests.items():
+        for name, test in self.fields.items():
             if name in value and (wrong := test(value[name])):
                 return f"an object whose {name!r} is {wrong}"
         return ""
 
-    return check
+
+def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Record:
+    """Return a check for an object with these fields; those of ``needed`` must be there."""
+    return Record(needed or {}, fields)
 
 
 def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
@@ -350,6 +355,12 @@ DOCUMENTS: Mapping[str, Check] = {
         samples_seen=count,
         mlflow_run_id=optional(text),
         consumed=many(anything),
+        test=optional(mapping(figure)),
+        best_valid_loss=figure,
+        train_samples=count,
+        best_step=count,
+        **alike("early_stopped weights_equal_on_ranks", flag),
+        **alike("backend device checkpoint", optional(text)),
         phase_seconds=mapping(figure),
         memory=optional(
             record(
@@ -413,7 +424,7 @@ DOCUMENTS: Mapping[str, Check] = {
 
 _who = {"rank": count, "generation": count}
 _step = {**_who, "step": count}
-EVENTS: Mapping[str, Check] = {
+EVENTS: Mapping[str, Record] = {
     "phase": record(name=text, seconds=figure, **_who),
     "step": record(
         epoch=count,
