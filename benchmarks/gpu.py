@@ -13,7 +13,7 @@ a GPU can do.
     after_a_trace       how much slower steps are after a trace of three steps: the median step after it ÷ the median
                         step before it in the same training, over ``ROUNDS`` trainings; the same without a trace; and
                         with CUPTI, by which torch sees what the GPU does, left attached after the trace
-    two_ranks           where two ranks on this machine train: on the CPU where it has one GPU
+    two_ranks           where two ranks on this machine train with ``training.backend = "gloo"``: on the CPU
 
 The result is written to ``benchmarks/results/gpu.json`` with --save.
 """
@@ -165,7 +165,9 @@ def measure(folder: Path, dataset: DatasetRef, steps: int, seconds: float) -> di
     attempt("killed_and_resumed", trainings.kill_and_resume)
     attempt(
         "two_ranks",
-        lambda: trainings.run(trainings.prepare("two_ranks", world_size=2, batch_size_per_gpu=BATCH // 2), ranks=2),
+        lambda: trainings.run(
+            trainings.prepare("two_ranks", world_size=2, batch_size_per_gpu=BATCH // 2, backend="gloo"), ranks=2
+        ),
     )
     ratios: dict[str, list[float]] = {name: [] for name in TRACED}
     for _ in range(ROUNDS):  # side by side, so that a noisy minute is in all of them

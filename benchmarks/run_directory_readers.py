@@ -21,12 +21,20 @@ from dtrain_dagster.cli.summary import latest_job, summary_lines
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_figures import read_figures
+from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.overlay import overlay
 from dtrain_dagster.dashboard.page import report_page
-from dtrain_dagster.jobs.progress import choose_job, known_jobs, last_step
+from dtrain_dagster.fleet.endings import explain_launch_end
+from dtrain_dagster.fleet.records import KeptState
+from dtrain_dagster.jobs.progress import choose_job, known_jobs, last_step, ran_out
 from dtrain_dagster.planning.history import JobCourse
+from dtrain_dagster.planning.home_history import HomeHistory
+from dtrain_dagster.planning.probe_cost import payer_of
 from dtrain_dagster.sensors.cost_overrun import recent_events
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
@@ -40,6 +48,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 """Characters that a terminal would obey, without the carriage return, which CSV has."""
 MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
 """Errors that a reader of a damaged job may raise."""
+NOWHERE = Places()
 Wrong = list[tuple[str, str]]
 """Faults: (count of `benchmarks.abuse.tally.Tally`, description)."""
 
@@ -117,11 +126,17 @@ def _lists(readers: Readers) -> None:
     readers.of_all("pools", manager.pools)
     readers.of_all("monitor_health", manager.monitor_health)
     readers.of_all("find_orphans", lambda: manager.find_orphans(set()))
+    readers.of_all("past runs", lambda: _past_runs(readers))
     readers.of_all("latest_job", lambda: latest_job(readers.settings))
     known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
     choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
     if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):
         readers.say("accepted", "a damaged job is chosen")
+
+
+def _past_runs(readers: Readers) -> object:
+    job = RunDir(f"{readers.settings.jobs_uri}/{readers.whole}").read_job()
+    return HomeHistory(readers.home, 1, readers.settings.gpu_type, True).runs_like(job)
 
 
 def _board(readers: Readers) -> None:
@@ -136,13 +151,24 @@ def _board(readers: Readers) -> None:
     metrics = readers.of_all("/metrics", lambda: prometheus.exposition(board).decode()) or ""
     if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
         readers.say("outages", "the whole job is not in /metrics")
+    opened = []
     for job_id in (readers.whole, readers.damaged):
+        if job_id in rows:
+            rundir, tier = RunDir(f"{readers.settings.jobs_uri}/{job_id}"), readers.settings.tiers[0]
+            found = readers.of_all("the table", lambda rundir=rundir, row=rows[job_id], tier=tier: read_figures(
+                rundir, row, tier, time.time()
+            ))  # fmt: skip
+            readers.look("the table", json.dumps(str(found), ensure_ascii=False))
         job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
             # As the server writes it: without NaN, and valid UTF-8.
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
-            if sent and readers.secret in sent:
+            facts = readers.of_all("a job's facts", lambda job=job: _sent(job.facts(NOWHERE)))
+            opened.append(job)
+            if readers.secret in f"{sent}{facts}":
                 readers.say("leaked", "the dashboard shows a file from outside")
+    if len(opened) == 2:
+        readers.of_damaged("the overlay", lambda: _sent(overlay(opened, readers.settings.tiers[0])))
     readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
 
 
@@ -156,11 +182,14 @@ def _commands(readers: Readers) -> None:
     listed = readers.command("jobs", may_refuse=False)
     if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
         readers.say("outages", f"`dtrain jobs` lists {listed}")
+    readers.command("jobs", "--json", may_refuse=False)
     readers.command("status", may_refuse=False)
     for job_id, may_refuse in ((readers.whole, False), (readers.damaged, True)):
         for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("summary",), ("watch",), ("logs", "--follow")):
             readers.command(words[0], *words[1:], job_id, may_refuse=may_refuse)
         readers.command("cost", job_id, may_refuse=may_refuse)
+        for name in ("status", "summary", "cost"):
+            readers.command(name, job_id, "--json", may_refuse=may_refuse)
 
 
 def _one_job(readers: Readers) -> None:
@@ -172,6 +201,8 @@ def _one_job(readers: Readers) -> None:
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
         lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
+        lambda: ran_out(rundir), lambda: launch_price(rundir, readers.settings.tiers[0]), lambda: payer_of(rundir),
+        lambda: explain_launch_end(rundir, readers.manager.job_status(readers.damaged), KeptState(), 0.0),
     ):  # fmt: skip
         readers.of_damaged(str(getattr(read, "__qualname__", read)), read)
     checkpoints.close(1.0)

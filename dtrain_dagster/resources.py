@@ -12,7 +12,7 @@ import dagster as dg
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of, tier_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
-from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -355,7 +355,7 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
     if on_azure:
         from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 
-        azure, folder = read_azure_options(settings), read_environment(AzureSettings).dagster_folder()
+        azure, folder = read_azure_options(settings), AzureSettings.read().dagster_folder()
     elif settings.kind.has_engine:
         from dtrain_dagster.settings.engines import read_engine_options
 

@@ -6,15 +6,15 @@ place in the world (rank, world size, address) comes from the environment instea
 
 from __future__ import annotations
 
-import difflib
+import functools
 import json
 import re
-from dataclasses import asdict, fields
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
 
 from trainer.documents.factory_arguments import check_arguments
 from trainer.errors import ConfigError
@@ -25,6 +25,7 @@ from trainer.strategies import SHARDED, Strategy, explain_strategy
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
+T = TypeVar("T")
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 FACTORY = "factory"
 """What the address of a dataset begins with where a function of the user's own makes it."""
@@ -34,6 +35,45 @@ MOST_TRACED_STEPS = 50
 """The most steps of one trace, whose cost to the training grows with them: see `trainer.observability.trace`."""
 
 
+def checked_settings(section: str = "") -> Callable[[type[T]], type[T]]:
+    """Return a decorator for a pydantic dataclass whose constructor then raises `ConfigError`, see
+    `trainer.setting_errors`. ``section``: where its settings are in ``job.json``."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def __init__(self: T, *given: Any, **settings: Any) -> None:
+            if given:  # pydantic would take them in the order of the fields
+                names = "the mapping as **settings" if isinstance(given[0], Mapping) else "them by name"
+                raise ConfigError(f"{kind.__name__}(…) was given settings without names: give {names}")
+            try:
+                make(self, **settings)
+            except ValidationError as error:
+                from trainer.setting_errors import describe_errors
+
+                raise ConfigError(describe_errors(error, kind, section=section)) from None
+
+        kind.__init__ = __init__  # type: ignore[assignment, method-assign]
+        return kind
+
+    return decorate
+
+
+def settings_of(given: Any, kind: type[T], name: str, base: type | None = None) -> T:
+    """Return settings that a caller gave: of ``kind`` or its ``base``, as a mapping of their names, or None for the
+    defaults. Raise `ConfigError`, which says ``name``, for anything else."""
+    if given is None:
+        return kind()
+    if isinstance(given, Mapping):
+        return kind(**{str(key): value for key, value in given.items()})
+    if isinstance(given, base or kind):
+        return given  # type: ignore[return-value]  # a base of it has the same fields
+    what = f"the class {given.__name__}" if isinstance(given, type) else f"of the type {type(given).__name__}"
+    raise ConfigError(f"{name} is {what}: give {kind.__name__}(…), or a mapping of its settings")
+
+
+@checked_settings("dataset")
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class DatasetRef:
     """The dataset to train on."""
@@ -60,6 +100,7 @@ class DatasetRef:
         return args
 
 
+@checked_settings()
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class FactoryConfig:
     """A stock part by name (``tcn``) or a user's own by ``package.module:factory``, with its keyword arguments."""
@@ -76,6 +117,7 @@ class FactoryConfig:
         return args
 
 
+@checked_settings("training.tls")
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class TLSConfig:
     """Certificates (PEM files on every node) for traffic between nodes: each side shows its own, signed by ``ca``."""
@@ -88,6 +130,7 @@ class TLSConfig:
     """The job's own authority: every process with a certificate of it is admitted."""
 
 
+@checked_settings("training")
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class DistributedTrainingConfig:
     """The settings of a training. The global batch, ``batch_size_per_gpu * gradient_accumulation_steps * world_size``
@@ -277,6 +320,7 @@ class DistributedTrainingConfig:
         return self.batch_size_per_gpu * self.micro_batches
 
 
+@checked_settings("tracking")
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class TrackingConfig:
     """The tracking services that rank 0 reports to, besides the run directory."""
@@ -294,6 +338,7 @@ class TrackingConfig:
     """Further tags of the run."""
 
 
+@checked_settings()
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class JobConfig:
     """The whole of ``job.json``."""
@@ -363,7 +408,9 @@ def parse_job(
     try:
         return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise ConfigError(describe_errors(error, source)) from None
+        from trainer.setting_errors import describe_errors
+
+        raise ConfigError(describe_errors(error, JobConfig, source)) from None
 
 
 _REMEDIES = {
@@ -390,30 +437,3 @@ def _refuse_secrets(node: Any, source: str, where: str = "") -> None:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number there")
-
-
-def describe_errors(error: ValidationError, source: str) -> str:
-    """Return one line for each wrong field: its place, its value, and what would be accepted."""
-    lines = []
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"]) or "(top level)"
-        value = "" if item["type"] == "missing" else f" = {redact(item['input'])!r}"
-        lines.append(f"{source}: {where}{value}: {item['msg']}{_meant(item)}")
-    return "\n".join(lines)
-
-
-def _meant(item: ErrorDetails) -> str:
-    """Return a hint for an unknown field: the known one that looks like it."""
-    if item["type"] != "unexpected_keyword_argument":
-        return ""
-    sections: dict[str, Any] = {
-        "": JobConfig, "dataset.": DatasetRef, "model.": FactoryConfig, "loss.": FactoryConfig,
-        "training.": DistributedTrainingConfig, "training.tls.": TLSConfig, "tracking.": TrackingConfig,
-    }  # fmt: skip
-    *path, name = map(str, item["loc"])
-    here = "".join(f"{part}." for part in path)
-    # Of names that are alike, one of the same section comes first.
-    places = {field.name: place for place, kind in sections.items() for field in fields(kind)}
-    places |= {field.name: here for field in fields(sections[here])} if here in sections else {}
-    close = difflib.get_close_matches(name, places, n=1)
-    return f" (there is no such field{f'; did you mean {places[close[0]]}{close[0]}?' if close else ''})"

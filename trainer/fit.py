@@ -40,7 +40,9 @@ from trainer.config import (
     FactoryConfig,
     JobConfig,
     TrackingConfig,
+    checked_settings,
     parse_job,
+    settings_of,
 )
 from trainer.data.dataset_data import DatasetData
 from trainer.data.training_data import TrainingData
@@ -76,6 +78,7 @@ def _launcher_facts() -> RankFacts:
     return rank_facts(os.environ, DistributedTrainingConfig())
 
 
+@checked_settings("training")
 @checked_dataclass(kw_only=True, slots=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class DistributedConfig(DistributedTrainingConfig):
     """The settings of a training from a script: those of `DistributedTrainingConfig`, of which three begin elsewhere.
@@ -142,31 +145,34 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        config: DistributedTrainingConfig | None = None,
+        config: DistributedTrainingConfig | Mapping[str, Any] | None = None,
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
         task: Task | None = None,
         metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
-        tracking: TrackingConfig | None = None,
+        tracking: TrackingConfig | Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> None:
-        """``loss``: of pairs (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own
-        losses are taken as they are. ``task``: instead, for batches of any structure. Without both, targets that are
-        classes get the cross entropy, and numbers the squared error. ``metrics``: further figures per sample, of which
-        means are reported, as the loss. ``run_dir``: where everything is written, a path or any fsspec address; a
-        training goes on from the checkpoint that it finds there (None: a new folder below ``runs``). ``name``: of the
-        data's content, to which checkpoints belong (None: from the data). ``progress``: whether rank 0 shows a line of
-        progress (None: on a terminal). Raise `ConfigError` for what cannot be used."""
+        """``config``: a `DistributedConfig`, or a mapping of its settings; ``tracking`` alike. ``loss``: of pairs
+        (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own losses are taken as
+        they are. ``task``: instead, for batches of any structure. Without both, targets that are classes get the cross
+        entropy, and numbers the squared error. ``metrics``: further figures per sample, of which means are reported, as
+        the loss. ``run_dir``: where everything is written, a path or any fsspec address; a training goes on from the
+        checkpoint that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which
+        checkpoints belong (None: from the data). ``progress``: whether rank 0 shows a line of progress (None: on a
+        terminal). Raise `ConfigError` for what cannot be used."""
         if loss is not None and task is not None:
             raise ConfigError("give either loss or task: a task has its own loss")
         if task is not None and metrics:
             raise ConfigError("give metrics as the method metrics(model, batch) of the task")
         check_model(model)
-        self.model, self.config = model, config or DistributedConfig()
+        self.model = model
+        self.config = settings_of(config, DistributedConfig, "config", DistributedTrainingConfig)
         self._loss, self._task, self._metrics = loss, task, dict(metrics or {})
-        self._given_run_dir, self._name, self._tracking = run_dir, name, tracking
+        self._given_run_dir, self._name = run_dir, name
+        self._tracking = settings_of(tracking, TrackingConfig, "tracking")
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
 
     def fit(
@@ -271,7 +277,7 @@ class Trainer:
             dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
             model=FactoryConfig(factory=SCRIPT, args=problem.model_name),
             loss=FactoryConfig(factory=SCRIPT, args=problem.task_name),
-            tracking=self._tracking or TrackingConfig(),
+            tracking=self._tracking,
         )  # fmt: skip
         overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
         return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)

@@ -24,12 +24,16 @@ A *generation* counts the worlds that worked in this run directory: 1 for the fi
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +75,10 @@ FOLLOW_BYTES = 16 << 20
 """Bytes of new events that one look reads, and one file more at most: a long job is read in several looks."""
 _AT_ONCE = 16
 """Files that are requested together, where storage is remote."""
+LIST_SECONDS = 60.0
+"""Between two lists of all files of events on remote storage, where a reader may know only what rank 0 has added."""
+LONGEST_FLUSH, LONGEST_REMOTE_FLUSH, LONGEST_FLUSH_OF_OTHERS = 30.0, 90.0, 300.0
+"""The most seconds whose events share a file: of rank 0, and of ranks that tell of their node alone."""
 STEP_FILES = 1000
 """The number of event files, the newest first, in which the last step is looked for."""
 
@@ -88,6 +96,8 @@ class SeenFiles:
         """Whether the last look (`RunDir.follow`) has left files for the next one."""
         self.left_out = 0
         """The number of lines and files that were no events."""
+        self.listed_at = -math.inf
+        """When all files were last listed (`time.monotonic`)."""
         self.add(names)
 
     def add(self, names: Iterable[str]) -> None:
@@ -106,6 +116,13 @@ class SeenFiles:
         """Return those of these names that are files of events not read yet."""
         with self._lock:
             return [name for name in names if (match := _EVENT_FILE.match(name)) and self._is_new(name, match)]
+
+    def expected(self) -> list[tuple[int, int]]:
+        """Return the files that rank 0 writes next, as (generation, number): one of the newest generation that is
+        known, or the first of the one after."""
+        with self._lock:
+            newest = max((generation for generation, rank in self._until if rank == 0), default=0)
+            return [(newest, self._until.get((newest, 0), 0) + 1), (newest + 1, 1)] if newest else []
 
     def _is_new(self, name: str, match: re.Match[str]) -> bool:
         until = self._until.get((int(match[1]), int(match[2])), 0)
@@ -177,11 +194,12 @@ class RunDir:
         names = [name for folder in (EVENTS, CHECKPOINTS, MEMBERSHIP) for name in self.storage.list(folder)]
         return max((int(match[1]) for name in names if (match := _GENERATION.match(name))), default=0)
 
-    def follow(self, seen: SeenFiles) -> list[dict[str, Any]]:
+    def follow(self, seen: SeenFiles, is_live: bool = False) -> list[dict[str, Any]]:
         """Return the events of the files not in ``seen`` yet, in order of time, and add those files to ``seen``. Lines
         that are no events are left out, with a warning. One call reads about `FOLLOW_BYTES`: ``seen.is_behind`` says
-        whether another is due."""
-        new = sorted(seen.others(self._names(EVENTS)), key=_in_time)
+        whether another is due. ``is_live``: of a job that goes on, whose other ranks' events may come later, by
+        `LIST_SECONDS` on remote storage, where a list of all files is dear."""
+        new = sorted(self._new_files(seen, is_live), key=_in_time)
         events: list[dict[str, Any]] = []
         damaged: list[str] = []
         size = left_out = done = 0
@@ -206,12 +224,25 @@ class RunDir:
             )  # fmt: skip
         return sorted(events, key=lambda event: event["time"])
 
-    def looks(self, seen: SeenFiles | None = None) -> Iterator[list[dict[str, Any]]]:
+    def _new_files(self, seen: SeenFiles, is_live: bool) -> list[str]:
+        now = time.monotonic()
+        if self.storage.is_local or seen.is_behind or not is_live or now - seen.listed_at > LIST_SECONDS:
+            seen.listed_at = now
+            return seen.others(self._names(EVENTS))
+        found = list[str]()
+        for generation, number in seen.expected():
+            with suppress(FileNotFoundError):
+                for following in itertools.count(number):
+                    self.storage.size(f"{EVENTS}/{(name := event_file(generation, 0, following))}")
+                    found.append(name)
+        return found
+
+    def looks(self, seen: SeenFiles | None = None, is_live: bool = False) -> Iterator[list[dict[str, Any]]]:
         """Call `follow` until nothing is left to be read, and yield the events of each call, so that not all are held
         at once."""
         seen = SeenFiles() if seen is None else seen
         while True:
-            yield self.follow(seen)
+            yield self.follow(seen, is_live)
             if not seen.is_behind:
                 return
 
@@ -358,6 +389,14 @@ def _in_time(name: str) -> tuple[int, int, int]:
 def event_file(generation: int, rank: int, number: int) -> str:
     """Return the name of a file of events."""
     return f"g{generation:04d}-r{rank:05d}-{number:06d}.jsonl"
+
+
+def flush_seconds(age: float, rank: int, is_local: bool) -> float:
+    """Return the seconds whose events a rank puts into one file: a hundredth of the ``age`` of its reports, in seconds,
+    up to a limit. What happens early is seen at once, and a long training has hundreds of files a day, not thousands.
+    Pure."""
+    longest = LONGEST_FLUSH_OF_OTHERS if rank else LONGEST_FLUSH if is_local else LONGEST_REMOTE_FLUSH
+    return min(age / 100, longest)
 
 
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:

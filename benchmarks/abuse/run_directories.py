@@ -7,6 +7,7 @@ job must be read unchanged; the damaged one may be shown, or refused with one of
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import multiprocessing
@@ -15,6 +16,7 @@ import random as randomness
 import resource
 import shutil
 import socket
+import tarfile
 import tempfile
 import time
 import uuid
@@ -29,6 +31,7 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.jobs.progress import start_job
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir, event
 
 MARK = "0a1b2c3d"
 WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
@@ -37,6 +40,46 @@ PATIENCE_SECONDS = 120.0
 """Seconds that all readers together may take: usually they take two."""
 MOST_MEMORY = 400 << 20
 """Bytes of memory that the readers may take more than for a whole job."""
+PACKED = Path(__file__).parents[2] / "tests" / "old_files" / "home.tar.xz"
+OLD = ("plan.json", "owner.json", "claim.json", "registration.json", "tracking.json")
+"""Documents of an orchestrator, as an older version has written them."""
+ADDED: dict[str, Any] = {
+    "budget.json": {"max_node_seconds": 3600.0, "stop_at_usd": 2.5},
+    "alerts.json": {"news: node 1 was lost": {"sentence": "node 1 was lost", "at": 1.7e9}},
+    "cost_alerts.json": {"over": {"sentence": "25% over the estimate", "at": 1.7e9}},
+    "paid_by.json": {"job_id": "train-0a1b2c3d-33333333"},
+    "provisioning.json": [{"launch": 1, "node_count": 2, "attempts": [{"sku": "Standard_NC6s_v3", "error": "quota"}]}],
+    "tuned.json": {
+        "training": {"compile": "off"},
+        "evidence": {
+            "complete": True, "gain": {"low": 1.0, "median": 1.1, "high": 1.2},
+            "candidates": [{"group": "compile", "change": {"compile": "default"}, "verdict": "slower"}],
+        },
+    },
+    "reports/cost_breakdown.json": {
+        "metrics": {"total_cost_usd": 0.5}, "training_usd": 0.4, "probe_usd": 0.1, "launches": {"last": {"usd": 0.4}},
+    },
+    "reports/performance_report.json": {
+        "diagnosis": {"cause": "checkpoint", "share": 0.1, "evidence": "saves", "rank": None, "node_id": None},
+    },
+}  # fmt: skip
+"""Further ones."""
+RARE: dict[str, dict[str, Any]] = {
+    "hang": {"step": 3, "node_id": 1, "nodes": [0, 1], "waited_seconds": 9.0, "operation": "all-reduce", "sequence": 7,
+             "where": "a.py:3", "recent": [{"sequence": 7, "what": "all-reduce", "ended": False}], "stacks": "here"},
+    "out_of_memory": {"step": 3, "samples": 8, "activation_checkpointing": True, "device": "cpu"},
+    "checkpoint_failed": {"step": 3, "message": "full", "attempt": 1, "gives_up": False},
+    "resume": {"path": "checkpoints/g0001-s000000012", "step": 12},
+    "error": {"message": "a warning", "fatal": False},
+    "profile": {"step": 3, "steps": 2, "path": "profile/t.json",
+                "top": [{"name": "mm", "self_seconds": 1.0, "share": 0.5, "calls": 3}]},
+    "tune": {"elapsed_seconds": 1.0, "budget_seconds": 9.0, "group": "compile", "candidate": "default",
+             "doing": "measures", "samples_per_second": {"low": 1.0, "median": 2.0, "high": 3.0}, "gain": None},
+    "link": {"bytes": 1024, "seconds": [[0, 1, 0.1], [1, 0, 0.1]], "step": 3},
+    "communication": {"step": 3, "choice": "fp16", "before": "allreduce", "reason": "faster"},
+    "communication_error": {"step": 3, "operation": "all-reduce", "waited_seconds": 1.0, "error": "x", "attempt": 1},
+}  # fmt: skip
+"""Events of kinds that a short training has none of."""
 ESCAPES = "\x1b]0;taken over\x07\x1b[31mred\x9b2J\r\u202egnp.\u2028[bold]"
 """Text with sequences that a terminal obeys."""
 
@@ -73,6 +116,42 @@ def in_json(change: Callable[[dict[str, Any], randomness.Random], Any]) -> Damag
         path.write_text(json.dumps(changed) + end + rest)
 
     return damage
+
+
+OTHER_VALUES: tuple[Any, ...] = (None, True, "x", -1, 2.5, 10**18, [], {}, ["x"], {"x": [None]}, [1, 2])
+"""Values of all types of JSON, to be put in each other's place."""
+
+
+def each_change(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a JSON value again and again, each time changed in one place, and where: a key is left out or added, or a
+    value is of another type. Of a list, the first part stands for all."""
+    for path in _paths_of(document):
+        for value in OTHER_VALUES:
+            changed = copy.deepcopy(document)
+            _at(changed, path[:-1])[path[-1]] = value
+            yield f"{path} = {value!r}", changed
+        if isinstance(path[-1], str):
+            changed = copy.deepcopy(document)
+            del _at(changed, path[:-1])[path[-1]]
+            yield f"{path} is left out", changed
+    for path in ((), *_paths_of(document)):
+        changed = copy.deepcopy(document)
+        if isinstance(inner := _at(changed, path), dict):
+            inner["of_a_later_version"] = {"a": [1]}
+            yield f"{path} has one more", changed
+
+
+def _paths_of(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*above, key)
+        yield from _paths_of(part, (*above, key))
+
+
+def _at(value: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _some_key(document: dict[str, Any], random: randomness.Random) -> tuple[dict[str, Any], str]:
@@ -182,6 +261,18 @@ class Stage:
         while not (status := manager.job_status(WHOLE)).state.is_final and time.monotonic() < until:
             time.sleep(0.05)
         assert status.state == "succeeded", status.message
+        self._add_documents()
+
+    def _add_documents(self) -> None:
+        """Put the documents beside the trainer's that an orchestrator writes, and events of the kinds that are rare."""
+        rundir = RunDir(str(self.jobs / WHOLE))
+        with tarfile.open(PACKED) as archive:
+            for name in archive.getnames():
+                if (file := archive.extractfile(name)) and (path := Path(name)).name in OLD and "jobs" in path.parts:
+                    rundir.storage.write(path.name, file.read())
+        for name, document in ADDED.items():
+            rundir.write_json(name, document)
+        rundir.append_events(1, 1, 9, [event(kind, 1, 1, **fields) for kind, fields in RARE.items()])
 
     def copy(self) -> Path:
         """Make a fresh copy of the whole job, under another id, and return its folder."""
@@ -191,6 +282,8 @@ class Stage:
         for name in ("job.json", "launch.json", "status.json"):
             path = folder / name
             path.write_text(path.read_text().replace(WHOLE, DAMAGED))
+        order = (self.home / "orders" / f"{WHOLE}.json").read_text()
+        (self.home / "orders" / f"{DAMAGED}.json").write_text(order.replace(WHOLE, DAMAGED))
         return folder
 
     def attacks(self, random: randomness.Random) -> Iterator[tuple[str, Callable[[], object]]]:

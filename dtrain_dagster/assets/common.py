@@ -27,7 +27,7 @@ from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import SecretError
-from trainer.config import ConfigError, describe_errors
+from trainer.config import ConfigError
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -55,14 +55,16 @@ class LaunchpadOptions(dg.Config):
     of an enum; bounds of numbers it neither shows nor checks, so they are added to the descriptions, and checked when
     the step begins."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 
     def __init__(self, **options: Any) -> None:
         """Raise `dagster.Failure`, with a line for each wrong field, for values that cannot be used."""
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise dg.Failure(describe_errors(error, "launchpad"), allow_retries=False) from None
+            from trainer.setting_errors import describe_errors
+
+            raise dg.Failure(describe_errors(error, type(self), "launchpad"), allow_retries=False) from None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -64,9 +64,8 @@ def _write_compute_logs(target: Path, settings: Settings) -> None:
     folder = None
     if settings.cluster == "azure_ml":
         from dtrain_dagster.settings.azure import AzureSettings
-        from dtrain_dagster.settings.environment import read_environment
 
-        folder = read_environment(AzureSettings).dagster_folder()
+        folder = AzureSettings.read().dagster_folder()
     # Where Dagster keeps them by itself: what ran before stays readable.
     section = compute_log_section(folder, target.parent / "storage") if folder else ""
     text = target.read_text() if target.exists() else ""

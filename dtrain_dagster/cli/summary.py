@@ -129,13 +129,13 @@ def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
         return [("note", note) for note in evaluation["notes"]]
     if model.get("nll") is None:
         return [("test loss", f"{model['loss']:.5g}")]
-    best = min(
-        (name for name in baselines if baselines[name].get("nll") is not None), key=lambda n: baselines[n]["nll"]
-    )
-    return [
-        ("test NLL", f"{model['nll']:.4f}; best baseline {best} {baselines[best]['nll']:.4f} (lower is better)"),
-        ("coverage", f"{model['coverage_90']:.1%} of the test windows inside the 90 % interval"),
-    ]
+    known = {name: figures["nll"] for name, figures in baselines.items() if figures.get("nll") is not None}
+    best = min(known, key=lambda name: known[name], default=None)
+    beside = "" if best is None else f"; best baseline {best} {known[best]:.4f} (lower is better)"
+    lines = [("test NLL", f"{model['nll']:.4f}{beside}")]
+    if (covered := model.get("coverage_90")) is not None:
+        lines.append(("coverage", f"{covered:.1%} of the test windows inside the 90 % interval"))
+    return lines
 
 
 def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:

@@ -116,7 +116,9 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
     try:
         return _adapter().validate_python(document)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        from trainer.setting_errors import describe_errors
+
+        wrong = describe_errors(error, TrainingPlan).replace("\n", "; ")
         raise ValueError(
             f"{source} holds no plan: {wrong}. Without that file the plan of cost_estimate counts"
         ) from None

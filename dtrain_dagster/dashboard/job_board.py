@@ -30,7 +30,7 @@ from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible
-from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, SeenFiles
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, SeenFiles, flush_seconds
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
@@ -98,7 +98,7 @@ class OpenJob:
                 self._read_at = time.monotonic()
                 return self
             self.row = read_row(self.rundir)
-            events = self.rundir.follow(self._seen)
+            events = self.rundir.follow(self._seen, is_live=status.get("state") not in ENDED)
             self.dashboard.take(events)
             self._pace = self._pace.after(events)
             self.nodes = self.rundir.nodes()
@@ -360,7 +360,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     silent = now - board.heard_at if board.heard_at and row.running else 0.0
     if row.running and not progress.step:
         note = "waiting for the first step"
-    elif silent > SILENT_SECONDS:
+    elif silent > max(SILENT_SECONDS, 2 * flush_seconds(now - (row.started_at or now), 0, job.rundir.storage.is_local)):
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""

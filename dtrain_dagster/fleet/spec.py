@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from dtrain_dagster.fleet.jobs import FleetError
+from trainer.setting_errors import describe_error
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
@@ -125,24 +127,16 @@ def parse_fleet(text: str, source: str) -> FleetFile:
     try:
         return FleetFile.model_validate(data)
     except ValidationError as error:
-        raise FleetError("\n".join(f"{source}: {_words(item, data)}" for item in error.errors())) from None
+        raise FleetError(
+            "\n".join(f"{source}: {_words(item, data)}" for item in error.errors(include_url=False))
+        ) from None
 
 
-def _words(item: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    """Return one fault in words: the field, with the name of its job, and what is wrong with it."""
-    place = ".".join(map(str, item["loc"]))
-    said = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        said = "there is no such field"
-    elif item["type"] == "missing":
-        said = "it is not given"
-    elif item["type"] != "value_error":
-        said = f"{said[0].lower()}{said[1:]}, and not {item['input']!r}"
-    named = ""
-    if len(item["loc"]) > 1 and item["loc"][0] == "jobs":
-        job = data["jobs"][item["loc"][1]]
-        named = f" (job {job['name']!r})" if isinstance(job, dict) and isinstance(job.get("name"), str) else ""
-    return f"{place}{named}: {said}" if place else said
+def _words(item: ErrorDetails, data: Mapping[str, Any]) -> str:
+    """Return the sentence on one fault, with the name of its job."""
+    said, place = describe_error(item, FleetFile, is_of_file=True), item["loc"]
+    job = data["jobs"][place[1]] if len(place) > 1 and place[0] == "jobs" else None
+    return f"{said} (job {job['name']!r})" if isinstance(job, dict) and isinstance(job.get("name"), str) else said
 
 
 def _with_defaults(job: Any, defaults: Mapping[str, Any]) -> Any:

@@ -391,7 +391,7 @@ def follow_job(
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         told: tuple[str, ...] = ()
-        for events in rundir.looks(seen):
+        for events in rundir.looks(seen, is_live=not status.state.is_final):
             take(events)
             progress = advance(progress, events)
             told += news(events)

@@ -106,8 +106,10 @@ def explain_end(code: int, said: str) -> str:
         return f"it ended with exit code {code} before it trained, and said nothing"
     places = [found for line in lines if (found := _PLACE.match(line)) and not _is_installed(found["file"])]
     where = f" ({places[-1]['file']}, line {places[-1]['line']})" if places else ""
-    last = re.sub(r"^trainer\.errors\.ConfigError: ", "", lines[-1])
-    return f"it ended with exit code {code} before it trained: {last}{where}"
+    _, is_refused, refusal = said.rpartition("\ntrainer.errors.ConfigError: ")
+    if is_refused:
+        return "; ".join(refusal.strip().split("\n")) + where
+    return f"it ended with exit code {code} before it trained: {lines[-1]}{where}"
 
 
 def _is_installed(file: str) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
-from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment, setting, without_secret
+from dtrain_dagster.settings.environment import EnvironmentSettings, Settings, SettingsError, setting
 
 PREFIX = "DTRAIN_AZURE_"
 MAX_IDLE_SECONDS = 86400
@@ -21,11 +21,11 @@ REPLACED = {
 them would otherwise pay for other nodes, or for longer, without a warning."""
 
 
-class AzureSettings(BaseSettings):
+class AzureSettings(EnvironmentSettings):
     """The settings of Azure ML. Every field is the environment variable of that name in capitals after
     ``DTRAIN_AZURE_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     subscription_id: str = Field(description="Subscription; `az account show --query id` prints it")
     resource_group: str = Field(description="Resource group of the workspace")
@@ -66,11 +66,6 @@ class AzureSettings(BaseSettings):
         description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
         "windows.net/path; unset: in DAGSTER_HOME",
     )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
-        return without_secret(cls, str(info.field_name), value)
 
     @model_validator(mode="after")
     def _values_lie_where_no_node_writes(self) -> AzureSettings:
@@ -113,7 +108,7 @@ def read_azure_options(settings: Settings) -> dict[str, Any]:
             f"DTRAIN_IDLE_MINUTES={settings.idle_minutes:g} is more than the {MAX_IDLE_SECONDS // 60} (a day) that a "
             "compute of Azure ML takes"
         )
-    own = read_environment(AzureSettings).options()
+    own = AzureSettings.read().options()
     return {**own, "tiers": list(settings.tiers), "idle_seconds": idle_seconds}
 
 

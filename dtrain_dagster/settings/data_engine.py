@@ -10,9 +10,9 @@ import os
 import re
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import SettingsError, read_environment
+from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
 from dtrain_dagster.support.ray_session import LEAST_STORE_BYTES, RayPlace
 
 PREFIX = "DTRAIN_DATA_"
@@ -20,11 +20,11 @@ ADDRESS = "DTRAIN_RAY_ADDRESS"
 _ADDRESS = re.compile(r"auto|(ray://)?[A-Za-z0-9.\[\]:_-]+:\d{1,5}")
 
 
-class DataEngineSettings(BaseSettings):
+class DataEngineSettings(EnvironmentSettings):
     """The settings of a Ray that is started for data. Every field is the environment variable of that name in capitals
     after ``DTRAIN_DATA_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     cpus: int | None = Field(
         default=None, ge=1, le=1024, description="CPUs of the Ray that is started here; unset: all of this machine"
@@ -39,7 +39,7 @@ class DataEngineSettings(BaseSettings):
 def read_ray_place() -> RayPlace:
     """Return which Ray data is computed on: that of ``DTRAIN_RAY_ADDRESS``, or one that is started here. Raise
     `SettingsError` for values that cannot be used."""
-    found = read_environment(DataEngineSettings)
+    found = DataEngineSettings.read()
     address = os.environ.get(ADDRESS) or None
     if address is not None and not _ADDRESS.fullmatch(address):
         raise SettingsError(f"{ADDRESS}={address!r} is no address of a Ray cluster: give host:port of its head")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -39,7 +39,6 @@ _ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
 """The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
 retired. Locally a V100 stands in, as nothing is bought."""
-S = TypeVar("S", bound=BaseSettings)
 MOST_NODES = 256
 TierName = Literal["dedicated", "low_priority"]
 
@@ -48,10 +47,32 @@ class SettingsError(ValueError):
     """A refusal of an environment variable that cannot be used. The message names it, its value and the remedy."""
 
 
-class Settings(BaseSettings):
-    """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+class EnvironmentSettings(BaseSettings):
+    """Settings whose fields are environment variables: of their names in capitals after a prefix. Values that are given
+    take precedence. The constructor raises `SettingsError` with one line per variable that cannot be used."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            lines = [_describe(type(self), item) for item in error.errors(include_url=False)]
+            raise SettingsError(redact("\n".join(lines))) from None
+
+    @classmethod
+    def read(cls, **given: Any) -> Self:
+        """Return the settings of the environment, with those that are given in their place."""
+        return cls(**given)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
+        return without_secret(cls, str(info.field_name), value)
+
+
+class Settings(EnvironmentSettings):
+    """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
     home: Path = Field(
         default=Path(DEFAULT),
@@ -188,11 +209,6 @@ class Settings(BaseSettings):
             )
         return path
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
-        return without_secret(cls, str(info.field_name), value)
-
     @field_validator("retrain_timezone")
     @classmethod
     def _known_zone(cls, name: str) -> str:
@@ -320,7 +336,7 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
 def load_settings(**given: Any) -> Settings:
     """Read and check the environment; values that are given take precedence. Raise `SettingsError` with one line per
     variable that cannot be used."""
-    return read_environment(Settings, **given)
+    return Settings(**given)
 
 
 def setting(name: str) -> str:
@@ -328,29 +344,24 @@ def setting(name: str) -> str:
     return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
 
 
-def read_environment(kind: type[S], **values: Any) -> S:
-    """Return settings of this kind from the environment; raise as `load_settings` does."""
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        prefix = kind.model_config["env_prefix"]
-        lines = []
-        for item in error.errors(include_url=False):
-            if not item["loc"]:  # several variables do not go together; the message names them
-                lines.append(item["msg"].removeprefix("Value error, "))
-                continue
-            name = str(item["loc"][0])
-            field = kind.model_fields.get(name)
-            about = f" ({field.description})" if field and field.description else ""
-            if item["type"] == "missing":
-                lines.append(f"{prefix}{name.upper()}{about} is not set")
-                continue
-            default = ""
-            if field and not field.is_required():
-                default = "; unset it for the default" + (f", {value}" if (value := field.get_default()) else "")
-            given = "" if _is_secret(item) else f"={item['input']!r}"
-            lines.append(f"{prefix}{name.upper()}{given}{about}: {item['msg'].removeprefix('Value error, ')}{default}")
-        raise SettingsError(redact("\n".join(lines))) from None
+def _describe(kind: type[BaseSettings], item: ErrorDetails) -> str:
+    """Return the sentence on one variable of settings of this kind."""
+    from trainer.setting_errors import describe_error, words_of
+
+    if not item["loc"]:  # several variables do not go together; the message names them
+        return item["msg"].removeprefix("Value error, ")
+    name = str(item["loc"][0])
+    field, variable = kind.model_fields.get(name), f"{kind.model_config['env_prefix']}{name.upper()}"
+    if field is None:
+        return describe_error(item, kind)
+    about = f" ({field.description})" if field.description else ""
+    if item["type"] == "missing":
+        return f"{variable}{about} is not set"
+    default = ""
+    if not field.is_required():
+        default = "; unset it for the default" + (f", {value}" if (value := field.get_default()) else "")
+    given = "" if _is_secret(item) else f"={item['input']!r}"
+    return f"{variable}{given}{about}: {words_of(item)}{default}"
 
 
 def _is_secret(item: ErrorDetails) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import read_environment, without_secret
+from dtrain_dagster.settings.environment import EnvironmentSettings
 
 PREFIX = "DTRAIN_KUBERNETES_"
 _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
@@ -30,11 +30,11 @@ _NFS = re.compile(r"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):(?P<mount>/
 _HOST = re.compile(r"host:(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 
 
-class KubernetesSettings(BaseSettings):
+class KubernetesSettings(EnvironmentSettings):
     """The settings of a Kubernetes cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_KUBERNETES_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     kubeconfig: str | None = Field(
         default=None, description="Kubeconfig; unset: KUBECONFIG or ~/.kube/config, and in a pod its service account"
@@ -98,11 +98,6 @@ class KubernetesSettings(BaseSettings):
     )
     poll_seconds: float = Field(default=2.0, gt=0, le=60, description="Seconds between two looks at the nodes")
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
-        return without_secret(cls, str(info.field_name), value)
-
     @field_validator("pull_secrets", "env_secrets")
     @classmethod
     def _names(cls, text: str) -> str:
@@ -144,7 +139,7 @@ class KubernetesSettings(BaseSettings):
 
 def read_kubernetes_options() -> dict[str, Any]:
     """Return the environment's options for Kubernetes. Raise `SettingsError` for missing or unusable values."""
-    return read_environment(KubernetesSettings).options()
+    return KubernetesSettings.read().options()
 
 
 def read_selector(text: str) -> dict[str, str]:

@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import PREFIX, SettingsError, read_environment
+from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, SettingsError
 
 STUDIOS = ("ml.azure.com",)
 """The hosts of clouds' own pages of jobs."""
@@ -19,10 +19,10 @@ MLFLOW_HERE = "http://127.0.0.1:5000"
 _ADDRESS = r"^https?://[^\s@?#]+$"
 
 
-class NoticeSettings(BaseSettings):
+class NoticeSettings(EnvironmentSettings):
     """Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     dashboard_url: str = Field(
         default="http://127.0.0.1:8060",
@@ -70,7 +70,7 @@ def studio_url(url: Any) -> str:
 
 def read_notice_settings() -> NoticeSettings:
     """Return the settings. Raise `dtrain_dagster.settings.environment.SettingsError` for values that cannot be used."""
-    return read_environment(NoticeSettings)
+    return NoticeSettings.read()
 
 
 def notice_settings_or_defaults() -> NoticeSettings:

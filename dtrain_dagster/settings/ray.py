@@ -8,21 +8,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import read_environment, without_secret
+from dtrain_dagster.settings.environment import EnvironmentSettings
 
 PREFIX = "DTRAIN_RAY_"
 _RESOURCE = re.compile(r"(?P<name>[A-Za-z][\w:.-]*)=(?P<amount>\d+(\.\d+)?)")
 _FIXED = {"CPU": "CPUS", "GPU": "GPUS", "memory": "MEMORY_GIB"}
 
 
-class RaySettings(BaseSettings):
+class RaySettings(EnvironmentSettings):
     """The settings of a Ray cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_RAY_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     address: str = Field(
         default="auto",
@@ -58,11 +58,6 @@ class RaySettings(BaseSettings):
     )
     poll_seconds: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks at the nodes")
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
-        return without_secret(cls, str(info.field_name), value)
-
     @field_validator("resources")
     @classmethod
     def _resources(cls, text: str) -> str:
@@ -93,7 +88,7 @@ class RaySettings(BaseSettings):
 
 def read_ray_options() -> dict[str, Any]:
     """Return the environment's options for Ray. Raise `SettingsError` for unusable values."""
-    return read_environment(RaySettings).options()
+    return RaySettings.read().options()
 
 
 def read_resources(text: str) -> dict[str, float]:

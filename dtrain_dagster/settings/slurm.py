@@ -14,10 +14,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import SettingsError, read_environment, without_secret
+from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
 
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
@@ -31,11 +31,11 @@ _OURS = {
 """Options of sbatch that the project sets itself → why."""
 
 
-class SlurmSettings(BaseSettings):
+class SlurmSettings(EnvironmentSettings):
     """The settings of a SLURM cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_SLURM_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     host: str | None = Field(
         default=None,
@@ -81,11 +81,6 @@ class SlurmSettings(BaseSettings):
     )
     poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
-        return without_secret(cls, str(info.field_name), value)
-
     @field_validator("export")
     @classmethod
     def _names(cls, text: str) -> str:
@@ -117,7 +112,7 @@ class SlurmSettings(BaseSettings):
 
 def read_slurm_options() -> dict[str, Any]:
     """Return the environment's options for SLURM. Raise `SettingsError` for unusable values."""
-    return read_environment(SlurmSettings).options()
+    return SlurmSettings.read().options()
 
 
 def site_prices_path() -> Path | None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import read_environment
+from dtrain_dagster.settings.environment import EnvironmentSettings
 
 PREFIX = "DTRAIN_WALK_FORWARD_"
 BUNDLED, BUNDLED_LAST = "sp500_panel", 2022
 """The bundled prices, and the last year that they have."""
 
 
-class WalkForwardSettings(BaseSettings):
+class WalkForwardSettings(EnvironmentSettings):
     """The test years, and where their launchpads begin. Every field is the environment variable of that name in
     capitals after ``DTRAIN_WALK_FORWARD_``."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     first_year: int = Field(default=2000, ge=1801, le=2199, description="The first test year")
     last_year: int | None = Field(
@@ -54,4 +54,4 @@ class WalkForwardSettings(BaseSettings):
 
 def read_walk_forward() -> WalkForwardSettings:
     """Return the settings. Raise `dtrain_dagster.settings.environment.SettingsError` for values that cannot be used."""
-    return read_environment(WalkForwardSettings)
+    return WalkForwardSettings.read()

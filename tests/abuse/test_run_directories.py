@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -28,11 +29,12 @@ from benchmarks.abuse.run_directories import (
     MARK,
     WHOLE,
     Stage,
+    each_change,
     leave_strangers,
     read_guarded,
     small_job,
 )
-from benchmarks.run_directory_readers import OBEYED
+from benchmarks.run_directory_readers import OBEYED, read_everything
 from dtrain_dagster.cli.endpoint import _print_check
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Screen
@@ -44,13 +46,16 @@ from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, news, start_job
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
 from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.settings.environment import Settings
+from trainer.documents import schemas
 from trainer.documents.presences import NodePresence
+from trainer.documents.reader import is_event
 from trainer.errors import DamagedError
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, event
 
@@ -86,6 +91,11 @@ def written(tmp_path: Path) -> Callable[..., RunDir]:
     return write
 
 
+FORMS = {
+    "nodes/": schemas.PRESENCE, "membership/g000001.json": schemas.GENERATION, "membership/": schemas.CANDIDATE,
+    "manifest.json": schemas.MANIFEST,
+}  # fmt: skip
+"""The forms of documents that are not of one name, by a part of it."""
 QUICK = {"pipe", "device", "half a character", "NaN", "400 MB", "other type", "twice"}
 """Kinds of damage whose proof is repeated each time; all are in what takes long."""
 
@@ -121,6 +131,77 @@ def test_the_worst_of_them_to_what_else_is_read(stage: Stage, file: str, name: s
     else:
         (ANY | JSON)[name](path, random.Random(name))
     assert read_guarded(stage) == []
+
+
+DOCUMENTS = (
+    *("nodes/l0001-n000-s001.json", "claim.json", "budget.json", "owner.json"),
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in (
+            *(
+                "status.json",
+                "launch.json",
+                "job.json",
+                "plan.json",
+                "result.json",
+                "evaluation.json",
+                "tracking.json",
+                "registration.json",
+            ),
+            *("alerts.json", "cost_alerts.json", "provisioning.json", "tuned.json", "paid_by.json", "model/model.json"),
+            *("reports/cost_breakdown.json", "reports/performance_report.json", "membership/g000001.json"),
+            *("checkpoints/LATEST.json", "checkpoints/BEST.json", "checkpoints/*/manifest.json", "membership/*/*.json"),
+            *("events/g0001-r00000-000001.jsonl", "events/g0001-r00001-000009.jsonl"),
+        )
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_reader_survives_a_key_less_a_key_more_and_another_type(stage: Stage, name: str):
+    """What the form of a document refuses is damaged and named, which others tests look at; all else is read here. Of
+    the types that a form lets through in one place, one by chance stands for all."""
+    chance, found = random.Random(name), list[str]()
+    path = sorted(stage.copy().glob(name))[0]
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    kinds = {json.loads(line).get("kind", ""): number for number, line in enumerate(lines)}
+    for number in kinds.values():
+        accepted: dict[str, list[Any]] = {}
+        for where, changed in each_change(json.loads(lines[number])):
+            if is_accepted(path.relative_to(stage.jobs / DAMAGED).as_posix(), changed):
+                accepted.setdefault(where.partition(" = ")[0], []).append(changed)
+        for where, all_changed in accepted.items():
+            text = [*lines[:number], json.dumps(chance.choice(all_changed)), *lines[number + 1 :]]
+            path.write_text("\n".join(text))
+            wrong = read_everything(stage.home, WHOLE, DAMAGED, stage.secret)
+            found += [f"{name}, {where}: {what}" for _, what in wrong]
+    assert found == []
+
+
+def is_accepted(name: str, document: Any) -> bool:
+    if name.startswith("events/"):
+        return is_event(document)
+    form = schemas.DOCUMENTS.get(name) or next((form for part, form in FORMS.items() if part in name), None)
+    return form is None or not form(document)
+
+
+def test_a_nodes_file_with_other_keys_ends_no_list(written: Callable[..., RunDir], tmp_path: Path):
+    manager, uri = LocalClusterManager(tmp_path), Settings(home=tmp_path).jobs_uri
+    rundir = written(f"train-{MARK}-22222222")
+    name = "nodes/l0001-n000-s001.json"
+    document = json.loads(rundir.storage.read(name))
+    for where, changed in each_change(document):
+        rundir.storage.write(name, json.dumps(changed).encode())
+        [job] = known_jobs(manager, uri, MARK)
+        assert not job.damage or name in job.damage, where
+        assert job.damage == "" or "has one more" not in where, "a later version may add a field"
+        assert [row.state for row in JobBoard(uri, "dedicated").jobs()] in (["succeeded"], ["damaged"]), where
+    for missing in ("node_id", "launch", "started_at", "ended_at", "exit_codes"):
+        rundir.storage.write(name, json.dumps({key: document[key] for key in document if key != missing}).encode())
+        with pytest.raises(DamagedError, match=rf"l0001-n000-s001\.json is damaged: it .*'{missing}'"):
+            rundir.nodes()
 
 
 @pytest.mark.slow

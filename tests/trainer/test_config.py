@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import (
+    ConfigError,
+    DatasetRef,
+    DistributedTrainingConfig,
+    FactoryConfig,
+    JobConfig,
+    TLSConfig,
+    TrackingConfig,
+    parse_job,
+    settings_of,
+)
 
 LEAST = {"job_id": "job-1", "run_dir": "/runs/1", "dataset": {"uri": "/data/1"}}
 
@@ -39,10 +51,10 @@ def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
         ('training.epochs="3"', "training.epochs = '3': .*valid integer"),
         ("training.learning_rate=NaN", "training.learning_rate = nan: .*finite"),
         ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'bf16' or 'fp16'"),
-        ("training.epoch=3", "training.epoch = 3: .*did you mean training.epochs"),
+        ("training.epoch=3", r"training.epoch is not a setting: did you mean training.epochs\?$"),
         ("training.master_port=70000", "training.master_port = 70000: .*65535"),
         ("job_id=../elsewhere", "job_id = '../elsewhere': .*pattern"),
-        (f"job_id={'x' * 201}", "job_id = 'x+': .*pattern"),
+        (f"job_id={'x' * 201}", "job_id = 'x+…: .*pattern"),
         ("training=3", "training = 3: .*object"),
         ("epochs", "dotted.key=value, such as training.epochs=3"),
         ("job_id.part=1", "'job_id' is not a section of job.json"),
@@ -53,6 +65,49 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         parse(override)
 
 
+Training = DistributedTrainingConfig
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Training(learnin_rate=1), "training.learnin_rate is not a setting: did you mean learning_rate?"),
+        (lambda: Training(xyz=1), "training.xyz is not a setting: docs/reference lists all"),
+        (lambda: Training(epochs=0), "training.epochs = 0: it should be greater than or equal to 1"),
+        (lambda: Training(epochs="x"), "training.epochs = 'x': it should be a valid integer, unable to parse string as "
+         "an integer"),
+        (lambda: Training(precision="x" * 300), f"training.precision = '{'x' * 119}…: it should be 'fp32', 'bf16' or "
+         "'fp16'"),
+        (lambda: Training(strategy="fsdp", compile="default"), "training.strategy = 'fsdp' does not go with "
+         "training.compile = 'default': set training.compile = 'off'"),
+        (lambda: Training(tls={"certificate": "a", "kye": "b", "ca": "c"}), "training.tls.kye is not a setting: did "
+         "you mean key?"),
+        (lambda: Training(3), "DistributedTrainingConfig(…) was given settings without names: give them by name"),
+        (lambda: Training({"epochs": 1}), "DistributedTrainingConfig(…) was given settings without names: give the "
+         "mapping as **settings"),
+        (lambda: replace(Training(), seed=-1), "training.seed = -1: it should be greater than or equal to 0"),
+        (lambda: TLSConfig(certificat="a", key="b", ca="c"), "training.tls.certificat is not a setting: did you mean "
+         "certificate?"),
+        (lambda: TLSConfig(key="b", ca="c"), "training.tls.certificate is missing"),
+        (lambda: TrackingConfig(xyz=1), "tracking.xyz is not a setting: choose from tensorboard, mlflow_tracking_uri, "
+         "mlflow_experiment, mlflow_run_name, tags"),
+        (lambda: DatasetRef(url="x"), "dataset.url is not a setting: did you mean uri?"),
+        (lambda: FactoryConfig(factory=3), "factory = 3: it should be a valid string"),
+        (lambda: JobConfig(**LEAST, training={"epohcs": 1}), "training.epohcs is not a setting: did you mean epochs?"),
+        (lambda: parse("mlflow_experiment=x"), "job.json: mlflow_experiment is not a setting: did you mean "
+         "tracking.mlflow_experiment?"),
+        (lambda: settings_of(3, Training, "config"), "config is of the type int: give DistributedTrainingConfig(…), or "
+         "a mapping of its settings"),
+        (lambda: settings_of(Training, Training, "config"), "config is the class DistributedTrainingConfig: give "
+         "DistributedTrainingConfig(…), or a mapping of its settings"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_used_is_told_in_one_sentence(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert str(refused.value) == sentence
+
+
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("training.epochs=0", "training.seed=-1")
@@ -61,7 +116,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "job.json is not JSON"), ("[]", "must hold a JSON object, not list"), ("{}", "job_id: Field required")],
+    [("{", "job.json is not JSON"), ("[]", "must hold a JSON object, not list"), ("{}", "job.json: job_id is missing")],
 )
 def test_text_that_is_no_job_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

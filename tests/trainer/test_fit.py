@@ -32,7 +32,15 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer import DistributedConfig, FitResult, Trainer, TrainingFailedError
+from trainer import (
+    DistributedConfig,
+    FitResult,
+    PyTorchDDPTrainer,
+    RayTrainer,
+    TensorFlowDistributedTrainer,
+    Trainer,
+    TrainingFailedError,
+)
 from trainer.config import ConfigError
 from trainer.data.batches import move_to
 from trainer.data.coverage import find_coverage_errors
@@ -228,6 +236,23 @@ USELESS: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_trained_is_refused_by_name(run: Run, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         run(**given)
+
+
+def test_settings_may_be_mappings_and_a_misspelt_one_is_refused_by_name(run: Run) -> None:
+    assert Trainer(network(), {"epochs": 1}).config == DistributedConfig(epochs=1)
+    assert run(tracking={"tensorboard": False}).steps
+    misspelt: list[tuple[Callable[[], object], str]] = [
+        (lambda: Trainer(network(), {"epohcs": 1}), "training.epohcs is not a setting: did you mean epochs?"),
+        (lambda: run(tracking={"tensorbord": 0}), "tracking.tensorbord is not a setting: did you mean tensorboard?"),
+        (lambda: PyTorchDDPTrainer(network(), lerning_rate=1), "did you mean learning_rate?"),
+        (lambda: RayTrainer(network(), {"epohcs": 1}), "epohcs is not a setting: did you mean epochs?"),
+        (lambda: TensorFlowDistributedTrainer(network, {"epohcs": 1}), "training.epohcs is not a setting"),
+    ]
+    for make, words in misspelt:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            make()
+    with pytest.raises(ConfigError, match="config is the class DistributedConfig"):
+        Trainer(network(), DistributedConfig)  # type: ignore[arg-type]
 
 
 def test_rows_of_tensors_are_what_torch_collates() -> None:

@@ -44,7 +44,7 @@ def test_a_name_without_a_folder_is_one_in_this_folder(
         (None, [], "there is no such file"),
         (b"\xff\xfe", [], "cannot be read"),
         (b"{", [], "is not JSON"),
-        (b"{}", [], "job_id: Field required"),
+        (b"{}", [], "job_id is missing"),
         (b"{}", ["--set", "job_id"], "write it as dotted.key=value"),
     ],
 )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer import rundir as layout
 from trainer.config import DatasetRef, JobConfig
 from trainer.documents.presences import NodePresence
-from trainer.rundir import RunDir, SeenFiles, event, event_file
+from trainer.rundir import RunDir, SeenFiles, event, event_file, flush_seconds
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -44,6 +45,46 @@ def test_files_that_were_read_are_known_in_whatever_order_they_came() -> None:
     assert seen.others([late, *names, event_file(2, 0, 1)]) == [late, event_file(2, 0, 1)]
     seen.add([late])
     assert seen.others([late, *names]) == []
+
+
+def test_a_live_reader_of_remote_storage_asks_for_the_next_file_and_lists_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rundir, lists, now = RunDir(f"memory://{uuid.uuid4().hex}"), list[str](), [0.0]
+    names = rundir.storage.names
+    rundir.storage.names = lambda folder="": (lists.append(folder), names(folder))[1]  # type: ignore[method-assign]
+    monkeypatch.setattr(layout.time, "monotonic", lambda: now[0])
+    seen = SeenFiles()
+
+    def look(is_live: bool = True) -> list[int]:
+        return [item["step"] for item in rundir.follow(seen, is_live)]
+
+    rundir.append_events(1, 0, 1, [event("step", 0, 1, step=1)])
+    assert look() == [1]
+    for number in (2, 3):
+        rundir.append_events(1, 0, number, [event("step", 0, 1, step=number)])
+    rundir.append_events(1, 1, 1, [event("step", 1, 1, step=9)])
+    assert (look(), len(lists)) == ([2, 3], 1)
+    rundir.append_events(2, 0, 1, [event("step", 0, 2, step=4)])
+    assert (look(), look(), len(lists)) == ([4], [], 1), "of a new generation, too"
+    now[0] += layout.LIST_SECONDS + 1
+    assert (look(), len(lists)) == ([9], 2), "what other ranks say comes now and then"
+    rundir.append_events(1, 1, 2, [event("step", 1, 1, step=10)])
+    assert (look(), look(is_live=False), len(lists)) == ([], [10], 3), "and all of it at the end"
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_local", "before", "most"),
+    [(0, True, 43_200, 3_300), (0, False, 17_280, 1_400), (1, False, 17_280, 800)],
+)
+def test_a_day_of_reports_is_hundreds_of_files(rank: int, is_local: bool, before: int, most: int) -> None:
+    """``before``: a file for each sample of a node, two seconds apart, or for each five seconds on remote storage."""
+    age, files, least = 0.0, 0, 1.0 if is_local else 5.0
+    while age < 86_400:
+        age += max(least, flush_seconds(age, rank, is_local))
+        files += 1
+    assert files < most < before / 10
+    assert flush_seconds(300.0, rank, is_local) <= 3.0, "early, what happens is seen at once"
 
 
 def test_to_know_what_was_read_takes_no_memory_that_grows() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
-from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.engine.result import write_result
 from trainer.errors import DamagedError
 from trainer.exit_codes import FAILED, LOST, UNUSABLE
@@ -60,8 +60,8 @@ def read_settings(given: Mapping[str, Any]) -> DistributedConfig:
         twice = next(name for name in given if SHORT_NAMES.get(name) in given)
         raise ConfigError(f"{twice} and {SHORT_NAMES[twice]} are the same setting: give one of them")
     for name in settings.keys() - known:
-        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
-            raise ConfigError(f"there is no setting {name}; did you mean {close[0]}?")
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise ConfigError(f"{name} is not a setting: did you mean {close[0]}?")
         _log.info("%s is no setting of the training: it is taken to be the model's", name)
     return DistributedConfig(**{name: value for name, value in settings.items() if name in known})
 
@@ -115,14 +115,18 @@ class RayTrainer:
         metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
-        tracking: TrackingConfig | None = None,
+        tracking: TrackingConfig | Mapping[str, Any] | None = None,
     ) -> None:
         """``config``: settings, or the values of a search (`read_settings`). ``num_workers``: ranks, or the fewest and
         the most, between which Ray changes their number as machines come and go; None: ``config.world_size``.
         ``use_gpu``: one GPU for each. ``max_failures``: how often Ray starts the group again. The others are those of
         `trainer.Trainer`; without ``metrics``, the cross entropy brings ``accuracy``. Raise `ConfigError` for what
         cannot be used."""
-        settings = read_settings(config) if isinstance(config, Mapping) else config or DistributedConfig()
+        settings: DistributedTrainingConfig = (
+            read_settings(config)
+            if isinstance(config, Mapping)
+            else settings_of(config, DistributedConfig, "config", DistributedTrainingConfig)
+        )
         workers = num_workers if num_workers is not None else settings.world_size
         self.workers = workers if isinstance(workers, tuple) else (workers, workers)
         self._is_group_asked = num_workers is not None and self.workers[1] > 1

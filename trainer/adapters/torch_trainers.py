@@ -89,6 +89,7 @@ class PyTorchDDPTrainer:
         if zero_stage is not None:
             found |= {"strategy": "deepspeed", "zero_stage": zero_stage}
         self._settings: dict[str, Any] = {"strategy": self.strategy} | found
+        DistributedConfig(**self._settings)  # what cannot be used is refused here, and not when it is fitted
         if DESCRIBE not in os.environ:  # nodes may have what this machine has not
             require_package(self._settings["strategy"])
         self._tracking = _tracking(mlflow_tracking)

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from trainer.comm.own_address import is_loopback, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
 from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import Transport, make_torch_transport
-from trainer.comm.world import World, bind_rank, choose_device
+from trainer.comm.world import World, bind_rank, choose_device, explain_shared_gpu, gpu_name
 from trainer.config import ConfigError, DistributedTrainingConfig
 
 _JOINED = itertools.count()
@@ -72,7 +72,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     warn_of_open_traffic(facts.rank, open_traffic)
     tls = open_contexts(config, secret, host, "static") if source else None
     _stay_on_loopback(facts.master_addr)
-    cores = bind_rank(facts.local_rank, facts.local_world_size, device, config)
+    cores = None if facts.has_own_cores else bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent holds the store
     if facts.rank == 0 and not under_torchrun:
@@ -112,7 +112,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
         solo_timeout=config.solo_timeout_seconds, cores=cores, open_traffic=open_traffic,
     )  # fmt: skip
     try:
-        world.all_gather_object(facts.rank)
+        gpus = world.all_gather_object(gpu_name(device))
     except GroupError as error:
         world.close()
         if error.mistake is not None:
@@ -123,7 +123,21 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
             "their logs, start all ranks with the same address and port, or raise "
             f"training.collective_timeout_seconds ({error})"
         ) from error
+    if why := explain_shared_gpu({f"rank {rank}": gpu for rank, gpu in enumerate(gpus)}) or _explain_mixed(gpus):
+        world.close()
+        raise ConfigError(why)
     return world
+
+
+def _explain_mixed(gpus: Sequence[str]) -> str:
+    """Return why ranks of which some have a GPU cannot train together; "" where all have one, or none has. Pure."""
+    if all(gpus) or not any(gpus):
+        return ""
+    there, missing = next(rank for rank, gpu in enumerate(gpus) if gpu), gpus.index("")
+    return (
+        f"rank {there} has a GPU and rank {missing} sees none: give every rank one, or set training.backend = 'gloo' "
+        "to train on the CPUs"
+    )
 
 
 def _join_mesh(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +22,10 @@ from trainer.runtime.affinity import CoreTurns, take_cores
 
 _log = logging.getLogger(__name__)
 _MIG = re.compile(r"\bMIG\b")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that say which GPUs a process sees, of NVIDIA's driver and of AMD's."""
+UNKNOWN_GPU = "unknown"
+"""The name of a GPU that cannot be told from others."""
 _T = TypeVar("_T")
 
 
@@ -94,37 +99,66 @@ class World:
 
 
 def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
-    """Return (device, backend): one GPU for each rank of the node and nccl, else the CPU and gloo.
+    """Return (device, backend): a GPU for each rank and nccl, else the CPU and gloo. Whether another rank has chosen
+    the same GPU is known only where ranks meet, see `explain_shared_gpu`.
 
-    Raise `ConfigError` if nccl was asked for and there are too few GPUs, or they are parts of one.
+    Raise `ConfigError` if nccl was asked for and there is no GPU, or if this rank's is a part of one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = gpus >= facts.local_world_size
-    if gpus and backend in ("auto", "nccl"):
-        # CUDA shows a process one MIG instance, however many there are: several ranks would go to the CPU for that.
-        named = torch.cuda.get_device_name(facts.local_rank) if enough else os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if why := explain_mig(named, facts.world_size):
-            raise ConfigError(why)
-    if backend == "nccl" and not enough:
-        raise ConfigError(
-            f"training.backend = 'nccl' needs a GPU for each of the {facts.local_world_size} ranks of this node, "
-            f"which has {gpus}: use backend 'auto' or 'gloo', or fewer processes per node"
-        )
-    if enough and backend in ("auto", "nccl"):
+    number = choose_gpu(gpus, facts, backend)
+    if number is not None:
+        # CUDA shows a process one MIG instance, however many there are.
+        for named in (torch.cuda.get_device_name(number), os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+            if why := explain_mig(named, facts.world_size):
+                raise ConfigError(why)
         if gpus > facts.local_world_size and facts.local_rank == 0:
             _log.warning(
-                "%d of the %d GPUs of this node have no rank and are idle", gpus - facts.local_world_size, gpus
+                "%d of the %d GPUs that this rank sees have no rank and are idle", gpus - facts.local_world_size, gpus
             )
-        device = torch.device("cuda", facts.local_rank)
+        device = torch.device("cuda", number)
         torch.cuda.set_device(device)
         return device, "nccl"
-    if gpus:
-        _log.warning("%d GPUs for %d ranks of this node: training on the CPU", gpus, facts.local_world_size)
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        _log.info("this node was given no GPU (CUDA_VISIBLE_DEVICES is empty): training on the CPU")
-    elif os.path.exists("/proc/driver/nvidia/version"):
+    hidden = next((name for name in _VISIBLE if os.environ.get(name) == ""), None)
+    if hidden is not None:
+        _log.info("this node was given no GPU (%s is empty): training on the CPU", hidden)
+    elif not gpus and os.path.exists("/proc/driver/nvidia/version"):
         _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU")
     return torch.device("cpu"), "gloo"
+
+
+def choose_gpu(gpus: int, facts: RankFacts, backend: str) -> int | None:
+    """Return which of the GPUs that this process sees it computes on; None for the CPU. Pure.
+
+    A launcher shows each rank either all GPUs of its node or only its own, numbered from 0: both lead to one GPU for
+    each rank. Raise `ConfigError` if nccl was asked for and no GPU is seen.
+    """
+    if backend == "nccl" and not gpus:
+        raise ConfigError(
+            f"training.backend = 'nccl' needs a GPU for each of the {facts.local_world_size} ranks of this node, and "
+            "this rank sees none: use backend 'auto' or 'gloo'"
+        )
+    return None if backend == "gloo" or not gpus else facts.local_rank % gpus
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return what tells a GPU from all others; "" for the CPU, `UNKNOWN_GPU` where the driver does not say."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", UNKNOWN_GPU))
+
+
+def explain_shared_gpu(gpus: Mapping[str, str]) -> str:
+    """Return why ranks with these GPUs cannot train together, and the remedy; "" if they can. ``gpus``: what each rank
+    is called → its `gpu_name`. Pure."""
+    owners: dict[str, str] = {}
+    for rank, gpu in gpus.items():
+        if gpu and gpu != UNKNOWN_GPU and (other := owners.setdefault(gpu, rank)) != rank:
+            return (
+                f"{other} and {rank} have the same GPU ({gpu}), of which each rank needs its own: start as many ranks "
+                "on a node as it has GPUs (srun --gpus-per-task=1 gives each task one), or set training.backend = "
+                "'gloo' to train on the CPUs"
+            )
+    return ""
 
 
 def explain_mig(gpu: str, world_size: int) -> str:

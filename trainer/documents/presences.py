@@ -7,9 +7,10 @@ Its fields, its file and its age belong here; `trainer.rundir.RunDir` reads and 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.documents.strict_json import Document
 from trainer.storage.base import Storage
 
 NODES = "nodes"
@@ -72,12 +73,18 @@ def presence_document(presence: NodePresence) -> dict[str, Any]:
     return document | {INCARNATION_KEY: document.pop("incarnation")}
 
 
-def presence_of(data: dict[str, Any]) -> NodePresence:
-    """Return the presence of a file's checked content."""
-    if "generation" in data:  # written before nodes could be replaced
-        data["launch"] = data.pop("generation")
-    data |= {"incarnation": data.pop(INCARNATION_KEY, 1), "exit_codes": tuple(data["exit_codes"])}
-    return NodePresence(**{key: data[key] for key in data.keys() & _FIELDS})
-
-
-_FIELDS = frozenset(field.name for field in fields(NodePresence))
+def presence_of(data: Document) -> NodePresence:
+    """Return the presence of a file's content that has passed `trainer.documents.schemas.PRESENCE`. Fields of later
+    versions are left out. Raise `DamagedError` where it does not tell its launch."""
+    return NodePresence(
+        node_id=data["node_id"],
+        # The latter of files that were written before nodes could be replaced.
+        launch=data["generation" if "generation" in data and "launch" not in data else "launch"],
+        incarnation=data.get(INCARNATION_KEY, 1),
+        started_at=data["started_at"],
+        ended_at=data["ended_at"],
+        last_seen_at=data.get("last_seen_at"),
+        exit_codes=tuple(data["exit_codes"]),
+        clock_jump_seconds=data.get("clock_jump_seconds", 0.0),
+        host=data.get("host", ""),
+    )

@@ -94,22 +94,27 @@ def matching(pattern: str) -> Check:
     return lambda value: "" if isinstance(value, str) and form.fullmatch(value) else "not of its form"
 
 
-def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Check:
-    """Return a check for an object with these fields; those of ``needed`` must be there."""
-    tests = {**(needed or {}), **fields}
+class Record:
+    """A check for an object with fields of these types."""
 
-    def check(value: Any) -> str:
+    def __init__(self, needed: Mapping[str, Check], fields: Mapping[str, Check]) -> None:
+        self.needed, self.fields = tuple(needed), {**needed, **fields}
+
+    def __call__(self, value: Any) -> str:
         if not isinstance(value, dict):
             return "no object"
-        for name in needed or ():
+        for name in self.needed:
             if name not in value:
                 return f"an object without {name!r}"
-        for name, test in tests.items():
+        for name, test in self.fields.items():
             if name in value and (wrong := test(value[name])):
                 return f"an object whose {name!r} is {wrong}"
         return ""
 
-    return check
+
+def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Record:
+    """Return a check for an object with these fields; those of ``needed`` must be there."""
+    return Record(needed or {}, fields)
 
 
 def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
@@ -151,6 +156,17 @@ def _telling_parts(column: Any) -> list[Any]:
     return [min(column), max(column)] if set(map(type, column)) == {int} else column
 
 
+def row_of(size: int, check: Check) -> Check:
+    """Return a check for a list of so many parts that pass another check."""
+    each = many(check)
+    return lambda value: each(value) or ("" if len(value) == size else f"no list of {size} parts")
+
+
+def alike(names: str, check: Check) -> dict[str, Check]:
+    """Return the same check for each of these fields."""
+    return dict.fromkeys(names.split(), check)
+
+
 moment = number_between(0.0, LATEST)
 """Unix seconds."""
 seconds = number_between(0.0, 1e12)
@@ -164,8 +180,8 @@ _candidate = {
     "port": whole(0, 65535),
 }  # fmt: skip
 _candidate_more: dict[str, Check] = {
-    "store_port": whole(0, 65535), "gpu": flag, "certificates": one_of("", "launch", "files"), "ready": flag,
-    "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
+    "store_port": whole(0, 65535), "gpu": flag, "gpu_name": text, "certificates": one_of("", "launch", "files"),
+    "ready": flag, "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
     "activation_checkpointing": flag, "communication": flag, "reason": text,
 }  # fmt: skip
 CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))
@@ -189,6 +205,7 @@ NODES_OF_GENERATION = record(
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
     launch=count, generation=count, stay=count, last_seen_at=optional(moment), host=text,
+    clock_jump_seconds=number_between(),
 )  # fmt: skip
 """``nodes/l0001-n000-s001.json``"""
 
@@ -214,10 +231,50 @@ MANIFEST = record(
 )
 """``checkpoints/<folder>/manifest.json``"""
 _interval = record(low=number_between(), expected=number_between(), high=number_between())
+TRAINING = record(
+    world_size=whole(1),
+    seed=whole(0, 1 << 64),
+    tls=optional(obj),
+    **alike(
+        "batch_size_per_gpu gradient_accumulation_steps checkpoint_frequency epochs lr_base_batch_size warmup_steps "
+        "log_frequency keep_checkpoints communication_retries zero_stage micro_batch_floor profile_from_step",
+        count,
+    ),
+    **alike(
+        "master_port max_steps shuffle_block prefetch_batches eval_frequency early_stopping_patience threads_per_rank "
+        "profile_steps",
+        optional(count),
+    ),
+    **alike(
+        "learning_rate min_lr_fraction weight_decay topk_fraction collective_timeout_seconds health_check_seconds "
+        "peer_timeout_seconds allreduce_retry_seconds solo_timeout_seconds monitor_interval_seconds",
+        number_between(0.0),
+    ),
+    **alike("clip_norm max_node_seconds hang_seconds", optional(number_between(0.0))),
+    **alike(
+        "backend master_addr precision compile lr_scaling schedule communication strategy gather_precision encryption",
+        text,
+    ),
+    **alike("start_from start_sha256", optional(text)),
+    **alike(
+        "data_on_device resume bind_cores regroup adaptive_detection cpu_offload activation_checkpointing timing "
+        "profile_python",
+        flag,
+    ),
+)
+"""The section ``training`` of ``job.json`` (`trainer.config.DistributedTrainingConfig`)."""
 _past = record(
     launch=count, sku=text, tier=optional(text), job_name=text, compute=text, node_count=count, submitted_at=moment,
     ended_at=optional(moment), studio_url=optional(text), reason=text,
 )  # fmt: skip
+_scores = record(
+    **alike(
+        "loss nll pinball coverage_90 mse_to_zero rank_ic balanced_accuracy log_loss rmse accuracy ece r2 perplexity "
+        "bits_per_byte model_gain model_gain_nll model_gain_t",
+        figure,
+    )
+)
+"""The figures of a model, or of a baseline, on a split."""
 DOCUMENTS: Mapping[str, Check] = {
     "job.json": record(
         job_id=text,
@@ -225,15 +282,7 @@ DOCUMENTS: Mapping[str, Check] = {
         dataset=record(uri=text, dataset_id=optional(text)),
         model=record(factory=text, args=obj),
         loss=record(factory=text, args=obj),
-        training=record(
-            world_size=whole(1),
-            peer_timeout_seconds=number_between(0.0),
-            max_node_seconds=optional(number_between(0.0)),
-            max_steps=optional(count),
-            epochs=count,
-            batch_size_per_gpu=count,
-            gradient_accumulation_steps=count,
-        ),
+        training=TRAINING,
         tracking=obj,
     ),
     "launch.json": record(
@@ -309,6 +358,12 @@ DOCUMENTS: Mapping[str, Check] = {
         samples_seen=count,
         mlflow_run_id=optional(text),
         consumed=many(anything),
+        test=optional(mapping(figure)),
+        best_valid_loss=figure,
+        train_samples=count,
+        best_step=count,
+        **alike("early_stopped weights_equal_on_ranks", flag),
+        **alike("backend device checkpoint", optional(text)),
         phase_seconds=mapping(figure),
         memory=optional(
             record(
@@ -325,20 +380,14 @@ DOCUMENTS: Mapping[str, Check] = {
     "budget.json": record(max_node_seconds=optional(number_between(0.0)), stop_at_usd=optional(number_between(0.0))),
     "tracking.json": record(mlflow_run_id=optional(text)),
     "evaluation.json": record(
-        model=record(loss=figure, nll=figure, coverage_90=figure, log_loss=figure, rmse=figure),
-        baselines=mapping(
-            record(
-                nll=figure,
-                loss=figure,
-                log_loss=figure,
-                rmse=figure,
-                model_gain_nll=figure,
-                model_gain=figure,
-                model_gain_t=figure,
-            )
-        ),
+        model=_scores,
+        baselines=mapping(_scores),
         notes=many(text),
         gate=record(passed=flag, reasons=many(text)),
+        calibration=optional(many(_scores)),
+        sample=optional(record(temperature=number_between(), **alike("text prompt", optional(text)))),
+        **alike("kind task split first_date last_date", optional(text)),
+        **alike("windows days", optional(count)),
     ),
     "owner.json": record(dagster_run_id=optional(text), since=moment),
     "claim.json": record({"claimed_at": moment}, dagster_run_id=text),
@@ -366,7 +415,11 @@ DOCUMENTS: Mapping[str, Check] = {
             complete=flag, candidates=many(record({"group": text, "change": obj, "verdict": text})), gain=optional(obj)
         ),
     ),
-    "reports/cost_breakdown.json": record(metrics=record(total_cost_usd=number_between())),
+    "reports/cost_breakdown.json": record(
+        metrics=record(total_cost_usd=number_between()),
+        launches=optional(record(last=optional(record(usd=figure)))),
+        **alike("probe_usd training_usd", number_between()),
+    ),
     "checkpoints/LATEST.json": record(path=optional(text), step=optional(count), generation=count),
     "checkpoints/BEST.json": record(path=optional(text), step=optional(count), generation=count),
 }
@@ -374,7 +427,7 @@ DOCUMENTS: Mapping[str, Check] = {
 
 _who = {"rank": count, "generation": count}
 _step = {**_who, "step": count}
-EVENTS: Mapping[str, Check] = {
+EVENTS: Mapping[str, Record] = {
     "phase": record(name=text, seconds=figure, **_who),
     "step": record(
         epoch=count,
@@ -388,7 +441,16 @@ EVENTS: Mapping[str, Check] = {
     ),
     "evaluation": record(split=text, loss=figure, seconds=figure, metrics=optional(mapping(figure)), **_step),
     "finish": record(stage=text, **_who),
-    "node": record(node_id=count, gpus=optional(many(obj)), **_who),
+    "node": record(
+        node_id=count,
+        hostname=optional(text),
+        gpus=optional(many(obj)),
+        **alike(
+            "samples_per_second cpu_percent memory_used_bytes gpu_utilization gpu_memory_percent gpu_power_watts",
+            figure,
+        ),
+        **_who,
+    ),
     "membership": record(
         nodes=many(count),
         lost=many(count),
@@ -400,7 +462,7 @@ EVENTS: Mapping[str, Check] = {
         **_step,
     ),
     "timing": record(nodes=many(count), segments=mapping(many(number_between())), steps=count, seconds=figure, **_step),
-    "link": record(bytes=count, seconds=many(many(number_between())), **_step),
+    "link": record(bytes=count, seconds=many(row_of(3, number_between(0.0))), **_step),
     "hang": record(
         _step,
         node_id=count,
@@ -413,12 +475,24 @@ EVENTS: Mapping[str, Check] = {
         stacks=optional(text),
     ),
     "out_of_memory": record(samples=count, activation_checkpointing=flag, device=optional(text), **_step),
-    "checkpoint": record(path=text, seconds=figure, **_step),
-    "checkpoint_failed": record(message=text, gives_up=flag, **_step),
+    "checkpoint": record(path=text, seconds=figure, stall_seconds=figure, is_best=flag, **_step),
+    "checkpoint_failed": record(message=text, attempt=count, gives_up=flag, **_step),
     "resume": record(path=text, changes=many(text), **_step),
     "error": record(message=text, fatal=flag, **_who),
     "end": record(status=text, **_who),
-    "profile": record(path=text, steps=count, top=many(obj), **_step),
-    "tune": record(elapsed_seconds=number_between(), budget_seconds=number_between(), **_who),
+    "profile": record(
+        path=text,
+        steps=count,
+        top=many(record(name=text, self_seconds=figure, share=figure, calls=count)),
+        **_step,
+    ),
+    "tune": record(
+        elapsed_seconds=number_between(),
+        budget_seconds=number_between(),
+        samples_per_second=optional(mapping(figure)),
+        gain=optional(mapping(figure)),
+        **alike("group candidate doing", optional(text)),
+        **_who,
+    ),
 }
 """The forms of events, by kind. Of other kinds, only ``kind`` and ``time`` are known."""

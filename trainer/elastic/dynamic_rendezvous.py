@@ -17,7 +17,7 @@ from trainer.comm.launch_secret import read_launch_secret, warn_if_unauthenticat
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import own_address
 from trainer.comm.static_rendezvous import open_listener
-from trainer.comm.world import World
+from trainer.comm.world import World, gpu_name
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import TOLD, Candidate, Generation
@@ -42,6 +42,7 @@ class DynamicRendezvous:
         self.launch = int(environment["DTRAIN_LAUNCH"])
         self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
         self.host = own_address(environment, facts.master_addr)
+        self._gpu_name = gpu_name(device)
         self.generation: Generation | None = None
         self.world: World | None = None
         self.has_state_of = 0
@@ -163,7 +164,7 @@ class DynamicRendezvous:
         host, port = self.peers.address
         return Candidate(
             member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
-            host=host, port=port, gpu=self.device.type == "cuda",
+            host=host, port=port, gpu=self.device.type == "cuda", gpu_name=self._gpu_name,
             certificates=choose_certificates(self.config, self.secret, self.host), **what,
         )  # fmt: skip
 

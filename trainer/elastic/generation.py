@@ -39,6 +39,8 @@ class Candidate:
     store_port: int = 0
     """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
+    gpu_name: str = ""
+    """What tells its GPU from all others (`trainer.comm.world.gpu_name`)."""
     certificates: str = ""
     """Where the certificates of its connections come from (`trainer.comm.encryption.CertificateSource`)."""
     ready: bool = False
@@ -94,10 +96,11 @@ class Generation:
         return any(seat.was_in for seat in self.members)
 
     @property
-    def all_equal(self) -> bool:
-        """Whether all members have the same state already."""
-        first = _position(self.members[0])
-        return all(seat.was_in and _position(seat) == first for seat in self.members)
+    def behind(self) -> tuple[int, ...]:
+        """The ranks that do not have the state of `source` already."""
+        furthest = _position(self.members[self.source])
+        seats = enumerate(self.members)
+        return tuple(rank for rank, seat in seats if not seat.was_in or _position(seat) != furthest)
 
     @property
     def chunk(self) -> int | None:

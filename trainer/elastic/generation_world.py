@@ -26,7 +26,7 @@ from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
-from trainer.comm.world import World, bind_rank
+from trainer.comm.world import World, bind_rank, explain_shared_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.elastic.generation import Generation
 
@@ -46,7 +46,8 @@ def form_world(
 
     ``listener``: the socket at this member's ``store_port``, closed if this member does not need it. ``job``: the job's
     id; keys from the ``secret`` are derived for it and the generation. ``tls``: what this process's connections are
-    encrypted with. Raise `ConfigError` if encryption is required and something would leave a host without it.
+    encrypted with. Raise `ConfigError` if encryption is required and something would leave a host without it, and if
+    two members have the same GPU.
     """
     rank = generation.rank_of(member)
     assert rank is not None
@@ -61,7 +62,11 @@ def form_world(
     open_traffic = describe_open_traffic(source, hosts, by_nccl, config.encryption == "off")
     topology = generation.topology
     is_mesh = topology == "mesh" and is_mesh_encrypted(source, hosts, by_nccl)
+    # By their places: a node's new incarnation has the GPU of the one before, which may still be a member.
+    gpus = {f"local rank {seat.local_rank} of node {seat.node}": seat.gpu_name for seat in generation.members}
     try:
+        if why := explain_shared_gpu(gpus):
+            raise ConfigError(why)
         refuse_open_traffic(config, open_traffic)
         if is_mesh and size > 1:
             refuse_own_connections(config)

@@ -27,6 +27,7 @@ from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.elastic.node_presence import write_last_presence
 from trainer.engine.result import write_result
 from trainer.exit_codes import BUDGET
+from trainer.observability.reporter import write_last_events
 from trainer.rundir import LIMIT, RunDir
 from trainer.runtime import clock
 
@@ -38,6 +39,8 @@ UNMEASURED_SECONDS = 2.0
 """Seconds that a checkpoint is assumed to need before one was written."""
 SOONEST_SECONDS, LATEST_SECONDS = 0.5, 60.0
 """The shortest and the longest pause between two looks at what was paid."""
+LAST_EVENTS_SECONDS = 5.0
+"""Seconds that the end waits for events to be written."""
 _log = logging.getLogger(__name__)
 
 
@@ -96,8 +99,8 @@ def begin_budget(
     def end(budget: Budget) -> None:
         end_at_budget(budget, rundir, regroups_in, steps_done())
 
-    launch, nodes = int(environment.get("DTRAIN_LAUNCH", "1")), facts.world_size // facts.local_world_size
-    return Budget(rundir, config.max_node_seconds or math.inf, launch, nodes, end)
+    launch = int(environment.get("DTRAIN_LAUNCH", "1"))
+    return Budget(rundir, config.max_node_seconds or math.inf, launch, facts.node_count, end)
 
 
 def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int) -> None:
@@ -109,6 +112,7 @@ def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int)
         if result.get("status") == "succeeded" and result.get("launch") == launch:
             return
     print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+    write_last_events(LAST_EVENTS_SECONDS)
     write_last_presence(BUDGET)
     os._exit(BUDGET)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.comm.world import World
 from trainer.config import ConfigError
+from trainer.engine.state_passing import pass_state
 
 _EXTRA = "_extra_state"
 """The end of the key that a module's extra state has in a state dict."""
@@ -50,27 +51,11 @@ def put_module_state(modules: Mapping[str, nn.Module], values: Values) -> None:
 
 def share_module_state(module: nn.Module, world: World, source: int) -> None:
     """Let all ranks hold the buffers and extra states of rank ``source``. A collective."""
-    if world.group is not None:
-        modules = dict(module.named_modules())
-        values = share_values(read_module_state(modules) if world.rank == source else {}, world, source)
-        if world.rank != source:
-            put_module_state(modules, values)
-
-
-def share_values(values: dict[str, Any], world: World, source: int) -> dict[str, Any]:
-    """Return the values of rank ``source``, tensors and plain ones, which all ranks get. A collective. They are sent as
-    bytes: gloo and NCCL know neither all types of tensors nor tensors of other shapes than their own."""
-    data = torch.zeros(0, dtype=torch.uint8)
-    if world.rank == source:
-        data = torch.frombuffer(bytearray(_pickled(values)), dtype=torch.uint8)
-    size = world.all_gather_object(len(data))[source]
-    if world.rank != source:
-        data = torch.empty(size, dtype=torch.uint8)
-    world.broadcast(data, source)
-    if world.rank == source:
-        return values
-    found: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return found
+    modules = dict(module.named_modules())
+    # As bytes: gloo and NCCL know neither all types of tensors nor tensors of other shapes than their own.
+    values = pass_state(world, source, range(world.world_size), lambda: read_module_state(modules))
+    if values is not None:
+        put_module_state(modules, values)
 
 
 def holds_module_state(module: nn.Module) -> bool:

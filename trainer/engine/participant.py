@@ -37,7 +37,7 @@ def prepare_process(
     other threads start, which keep the number that they start with."""
     threads = config.threads_per_rank
     if threads is None and "OMP_NUM_THREADS" not in environment:  # the launcher's choice comes first
-        threads = max(1, len(AVAILABLE) // facts.local_world_size)
+        threads = max(1, len(AVAILABLE) // (1 if facts.has_own_cores else facts.local_world_size))
     if threads is not None:
         torch.set_num_threads(threads)
     if device.type == "cpu":

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -28,7 +28,7 @@ from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.engine.state import describe_changes, take_up
 from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
-from trainer.rundir import RunDir
+from trainer.rundir import LONGEST_REMOTE_FLUSH, RunDir
 from trainer.runtime.malloc import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
@@ -39,6 +39,8 @@ LEAVING = "a node was asked to leave"
 the one that stays last writes how the job ended."""
 LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
 """The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
+UNWRITTEN_SECONDS = LONGEST_REMOTE_FLUSH + 30.0
+"""Seconds of training that rank 0 may have reported and not written when it was lost."""
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -97,7 +99,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         is_needed = new.has_state or session.config.resume or new.reason != START
         rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)
     elif new.has_state:
-        rebuild(session, source=None if new.all_equal else new.source, from_checkpoint=False)
+        rebuild(session, new.source if new.behind else None, from_checkpoint=False, takers=new.behind)
     else:
         rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
     elastic.has_state_of = new.number
@@ -131,13 +133,15 @@ def _fence(session: Session, generation: int) -> None:
         raise GroupError(str(error), communication=False) from error
 
 
-def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None:
-    """Work in the present world, with the state of rank ``source`` (None: all have it already)."""
+def rebuild(
+    session: Session, source: int | None, from_checkpoint: bool, takers: Collection[int] | None = None
+) -> None:  # fmt: skip
+    """Work in the present world, with the state of rank ``source``, as `Workload.enter_world`."""
     world = session.world
     found: tuple[str | None, list[str]] = None, []
     if from_checkpoint and world.rank == source:
         found = _load_checkpoint(session)
-    session.workload.enter_world(world, source)
+    session.workload.enter_world(world, source, takers=takers)
     session.window = StepWindow()
     if from_checkpoint:
         [(folder, changes), *_] = world.all_gather_object(found)
@@ -361,10 +365,22 @@ def _report_membership(
     session.reports.emit("membership", **fields)
     if old is None or old.rank_of(new.members[0].member) == 0:
         return
-    if not session.recent_steps:
-        return
     # This process has just become rank 0: it writes what its predecessor could not.
-    written = session.rundir.steps_reported(session.recent_steps[0]["step"])
-    for item in session.recent_steps:
+    recent = steps_within(session.recent_steps, UNWRITTEN_SECONDS)
+    written = session.rundir.steps_reported(recent[0]["step"]) if recent else set()
+    for item in recent:
         if item["step"] not in written:
             session.reports.emit("step", **item)
+
+
+def steps_within(recent: Iterable[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Return those of the latest ``step`` events that cover about the last ``seconds`` of training, oldest first.
+    Pure."""
+    found: list[dict[str, Any]] = []
+    for item in reversed(list(recent)):
+        if found:
+            seconds -= found[-1]["step_seconds"] * (found[-1]["step"] - item["step"])
+        if seconds < 0:
+            break
+        found.append(item)
+    return found[::-1]

@@ -47,8 +47,8 @@ class Session:
         self.best_saved_step = 0
         """The step of the best checkpoint that is known to be in storage."""
         self.window = StepWindow()
-        self.recent_steps: deque[dict[str, Any]] = deque(maxlen=64)
-        """The latest ``step`` events, so that another rank 0 can report those that were lost."""
+        self.recent_steps: deque[dict[str, Any]] = deque(maxlen=4096)
+        """The latest ``step`` events, so that another rank 0 can report those that were not written."""
 
     @property
     def world(self) -> World:

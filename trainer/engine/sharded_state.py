@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.world import World
-from trainer.engine.module_state import share_module_state, share_values, take_buffers
+from trainer.engine.module_state import share_module_state, take_buffers
+from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.replicas import row_range
@@ -216,7 +217,8 @@ def move_rows(state: RowState, world: World, sources: Sources, place: int, size:
         buffers = {name: value.cpu().clone() for name, value in buffers_of(sharded.module).items()}
         if before is not None:
             buffers |= {name: before[name] for name in buffers if name in before}
-        state.best = kept[BEST] | share_values(buffers, world, sources.reader)
+        passed = pass_state(world, sources.reader, range(world.world_size), lambda: buffers)
+        state.best = kept[BEST] | (buffers if passed is None else passed)
 
 
 def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | None, sources: Sources) -> Tensor:

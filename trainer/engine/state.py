@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
 from trainer.engine.module_state import buffer_shapes, copy_state_dict, is_extra, load_state_dict
 from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
+from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 
 
@@ -180,17 +180,9 @@ class TrainingState:
         }
         return like | {name: saved[name] for name in grown if name in saved}
 
-    def share(self, world: World, source: int) -> None:
-        """Give every rank the state of rank ``source``; a collective."""
-        data = torch.zeros(0, dtype=torch.uint8)
-        if world.rank == source:
-            buffer = io.BytesIO()
-            torch.save(self.capture(best_is_saved=False), buffer)
-            data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        size = world.all_gather_object(len(data))[source]
-        if world.rank != source:
-            data = torch.empty(size, dtype=torch.uint8)
-        world.broadcast(data, source)
-        if world.rank != source:
-            state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    def share(self, world: World, source: int, takers: Collection[int] | None = None) -> None:
+        """Give the ranks ``takers`` (None: all) the state of rank ``source``; a collective of all ranks."""
+        takers = range(world.world_size) if takers is None else takers
+        state = pass_state(world, source, takers, lambda: self.capture(best_is_saved=False))
+        if state is not None:
             self.restore(state)

@@ -5,6 +5,8 @@ A training has one, and so has each trial of tuning. Checkpoints, reports and th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -85,17 +87,19 @@ class Workload:
             raise RuntimeError("no world was entered yet")
         return self._loader
 
-    def enter_world(self, world: World, source: int | None, plan: ReplicaPlan | None = None) -> None:
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already). A collective.
-        Raise `trainer.config.ConfigError` if its ranks do not train the same. ``plan``: of a sharded model, whose rows
-        lie by it already."""
+    def enter_world(
+        self, world: World, source: int | None, plan: ReplicaPlan | None = None, takers: Collection[int] | None = None
+    ) -> None:  # fmt: skip
+        """Work in this world from now on, with the state of rank ``source`` (None: all have it already), which the
+        ranks ``takers`` do not have (None: no other rank has). A collective. Raise `trainer.config.ConfigError` if its
+        ranks do not train the same. ``plan``: of a sharded model, whose rows lie by it already."""
         problem = self.problem
         # A newcomer knows of no probe.
         mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
         found = world.all_gather_object(mine)
         refuse_differences([identity for _, identity in found])
         if source is not None:
-            self.state.share(world, source)
+            self.state.share(world, source, takers)
         self.load_for(world)
         if plan is None:
             self.step.adopt(world)

@@ -27,7 +27,7 @@ def variables(facts: RankFacts, environment: Mapping[str, str], has_gpu: bool) -
     """Return the variables of one rank beside torchrun's. What a person has set stays. Pure."""
     wanted = {
         "CROSS_RANK": str(facts.node_rank),
-        "CROSS_SIZE": str(facts.world_size // facts.local_world_size),
+        "CROSS_SIZE": str(facts.node_count),
         "LOCAL_SIZE": str(facts.local_world_size),  # the ranks that can sum through the memory of one machine
     }
     if not has_gpu and "DS_ACCELERATOR" not in environment:

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from trainer.config import FactoryConfig, describe_errors
+from trainer.config import FactoryConfig
 from trainer.model.correction import is_correction
 from trainer.model.losses import gives_predictive
 from trainer.model.parts_by_kind import PARTS
 from trainer.model.saved_rows import SavedRows
+from trainer.setting_errors import describe_errors
 from trainer.spec import ROWS, WINDOWS, DataSpec
 
 FOLDER = "model"
@@ -131,7 +132,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
     except KeyError as error:
         raise SavedModelError(f"{DESCRIPTION} lacks {error}; it was written by another version, train again") from error
     except ValidationError as error:
-        raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
+        raise SavedModelError(describe_errors(error, FactoryConfig, DESCRIPTION)) from None
     criterion: Any = PARTS[kind].build_loss(loss, spec, modules)
     if correction := description.get("correction"):
         allowed = getattr(criterion, "corrections", ())

@@ -120,7 +120,9 @@ def merge_environment(
     gpus = visible_gpus(outer)
     here = 0 if seat.is_alone else seat.node_id
     mine = share_gpus(gpus, here, nodes_here, launch["processes_per_node"])
-    devices = {VISIBLE: ",".join(mine)} if gpus else {}
+    # Too few GPUs of this machine are left aside, and its user was told (`explain_local_gpus`); of a machine that was
+    # asked for its GPUs, ranks see them all, and refuse to share one.
+    devices = {} if not gpus or (seat.is_alone and not mine) else {VISIBLE: ",".join(mine)}
     return {**defaults, **outer, **threads, **devices, **launch["env"], **places}
 
 

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from trainer.config import JobConfig
 from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH, MLflowSink
 from trainer.observability.scalars import Scalars
-from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
+from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file, flush_seconds
 from trainer.runtime.affinity import roam
 from trainer.secrets.redaction import redact
 from trainer.storage.base import Storage
@@ -34,16 +35,32 @@ TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
-UPLOAD_SECONDS = 60.0
+UPLOAD_SECONDS, LONGEST_UPLOAD_SECONDS = 60.0, 600.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
-"""The seconds whose events share a file; on remote storage every file costs money."""
+"""The least seconds whose events share a file (`trainer.rundir.flush_seconds`), and those between two batches for
+tracking; on remote storage every file costs money."""
 OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
 """The seconds between two looks at the reports of other nodes, for the curves that rank 0 draws of them."""
 LOOKS_SHARE = 0.02
 """The most time that these looks may take, as a share: each lists all files of events, of which an old run has many."""
-URGENT = "hang"
-"""The kind of event that is written at once: the timeout that ends this process may be near."""
+URGENT = frozenset(
+    ("hang", "error", "membership", "checkpoint", "checkpoint_failed", "resume", "out_of_memory", "profile", "finish",
+     "end", "communication", "communication_error")
+)  # fmt: skip
+"""The kinds of events that are written within `URGENT_SECONDS`, with all that came before: people wait for them, the
+timeout that ends this process may be near, or a process that goes on from here does not tell it again."""
+URGENT_SECONDS = 0.5
+MOST_UNWRITTEN = 10_000
+"""The most events that wait for their file."""
+_OPEN: weakref.WeakSet[Reporter] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
+
+
+def write_last_events(seconds: float) -> None:
+    """Write the events of this process, which is about to end at once; wait at most so long for each of its
+    reporters."""
+    for reporter in list(_OPEN):
+        reporter.write_now(seconds)
 
 
 class Sink(Protocol):
@@ -66,17 +83,21 @@ class Reporter:
 
     def __init__(self, rundir: RunDir, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
         self.rundir, self.rank, self.generation = rundir, rank, generation
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
+        self._asking: list[threading.Event] = []
         self._numbers: dict[tuple[int, int], int] = {}
         self._known = SeenFiles()
         """Files of events that need not be read for the reports of others; kept if there are sinks."""
         self.has_other_nodes = True
         """Whether there may be other nodes whose samples are to be drawn."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._began = self._written_at = time.monotonic()
+        self._is_urgent = False
         self._opened = threading.Event()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
         self._threads[0].start()
         self._open(sinks)
+        _OPEN.add(self)
 
     def move(self, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
         """Report as this rank of this generation from now on, and to these sinks as well, unless there are sinks
@@ -97,6 +118,12 @@ class Reporter:
         """Queue an event and return at once. A number that is not finite is written as null."""
         self._queue.put(event(kind, self.rank, self.generation, **_finite(fields)))
 
+    def write_now(self, seconds: float) -> None:
+        """Write what was emitted so far, and wait at most so long for it. Any thread may call this."""
+        written = threading.Event()
+        self._queue.put(written)
+        written.wait(seconds)
+
     def close(self, tracking_seconds: float = 60.0) -> None:
         """Write what is left, and wait at most ``tracking_seconds`` for the sinks."""
         self._queue.put(None)
@@ -104,6 +131,7 @@ class Reporter:
             thread.join(tracking_seconds if thread.name == "tracking" else None)
             if thread.is_alive():
                 self._failed(f"tracking did not finish within {tracking_seconds:g} s; its last values are lost")
+        _OPEN.discard(self)
         self._queue.put(None)  # what the sinks had to say at the end
         left, _ = self._next_batch()
         if left:
@@ -111,14 +139,24 @@ class Reporter:
 
     def _work(self) -> None:
         roam()
-        closing = False
+        closing, unwritten = False, list[dict[str, Any]]()
         while not closing:
             batch, closing = self._next_batch()
-            if batch:
-                self._write(batch)
-                if len(self._threads) > 1:
-                    self._tracking.put(batch)
+            if batch and len(self._threads) > 1:
+                self._tracking.put(batch)
+            unwritten += batch
+            if unwritten and (closing or self._is_due(len(unwritten))):
+                unwritten = self._write(unwritten)[-MOST_UNWRITTEN:]
+                self._written_at, self._is_urgent = time.monotonic(), False
+            while self._asking:
+                self._asking.pop().set()
         self._tracking.put(None)
+
+    def _is_due(self, count: int) -> bool:
+        """Return whether so many events are written now."""
+        now = time.monotonic()
+        waits = flush_seconds(now - self._began, self.rank, self.rundir.storage.is_local)
+        return self._is_urgent or count >= MOST_UNWRITTEN or now - self._written_at >= waits
 
     def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the events of the next second or seconds, and whether they are the last."""
@@ -131,28 +169,39 @@ class Reporter:
                 break
             if item is None:
                 return batch, True
-            batch.append(item)
-            if item["kind"] == URGENT:
+            if isinstance(item, threading.Event):
+                self._asking.append(item)
+                self._is_urgent = True
                 break
+            batch.append(item)
+            if item["kind"] in URGENT:
+                self._is_urgent = True
+                deadline = min(deadline, time.monotonic() + URGENT_SECONDS * (item["kind"] != "hang"))
         return batch, False
 
-    def _write(self, batch: list[dict[str, Any]]) -> None:
-        places = dict.fromkeys((item["generation"], item["rank"]) for item in batch)
+    def _write(self, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Write events, and return those that storage did not take, for the next time."""
+        places, left = dict.fromkeys((item["generation"], item["rank"]) for item in batch), list[dict[str, Any]]()
         for place in places:
-            self._append(place, [item for item in batch if (item["generation"], item["rank"]) == place])
+            mine = [item for item in batch if (item["generation"], item["rank"]) == place]
+            left += [] if self._append(place, mine) else mine
+        return left
 
-    def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> None:
+    def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> bool:
+        """Write the next file of a rank in a generation; return False where storage fails."""
         while True:
             number = self._numbers[place] = self._numbers.get(place, 0) + 1
             if len(self._threads) > 1:
                 self._known.add([event_file(*place, number)])
             try:
-                return self.rundir.append_events(*place, number, events)
+                self.rundir.append_events(*place, number, events)
+                return True
             except FileExistsError:  # of an earlier start that was given the same generation
                 continue
             except (OSError, ValueError, TypeError) as error:
                 self._numbers[place] -= 1  # the next file has this number: none is missing
-                return _log.error("could not write %d events: %s", len(events), error)
+                _log.error("could not write %d events: %s", len(events), error)
+                return not isinstance(error, OSError)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
         roam()
@@ -243,7 +292,8 @@ class TensorBoardSink:
 
     def __init__(self, storage: Storage) -> None:
         """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
-        other storage they are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
+        other storage they are made on this machine, and each is copied once, when the next one begins: after
+        `upload_seconds`, and at the end. TensorBoard reads them one after the other."""
         # TensorBoard's own switch: else it loads TensorFlow, where that is installed, to write a file. That takes
         # seconds, and a process that then loads triton, as torch's compiler does, crashes.
         sys.modules.setdefault(_WITHOUT_TENSORFLOW, types.ModuleType(_WITHOUT_TENSORFLOW))
@@ -254,28 +304,36 @@ class TensorBoardSink:
         self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
         self._writer = SummaryWriter(self._folder)
         self._scalars = Scalars()
-        self._copied_at = time.monotonic()
+        self._began = self._copied_at = time.monotonic()
 
     def write(self, events: list[dict[str, Any]]) -> None:
-        """Write the scalars of these events, and copy the files if that is due."""
+        """Write the scalars of these events, and begin a new file if that is due."""
         for step, name, value, at in self._scalars.of(events):
             self._writer.add_scalar(name, value, step, walltime=at)
         self._writer.flush()
-        if time.monotonic() - self._copied_at > UPLOAD_SECONDS:
+        now = time.monotonic()
+        if self._remote is not None and now - self._copied_at > upload_seconds(now - self._began):
             self._copy()
 
     def close(self) -> None:
-        """Close the files and copy them."""
-        self._writer.close()
+        """Close the last file and copy it."""
         self._copy()
         if self._scratch:
             self._scratch.cleanup()
 
     def _copy(self) -> None:
+        self._writer.close()  # what is written next begins a file
         if self._remote is not None:
             for path in Path(self._folder).iterdir():
                 self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
+                path.unlink()
         self._copied_at = time.monotonic()
+
+
+def upload_seconds(age: float) -> float:
+    """Return the seconds that a file of curves covers on remote storage, by the age of the training: a hundredth of it,
+    so that a long one has hundreds of files and not thousands."""
+    return min(LONGEST_UPLOAD_SECONDS, max(UPLOAD_SECONDS, age / 100))
 
 
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:

@@ -35,6 +35,7 @@ from pydantic.dataclasses import dataclass
 from trainer.config import MOST_TRACED_STEPS, DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 from trainer.rundir import PROFILE, PROFILE_REQUEST, RunDir
+from trainer.setting_errors import describe_errors
 
 LOOK_SECONDS, REMOTE_LOOK_SECONDS = 2.0, 15.0
 """Between two looks for a request. A look at remote storage is paid for."""
@@ -67,11 +68,8 @@ def parse_request(data: bytes) -> TraceRequest:
     try:
         return _REQUEST.validate_json(data) if data.strip() else TraceRequest()
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
-            for item in error.errors(include_url=False)
-        ]
-        raise ValueError(f"{PROFILE_REQUEST}: {'; '.join(wrong)[:400]}") from None
+        wrong = describe_errors(error, TraceRequest).replace("\n", "; ")
+        raise ValueError(f"{PROFILE_REQUEST}: {wrong[:400]}") from None
 
 
 class TraceRequests:

@@ -61,7 +61,7 @@ class CoreTurns:
 def take_cores(place: int, ranks: int, threads: int) -> CoreTurns | None:
     """Bind this process to the cores of the rank at ``place`` of ``ranks`` on this host, see `share_of`. Return the
     turns in which they exchange them; None where all use all cores, or where memory is nearer to some cores. A place
-    outside the ranks binds nothing: SLURM without --ntasks-per-node tells a rank its place, and not among how many."""
+    outside the ranks binds nothing: a launcher may tell a rank its place, and not among how many."""
     if place >= ranks:
         return None
     shares = tuple(tuple(share_of(other, ranks, threads, AVAILABLE)) for other in range(ranks))

@@ -32,6 +32,7 @@ from trainer.config import (
     JobConfig,
     TrackingConfig,
     parse_job,
+    settings_of,
 )
 from trainer.data.dataset_data import DatasetData
 from trainer.data.shards import DatasetError
@@ -82,13 +83,13 @@ class TensorFlowDistributedTrainer:
     def __init__(
         self,
         make_model: Callable[[], Any],
-        config: DistributedTrainingConfig | None = None,
+        config: DistributedTrainingConfig | Mapping[str, Any] | None = None,
         *,
         loss: Any = None,
         metrics: Mapping[str, Figure] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
-        tracking: TrackingConfig | None = None,
+        tracking: TrackingConfig | Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> None:
         """``make_model`` makes the Keras model, under the strategy. ``loss``: one of Keras (an object or a name), or
@@ -96,8 +97,10 @@ class TensorFlowDistributedTrainer:
         further figures per sample, called alike, of which means are reported; without any, the cross entropy of classes
         brings ``accuracy``. The others are those of `trainer.Trainer`. Raise `ConfigError` for settings that TensorFlow
         cannot honour."""
-        self.make_model, self.config = make_model, config or DistributedConfig()
-        self._loss, self._metrics, self._name, self._tracking = loss, metrics, name, tracking
+        self.make_model = make_model
+        self.config = settings_of(config, DistributedConfig, "config", DistributedTrainingConfig)
+        self._loss, self._metrics, self._name = loss, metrics, name
+        self._tracking = settings_of(tracking, TrackingConfig, "tracking")
         self._given_run_dir = run_dir
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
         self._accuracies: list[float] = []
@@ -234,7 +237,7 @@ class TensorFlowDistributedTrainer:
             training=DistributedTrainingConfig(**asdict(config)),
             dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data.dataset_id),
             model=FactoryConfig(factory=SCRIPT, args={"class": f"keras.{model}"}),
-            loss=FactoryConfig(factory=SCRIPT, args={"class": loss}), tracking=self._tracking or TrackingConfig(),
+            loss=FactoryConfig(factory=SCRIPT, args={"class": loss}), tracking=self._tracking,
         )  # fmt: skip
         overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
         return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job

@@ -16,6 +16,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import choose_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.tensorflow.cluster import TF_CONFIG, Cluster
 
@@ -67,11 +68,19 @@ def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
 
 
 def _use_one_gpu(facts: RankFacts) -> None:
-    """Leave this rank one GPU, where there is one for each rank of the host, else none: one rank is one replica."""
+    """Leave this rank one GPU, where it sees any: one rank is one replica. Raise `ConfigError` where the ranks of the
+    host would share one."""
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        is_enough = len(gpus) >= facts.local_world_size
-        tf.config.set_visible_devices(gpus[facts.local_rank] if is_enough else [], "GPU")
+    number = choose_gpu(len(gpus), facts, "auto")
+    if number is None:
+        return
+    has_its_own = any(name in os.environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
+    if len(gpus) < facts.local_world_size and not has_its_own:
+        raise ConfigError(
+            f"{facts.local_world_size} ranks of this node see {len(gpus)} GPU(s), of which each needs its own: start "
+            "as many ranks on a node as it has GPUs, or hide them (CUDA_VISIBLE_DEVICES=) to train on the CPUs"
+        )
+    tf.config.set_visible_devices(gpus[number], "GPU")
 
 
 class Replica:

@@ -36,7 +36,7 @@ def test_a_plan_is_read_back_whoever_wrote_it():
     older = {name: value for name, value in document.items() if name not in ("pace", "learned_factor", "phases")}
     assert parse_plan(older, "here") == replace(PLANNED, pace="", learned_factor=1.0, phases={})
     del document["work"]["steps"]
-    with pytest.raises(ValueError, match=r"here holds no plan: work\.steps: Field required"):
+    with pytest.raises(ValueError, match=r"here holds no plan: work\.steps is missing"):
         parse_plan(document, "here")
 
 

@@ -220,8 +220,8 @@ def test_years_follow_the_prices() -> None:
     present = year_partitions(2020, None).get_partition_keys()
     assert present[:3] == ["2020", "2021", "2022"]
     assert len(present) > 5
-    assert WalkForwardSettings().last_year_of("sp500_panel") == 2022
-    assert WalkForwardSettings().last_year_of("/data/mine.csv") is None
+    assert WalkForwardSettings.read().last_year_of("sp500_panel") == 2022
+    assert WalkForwardSettings.read().last_year_of("/data/mine.csv") is None
     assert WalkForwardSettings(last_year=2010).last_year_of("sp500_panel") == 2010
 
 

@@ -79,5 +79,8 @@ def test_why_a_script_ended_is_one_line() -> None:
     trace = 'Traceback (most recent call last):\n  File "/home/me/a.py", line 7, in <module>\n    read()\n'
     deeper = f"  File \"{torch.__file__}\", line 9, in load\nKeyError: 'x'\n"
     assert explain_end(1, trace + deeper).endswith("KeyError: 'x' (/home/me/a.py, line 7)")
+    refused = f"{trace}trainer.errors.ConfigError: training.a is not a setting\ntraining.b = 0: it should be more\n"
+    told = "training.a is not a setting; training.b = 0: it should be more (/home/me/a.py, line 7)"
+    assert explain_end(1, refused) == told
     assert "without calling Trainer" in explain_end(0, "a warning")
     assert explain_end(3, "") == "it ended with exit code 3 before it trained, and said nothing"

@@ -64,6 +64,10 @@ def test_no_two_ranks_of_this_machine_get_the_same_gpu(gpus: Any):
     assert visible_gpus({VISIBLE: "5, 6"}) == ("5", "6")
     assert share_gpus(("5", "6"), 1, 2, 1) == ("6",)
     assert share_gpus(("0",), 0, 3, 1) == (), "one GPU for three nodes: none has it alone"
+    gpus(1)
+    alone = Seat(node_id=0, is_alone=True)
+    assert merge_environment({}, launch, Seat(node_id=0), rank_environment(launch, Seat(node_id=0), 0))[VISIBLE] == ""
+    assert VISIBLE not in merge_environment({}, launch, alone, rank_environment(launch, alone, 0)), "ranks refuse it"
     gpus(0)
     assert VISIBLE not in merge_environment({}, launch, Seat(node_id=0), rank_environment(launch, Seat(node_id=0), 0))
 

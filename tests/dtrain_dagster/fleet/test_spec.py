@@ -32,15 +32,21 @@ def test_defaults_fill_what_a_job_does_not_say_itself():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"budget_usd": 0}, "f.yaml: budget_usd: input should be greater than 0, and not 0"),
-        ({"budget": 3}, "f.yaml: budget: there is no such field"),
-        ({"jobs": []}, "f.yaml: jobs: list should have at least 1 item"),
+        ({"budget_usd": 0}, "f.yaml: budget_usd = 0: it should be greater than 0"),
+        ({"budget": 3}, "f.yaml: budget is not a setting: did you mean budget_usd?"),
+        ({"jobs": []}, "f.yaml: jobs = []: it should have at least 1 item"),
         ({"jobs": [{"name": "a"}, {"name": "a"}]}, "jobs.1.name: 'a' is the name of jobs.0 already"),
-        ({"jobs": [{"name": "a", "least_nodes": 3, "most_nodes": 2}]}, "jobs.0 (job 'a'): most_nodes is 2"),
-        ({"jobs": [{"name": "a b"}]}, "jobs.0.name (job 'a b'): string should match pattern"),
-        ({"jobs": [{"name": "a", "dataset": "d", "config": "c"}]}, "jobs.0 (job 'a'): it has dataset and config"),
-        ({"jobs": [{"name": "a", "expected_node_minutes": 0}]}, "jobs.0.expected_node_minutes (job 'a'): input should"),
-        ({"jobs": [{"name": "a"}], "defaults": {}}, "jobs.0 (job 'a'): it has no data"),
+        (
+            {"jobs": [{"name": "a", "least_nodes": 3, "most_nodes": 2}]},
+            "jobs.0: most_nodes is 2, and least_nodes 3 (job 'a')",
+        ),
+        ({"jobs": [{"name": "a b"}]}, "jobs.0.name = 'a b': it should match pattern"),
+        ({"jobs": [{"name": "a", "dataset": "d", "config": "c"}]}, "jobs.0: it has dataset and config"),
+        (
+            {"jobs": [{"name": "a", "expected_node_minutes": 0}]},
+            "jobs.0.expected_node_minutes = 0: it should be greater than 0 (job 'a')",
+        ),
+        ({"jobs": [{"name": "a"}], "defaults": {}}, "jobs.0: it has no data: give dataset, config or script (job 'a')"),
         ({"defaults": {"name": "x"}}, "defaults.name: each job has a name of its own"),
     ],
 )

@@ -9,7 +9,7 @@ import yaml
 from dtrain_dagster.resources import build_resources, value_files
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_lake import DataLakeFolder, compute_log_section, with_compute_logs
-from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.settings.environment import Settings, SettingsError
 
 ADDRESS = "abfss://dagster@values.dfs.core.windows.net/team/a"
 FOLDER = DataLakeFolder("values", "dagster", "core.windows.net", "team/a")
@@ -47,7 +47,7 @@ def test_the_address_names_account_file_system_and_path():
 def test_another_address_is_refused_and_no_secret_is_repeated(monkeypatch, address, said):
     on_azure(monkeypatch, DTRAIN_AZURE_DAGSTER_STORAGE=address)
     with pytest.raises(SettingsError, match="DTRAIN_AZURE_DAGSTER_STORAGE") as refused:
-        read_environment(AzureSettings)
+        AzureSettings.read()
     assert said in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert "abcdefghijklmn" not in str(refused.value)
@@ -58,14 +58,14 @@ def test_values_do_not_lie_where_nodes_write(monkeypatch, account_url):
     address = "abfss://dtrain@values.dfs.core.windows.net/elsewhere"
     on_azure(monkeypatch, DTRAIN_AZURE_DAGSTER_STORAGE=address, AZURE_STORAGE_ACCOUNT_URL=account_url)
     with pytest.raises(SettingsError, match="run their code"):
-        read_environment(AzureSettings)
+        AzureSettings.read()
 
 
 def test_a_container_of_the_same_name_on_another_account_will_do(monkeypatch):
     address = "abfss://dtrain@values.dfs.core.windows.net/elsewhere"
     other = "https://othervalues.blob.core.windows.net"
     on_azure(monkeypatch, DTRAIN_AZURE_DAGSTER_STORAGE=address, AZURE_STORAGE_ACCOUNT_URL=other)
-    assert read_environment(AzureSettings).dagster_folder() is not None
+    assert AzureSettings.read().dagster_folder() is not None
 
 
 def test_values_stay_here_unless_azure_and_the_address_are_chosen(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, SettingsError, load_settings
+from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.home_search import MARKER, find_home
 from dtrain_dagster.settings.unknown import find_unknown_variables, known_variables
@@ -279,3 +279,8 @@ def test_a_home_of_another_user_above_is_not_used(tmp_path: Path):
         pytest.skip("only root can give a file to another user")
     os.chown(tmp_path / ".dtrain" / MARKER, 65534, -1)
     assert find_home(tmp_path / "work") == tmp_path / "work" / ".dtrain"
+
+
+def test_a_setting_that_is_given_by_a_name_that_is_none_is_refused():
+    with pytest.raises(SettingsError, match=r"^nodse is not a setting: did you mean nodes\?$"):
+        Settings(nodse=3)  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from trainer.comm import static_rendezvous
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.static_rendezvous import PeersMissingError, join_world
-from trainer.comm.world import choose_device, explain_mig
+from trainer.comm.world import UNKNOWN_GPU, choose_device, choose_gpu, explain_mig
 from trainer.config import ConfigError, DistributedTrainingConfig
 
 CONFIG = DistributedTrainingConfig()
@@ -87,6 +88,28 @@ def test_slurm_is_understood_with_the_address_from_the_configuration() -> None:
     assert (facts.master_addr, facts.master_port) == ("node-a", 4000)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "rank", "node", "here", "nodes"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 5, 1, 4, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"}, 7, 2, 2, 3),
+        ({"SLURM_TASKS_PER_NODE": "8"}, 5, 0, 8, 1),
+        ({"SLURM_TASKS_PER_NODE": "4(x9)", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 5, 1, 4, 2),  # the job has more
+        ({"SLURM_TASKS_PER_NODE": "4(x9)", "SLURM_NTASKS_PER_NODE": "4"}, 5, 1, 4, 2),
+        ({"SLURM_TASKS_PER_NODE": "nonsense"}, 5, 1, 1, 8),
+        ({}, 5, 1, 1, 8),
+    ],
+)
+def test_slurm_tells_the_ranks_of_each_node_without_being_asked_for_so_many(
+    tasks: dict[str, str], rank: int, node: int, here: int, nodes: int
+) -> None:
+    slurm = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": str(node)}
+    facts = rank_facts({**slurm, **tasks, "MASTER_PORT": "1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}, CONFIG)
+    assert (facts.local_world_size, facts.node_count, facts.has_own_cores) == (here, nodes, True)
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert rank_facts({**slurm, **tasks, "MASTER_PORT": "1", **launched}, CONFIG).node_count == 1, "by its own launcher"
+
+
 def test_open_mpi_is_understood_and_its_node_rank_is_not_the_nodes_number() -> None:
     mpi = {
         "OMPI_COMM_WORLD_RANK": "5",
@@ -96,8 +119,10 @@ def test_open_mpi_is_understood_and_its_node_rank_is_not_the_nodes_number() -> N
         "OMPI_COMM_WORLD_NODE_RANK": "1",
         "MASTER_PORT": "1",
     }
-    facts = rank_facts(mpi, CONFIG)
-    assert (facts.rank, facts.local_rank, facts.node_rank) == (5, 1, 2)
+    of_the_daemon = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    for environment in (mpi, mpi | of_the_daemon):
+        facts = rank_facts(environment, CONFIG)
+        assert (facts.rank, facts.local_rank, facts.node_rank, facts.node_count) == (5, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +149,61 @@ def test_an_environment_that_cannot_be_is_refused_by_name(changes: dict[str, str
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_without_gpus_is_refused_and_auto_takes_the_processor() -> None:
-    with pytest.raises(ConfigError, match=r"'nccl' needs a GPU.*has 0: use backend 'auto'"):
+    with pytest.raises(ConfigError, match=r"'nccl' needs a GPU.*sees none: use backend 'auto'"):
         choose_device(RankFacts(), "nccl")
     assert choose_device(RankFacts(), "auto") == (torch.device("cpu"), "gloo")
+
+
+def facts_of(local_rank: int, local_world_size: int) -> RankFacts:
+    return RankFacts(rank=local_rank, world_size=8, local_rank=local_rank, local_world_size=local_world_size)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "backend", "chosen"),
+    [
+        (4, 4, "auto", [0, 1, 2, 3]),
+        (8, 4, "nccl", [0, 1, 2, 3]),
+        (1, 4, "auto", [0, 0, 0, 0]),  # each rank sees its own, as number 0: srun --gpus-per-task=1
+        (2, 4, "auto", [0, 1, 0, 1]),  # each socket's ranks see those of it
+        (0, 4, "auto", [None] * 4),
+        (4, 4, "gloo", [None] * 4),
+        (1, 4, "gloo", [None] * 4),
+    ],
+)
+def test_each_rank_takes_a_gpu_of_those_that_it_sees(
+    gpus: int, ranks: int, backend: str, chosen: list[int | None]
+) -> None:
+    assert [choose_gpu(gpus, facts_of(rank, ranks), backend) for rank in range(ranks)] == chosen
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (["GPU-a", "GPU-b"], ""),
+        (["", ""], ""),
+        ([UNKNOWN_GPU, UNKNOWN_GPU], ""),
+        (["GPU-a", "GPU-b", "GPU-a"], "rank 0 and rank 2 have the same GPU (GPU-a)"),
+        (["GPU-a", ""], "rank 0 has a GPU and rank 1 sees none"),
+    ],
+)
+def test_ranks_with_one_gpu_or_without_refuse_each_other_when_they_meet(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], words: str
+) -> None:
+    monkeypatch.setattr(static_rendezvous, "gpu_name", lambda device: gpus[device.index])
+    monkeypatch.setattr(static_rendezvous, "choose_device", lambda facts, _: (torch.device("cpu", facts.rank), "gloo"))
+    config = DistributedTrainingConfig(collective_timeout_seconds=30, bind_cores=False)
+    common = {"WORLD_SIZE": str(len(gpus)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def join(rank: int) -> str:
+        try:
+            join_world(config, common | {"RANK": str(rank)}).close()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        told = list(threads.map(join, range(len(gpus))))
+    assert [bool(words) == bool(said) and words in said for said in told] == [True] * len(gpus), told
 
 
 @pytest.mark.parametrize(

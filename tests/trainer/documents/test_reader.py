@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config import DistributedTrainingConfig
+from trainer.documents import events, schemas
+from trainer.documents.presences import INCARNATION_KEY, NodePresence
 from trainer.documents.reader import EVENTS_LINES, parse_events, read_document
 from trainer.documents.strict_json import Document, parse_strict_json
+from trainer.elastic.generation import Candidate, Generation
 from trainer.errors import ConfigError, DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
@@ -160,3 +165,21 @@ def test_a_configuration_with_nan_or_without_end_is_refused():
     for text in ('{"training": {"learning_rate": NaN}}', "[" * 100_000):
         with pytest.raises(ConfigError, match="is not JSON"):
             parse_job(text)
+
+
+KINDS = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)]
+
+
+def test_every_field_that_is_made_of_a_document_has_a_type_there():
+    """What `read_event`, `presence_of` and the readers of generations take over unseen. A ``timing`` event's own reader
+    refuses what it cannot use."""
+    read: list[tuple[type, schemas.Record]] = [
+        *((kind, schemas.EVENTS[kind.kind]) for kind in KINDS if kind not in (events.Event, events.TimingEvent)),
+        (NodePresence, schemas.PRESENCE), (Candidate, schemas.CANDIDATE), (Generation, schemas.GENERATION),
+        (DistributedTrainingConfig, schemas.TRAINING),
+    ]  # fmt: skip
+    for kind, form in read:
+        names = {INCARNATION_KEY if field.name == "incarnation" else field.name for field in fields(kind)}
+        assert names - form.fields.keys() <= {"time"}, kind
+    assert len(KINDS) > 15
+    assert schemas.TRAINING(asdict(DistributedTrainingConfig())) == ""

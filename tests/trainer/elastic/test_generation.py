@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from seats import generation, seat
 
+from trainer.comm.launch_secret import read_launch_secret
+from trainer.comm.launcher_env import RankFacts
+from trainer.config import DistributedTrainingConfig
 from trainer.elastic.generation import (
     START,
     TOLD,
@@ -24,6 +30,7 @@ from trainer.elastic.generation import (
     refuse_mixed_encryption,
     survivors_of,
 )
+from trainer.elastic.generation_world import form_world
 from trainer.errors import ConfigError
 
 RETRIES = 3
@@ -97,11 +104,11 @@ def test_a_launch_starts_anew_and_a_number_is_never_used_again() -> None:
 def test_the_state_of_the_furthest_counts_the_lowest_rank_of_equals() -> None:
     seats = (seat("a", was_in=4, step=7), seat("b", was_in=4, step=8), seat("c", was_in=4, step=8), seat("d", step=99))
     four = Generation(number=5, launch=1, members=seats)
-    assert (four.source, four.has_state, four.all_equal) == (1, True, False)
+    assert (four.source, four.has_state, four.behind) == (1, True, (0, 3))
     evaluated = replace(four, members=(*seats[:2], replace(seats[2], progress=8)))
     assert evaluated.source == 2
-    assert replace(four, members=seats[1:3]).all_equal
-    assert not replace(four, members=(seat("a"), seat("b"))).all_equal, "newcomers have no state to be equal in"
+    assert replace(four, members=seats[1:3]).behind == ()
+    assert replace(four, members=(seat("a"), seat("b"))).behind == (0, 1), "newcomers have no state to be equal in"
 
 
 def test_reasons_are_those_of_who_saw_it() -> None:
@@ -243,3 +250,24 @@ def test_members_that_encrypt_differently_are_refused() -> None:
     refuse_mixed_encryption(mine, working, [mine, same, other])  # a newcomer stops none of them
     with pytest.raises(ConfigError, match="this process, c"):
         refuse_mixed_encryption(other, working, [other])
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([(0, 0), (0, 1)], "local rank 0 of node 0 and local rank 1 of node 0 have the same GPU (GPU-a)"),
+        ([(0, 0), (0, 0)], ""),  # a node's new incarnation beside its dead one, which is lost at the first collective
+    ],
+)
+def test_members_that_share_a_gpu_refuse_to_train(places: list[tuple[int, int]], words: str) -> None:
+    members = tuple(
+        Candidate(member=f"m{number}", node=node, local_rank=local_rank, launch=1, host="127.0.0.1", port=1, gpu=True,
+                  gpu_name="GPU-a")
+        for number, (node, local_rank) in enumerate(places)
+    )  # fmt: skip
+    formed, config = Generation(number=1, launch=1, members=members), DistributedTrainingConfig(bind_cores=False)
+    with pytest.raises(ConfigError) if words else nullcontext() as refused:
+        form_world(
+            formed, "m1", RankFacts(), torch.device("cpu"), socket.socket(), config, "job", read_launch_secret({})
+        ).close()
+    assert refused is None or words in str(refused.value)

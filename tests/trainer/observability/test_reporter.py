@@ -30,6 +30,7 @@ from trainer.observability.scalars import NODE, Scalars
 from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
 
+NOW = 1_700_000_000.0
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
 
 
@@ -76,6 +77,45 @@ def test_events_can_be_read_while_training_runs_in_numbered_files(tmp_path: Path
     assert {(item["rank"], item["generation"]) for item in found} == {(3, 2)}
     assert rundir.storage.list("events") == [f"g0002-r00003-{number:06d}.jsonl" for number in (1, 2, 3)]
     assert not [thread for thread in threading.enumerate() if thread.name in ("reporter", "tracking")]
+
+
+def test_a_long_training_writes_seldom_and_at_once_what_people_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(metrics, "URGENT_SECONDS", 0.02)
+    rundir, kept = RunDir(str(tmp_path)), Kept()
+    reporter = Reporter(rundir, 0, 1, [lambda: kept])
+    steps(reporter, 1)
+    until(lambda: len(list(rundir.events())) == 1)
+    reporter._began -= 10_000.0  # it has run for hours
+    steps(reporter, 2)
+    until(lambda: len(kept.events) == 2)  # tracking gets it as ever
+    time.sleep(0.1)
+    assert len(rundir.storage.list("events")) == 1
+    reporter.emit("checkpoint", step=2, path="checkpoints/a")
+    until(lambda: len(list(rundir.events())) == 3)
+    steps(reporter, 3)
+    reporter.write_now(60.0)
+    assert len(list(rundir.events())) == 4
+    steps(reporter, 4)
+    metrics.write_last_events(60.0)
+    assert len(list(rundir.events())) == 5
+    append, refused = rundir.append_events, [True]
+
+    def full(*what: Any) -> None:
+        if refused[0]:
+            raise OSError("no space left on device")
+        append(*what)
+
+    rundir.append_events = full  # type: ignore[method-assign]
+    steps(reporter, 5)
+    reporter.write_now(60.0)
+    refused[0] = False
+    steps(reporter, 6)
+    reporter.close()
+    assert [item["step"] for item in rundir.events("step")] == [1, 2, 3, 4, 5, 6]
+    assert len(rundir.storage.list("events")) == 5, "the two that were left share a file"
 
 
 def test_nothing_is_lost_at_the_end_and_a_number_taken_is_left_alone(tmp_path: Path) -> None:
@@ -168,6 +208,32 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert scalars["node_1/cpu_percent"] == [(2, 50.0)]
     assert "valid/nll" not in scalars
     assert {"train/grad_norm", "train/step_seconds", "train/learning_rate", "valid/pinball"} <= set(scalars)
+
+
+def test_remote_files_of_tensorboard_are_copied_once_and_read_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now, written = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: NOW + now[0])  # of which the names of files are made
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    write = storage.write
+    storage.write = lambda name, data: (written.append((name, len(data))), write(name, data))  # type: ignore
+    sink = TensorBoardSink(storage)
+    for step in range(1, 1441):
+        now[0] += 60.5
+        sink.write([event("step", 0, 1, step=step, loss=1 / step)])
+    sink.close()
+    names = [name for name, _ in written]
+    assert len(names) == len(set(names)) < 400, "each is copied once; a day has hundreds"
+    assert sum(size for _, size in written) < 1440 * 120 + 400 * 200, "and no byte twice"
+    monkeypatch.undo()
+    for name in names:
+        (tmp_path / Path(name).name).write_bytes(storage.read(name))
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    assert [point.step for point in board.Scalars("train/loss")] == [*range(1, 1441)]
 
 
 class Kept:

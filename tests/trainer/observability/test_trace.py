@@ -193,9 +193,9 @@ def test_where_the_users_own_code_is_tracing_there_is_no_second_trace(rundir: Ru
     ("request_", "complaint"),
     [
         (b"{", "Invalid JSON"),
-        (b'{"steps": 51}', "steps: "),
-        (b'{"steps": true, "ranks": "all"}', "ranks: "),
-        (b'{"path": "/etc/passwd"}', "unexpected"),
+        (b'{"steps": 51}', "steps = 51: it should be less"),
+        (b'{"steps": true, "ranks": "all"}', "ranks = 'all': "),
+        (b'{"path": "/etc/passwd"}', "path is not a setting"),
         (b"[" * 9_000, "recursion"),
         (b" " * 20_000, "20,000 bytes"),
         (b"\xff\xfe", "Invalid JSON"),
