@@ -48,4 +48,4 @@ def show_value(value: Any) -> str:
 def may_change(name: str) -> bool:
     """Return whether a field of a job, by its dotted name, may change when the job goes on."""
     section, _, field = name.partition(".")
-    return section == "tracking" or (section == "training" and field.partition(".")[0] not in FIXED)
+    return section == "training" and field.partition(".")[0] not in FIXED

@@ -45,6 +45,7 @@ from trainer.config import (
     settings_of,
 )
 from trainer.data.dataset_data import DatasetData
+from trainer.data.sampler import steps_left
 from trainer.data.training_data import TrainingData
 from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
 from trainer.elastic.node_presence import record_presence
@@ -199,10 +200,14 @@ class Trainer:
             raise
         rundir, line = RunDir(job.run_dir), ProgressLine()
         raise_descriptor_limit()
+        failure: Exception | None = None
         try:
-            problem.data.start_workers(job.training, _launcher_facts())
+            try:
+                problem.data.start_workers(job.training, _launcher_facts())  # while there are no threads
+            except Exception as error:
+                failure = error
             with record_presence(job, os.environ) as leaving:
-                leaving.code, result = train_job(job, problem, self._watch(line))
+                leaving.code, result = train_job(job, problem, self._watch(line), failure)
         finally:
             line.close()
             problem.data.close()
@@ -220,7 +225,7 @@ class Trainer:
         check_task(task)
         refuse_extra_state(self.model, config.strategy)
         is_tried = RUN_DIR in os.environ  # where this node's job was ordered
-        try_task(self.model, task, data, config.batch_size_per_gpu, thorough=not is_tried)
+        try_task(self.model, task, data, config, thorough=not is_tried)
         return config, _GivenProblem(self.model, data, task)
 
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
@@ -329,7 +334,11 @@ class _GivenProblem:
         if job.training.resume:
             made, rundir = self.make(job, self.data, torch.device("cpu")), RunDir(job.run_dir)
             parts = made.describe(job.training)
-            CheckpointManager(rundir, job.training.keep_checkpoints, made.fingerprint, parts=parts).refuse_others()
+            manager = CheckpointManager(rundir, job.training.keep_checkpoints, made.fingerprint, parts=parts)
+            if (position := manager.refuse_others()) is not None:
+                samples = self.data.count("train")
+                plan = job.training
+                steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
 
     def open_data(self, job: JobConfig, device: torch.device) -> TrainingData:
         return self.data
@@ -350,6 +359,7 @@ class _GivenProblem:
             identity=(data.dataset_id, model, shapes, loss),
             description={"model": model, "loss": loss},
             valid_name=self.data.name_split("valid"),
+            valid_collate=self.data.collate_of("valid"),
             evaluation_batch=job.training.batch_size_per_gpu,
         )
 

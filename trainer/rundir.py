@@ -365,10 +365,19 @@ def resolve_start(job: JobConfig) -> JobConfig:
     if training.start_from is None or training.start_sha256 is not None:
         return job
     beside = f"{job.run_dir.rstrip('/').rpartition('/')[0] or '.'}/{training.start_from}"
-    for uri in (training.start_from, *([beside] if JOB_ID.fullmatch(training.start_from) else [])):
+    found = [training.start_from, *([beside] if JOB_ID.fullmatch(training.start_from) else [])]
+    places = [uri if "://" in uri else os.path.abspath(uri) for uri in found]  # nodes work in other folders
+    begun = RunDir(job.run_dir)
+    if training.resume and begun.storage.exists(JOB) and begun.latest_checkpoint():
+        before = begun.read_job().training  # which goes on, whatever has become of those weights
+        if before.start_from in places and before.start_sha256 is not None:
+            return replace(
+                job, training=replace(training, start_from=before.start_from, start_sha256=before.start_sha256)
+            )
+    for uri in places:
         described = RunDir(uri).read_json(MODEL)
         if described is not None and isinstance(digest := described.get("file_sha256"), str):
-            return replace(job, training=replace(training, start_from=RunDir(uri).uri, start_sha256=digest))
+            return replace(job, training=replace(training, start_from=uri, start_sha256=digest))
     raise ConfigError(
         f"training.start_from = {training.start_from!r}: there is no {MODEL}; name a training that finished, by its "
         "job or its run directory"

@@ -151,6 +151,9 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
     """Return the job as it was planned if it exists already, with ``changes`` (``training.epochs=12``), and for as many
     nodes as are asked for now: its batches are divided again. A job that ``runs`` keeps its budget if no other is asked
     for. Raise `ConfigError`, which names what differs, if it was planned otherwise, and for a change that cannot be."""
+    from trainer.checkpoint.manifest import read_position
+    from trainer.data.sampler import steps_left  # numpy
+
     rundir, names = RunDir(job.run_dir), [change.partition("=")[0] for change in changes]
     if changes and (runs or not rundir.storage.exists("job.json")):
         remedy = "cancel it first" if runs else "give --set"
@@ -180,9 +183,13 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
             + "choose another --name, or repeat it as it was"
         )
     before = parse_job(before.to_json(), list(changes), "the job as it was planned", is_stored=True)
-    limit = asked.max_node_seconds
+    is_named = "training.max_node_seconds" in names
+    limit = before.training.max_node_seconds if is_named else asked.max_node_seconds
     if runs and limit is None:
         limit = (rundir.read_json(LIMIT) or {}).get("max_node_seconds", before.training.max_node_seconds)
+    if changes and not before.is_of_script and (position := read_position(rundir)) is not None:
+        samples, plan = samples_of(before)["train"], before.training
+        steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
     return replace(before, training=replace(before.training, max_node_seconds=limit))
 
 

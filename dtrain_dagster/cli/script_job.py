@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, run_dir, say
 from dtrain_dagster.cli.job_life import (
@@ -21,11 +24,32 @@ from dtrain_dagster.cli.job_life import (
     say_what_was_got,
     take_over,
 )
-from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
+from dtrain_dagster.jobs.orders import (
+    ScriptOrder,
+    environment_anywhere,
+    is_of_script,
+    keep_script,
+    script_of,
+    script_trouble,
+)
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
+from trainer.config import JOB_ID
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
+
+
+def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
+    """Return how the job of this name was started, if a script trains it. The working directory becomes the script's
+    while the command runs. Raise `Refusal` where it cannot be started again."""
+    if not name or not JOB_ID.fullmatch(name) or not is_of_script(settings.home, name):
+        return None
+    order = script_of(settings.home, name)
+    if order is None or script_trouble(order):
+        raise Refusal(f"job {name}: {script_trouble(order)}")
+    click.get_current_context().with_resource(chdir(order.folder))
+    os.environ.update(environment_anywhere(os.environ, settings.home))
+    return order
 
 
 def refuse_with_script(options: Mapping[str, object]) -> None:
@@ -100,7 +124,8 @@ def train_script(
         start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
         if not runs:
             try:
-                keep_script(settings.home, job_id, _words_of(ordered, overrides, node_count, ranks_of(settings)))
+                fields = [*overrides, *changes]
+                keep_script(settings.home, job_id, _words_of(ordered, fields, node_count, ranks_of(settings)))
             except OSError as error:  # the nodes train already
                 say(f"the page of job {job_id} will not be able to resume it: {error}", err=True)
         if detach:

@@ -161,7 +161,7 @@ def train(
     """
     from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
-    from dtrain_dagster.cli.script_job import order_script, refuse_with_script, train_script
+    from dtrain_dagster.cli.script_job import order_script, refuse_with_script, script_to_go_on, train_script
     from dtrain_dagster.cli.summary import print_summary
     from dtrain_dagster.cli.terminal import watch_training
     from dtrain_dagster.cli.time_left import LeftClock, expect_finish
@@ -170,12 +170,16 @@ def train(
     from dtrain_dagster.support.user_sources import ensure_importable
 
     settings = read_settings(procs_per_node, nodes)
+    if not (script or config or dataset or arguments) and (known := script_to_go_on(settings, name)) is not None:
+        script, arguments, overrides = known.script, known.arguments, (*known.overrides, *overrides)
+        nodes = nodes or known.nodes
+        settings = read_settings(procs_per_node or known.processes_per_node, nodes)
     if script is not None:
         refuse_with_script(
             {"--config": config, "--dataset": dataset, "--model": model, "--loss": loss, "--settings": settings_file}
         )
         asked = [*as_overrides(None, None, epochs), *backend_overrides(backend), *overrides]
-        ordered = order_script(settings, script, arguments, asked, nodes, name)
+        ordered = order_script(settings, script, arguments, [*asked, *changes], nodes, name)
         return train_script(settings, ordered, asked, nodes or settings.nodes, detach, changes)
     if arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtrain_dagster.dashboard.job_row import DAMAGED
-from dtrain_dagster.jobs.orders import FOLDER, ScriptOrder, script_of
+from dtrain_dagster.jobs.orders import FOLDER, environment_anywhere, script_of, script_trouble
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK
 from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
@@ -88,20 +88,6 @@ def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") 
     return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it does not train now"}
 
 
-def script_trouble(script: ScriptOrder | None) -> str:
-    """Return why a script's job cannot be started again as it was ordered, and the remedy; "" where it can."""
-    if script is None:
-        return (
-            "a script trains it, and this home does not know how it was started: run `dtrain train --script` again "
-            "with the same --name, or materialize it again in Dagster"
-        )
-    if not os.path.isdir(script.folder):
-        return f"its script was started in {script.folder}, which is not there any more: put the folder back"
-    if not os.path.isfile(script.script):
-        return f"its script {script.script} is not there any more: put it back"
-    return ""
-
-
 def order_command(
     order: str, job_id: str, home: Path, launch: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> list[str]:
@@ -137,14 +123,6 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
     sized = ["--nodes", str(ranks // each), "--procs-per-node", str(each)]
     return ["train", "--config", str(_order_file(home, job_id)), "--name", job_id, *sized, "--detach"]
-
-
-def environment_anywhere(environment: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Return this environment with what it says of folders made absolute, so that a command works on the same ``home``
-    and with the same modules in whatever folder it is started. Pure but for the working directory."""
-    paths = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    found = {**environment, "DTRAIN_HOME": os.path.abspath(home)}
-    return found | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def _order_file(home: Path, job_id: str) -> Path:

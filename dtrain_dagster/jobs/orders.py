@@ -104,6 +104,14 @@ def keep_script(home: Path, job_id: str, order: ScriptOrder) -> None:
     _write(_script_path(home, job_id), json.dumps(asdict(order), sort_keys=True))
 
 
+def is_of_script(home: Path, job_id: str) -> bool:
+    """Return whether a job was ordered from this home, and a script trains it."""
+    try:
+        return _read(_path(home, job_id)).is_of_script
+    except (ConfigError, OSError):
+        return False
+
+
 def script_of(home: Path, job_id: str) -> ScriptOrder | None:
     """Return how a script's job was ordered; None where it was not by `dtrain train --script`, or by an older version
     of it, or where the record cannot be read."""
@@ -111,6 +119,28 @@ def script_of(home: Path, job_id: str) -> ScriptOrder | None:
         return _SCRIPT_ORDER.validate_json(_script_path(home, job_id).read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def script_trouble(script: ScriptOrder | None) -> str:
+    """Return why a script's job cannot be started again as it was ordered, and the remedy; "" where it can."""
+    if script is None:
+        return (
+            "a script trains it, and this home does not know how it was started: run `dtrain train --script` again "
+            "with the same --name, or materialize it again in Dagster"
+        )
+    if not os.path.isdir(script.folder):
+        return f"its script was started in {script.folder}, which is not there any more: put the folder back"
+    if not os.path.isfile(script.script):
+        return f"its script {script.script} is not there any more: put it back"
+    return ""
+
+
+def environment_anywhere(environment: Mapping[str, str], home: Path) -> dict[str, str]:
+    """Return this environment with what it says of folders made absolute, so that a command works on the same ``home``
+    and with the same modules in whatever folder it is started. Pure but for the working directory."""
+    paths = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found = {**environment, "DTRAIN_HOME": os.path.abspath(home)}
+    return found | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def keep_registration(home: Path, job_id: str, facts: Mapping[str, Any]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import signal
 import threading
 import uuid
 from collections import UserDict, namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +144,59 @@ class Learned(nn.Module):
 
 
 class Hiding(nn.Module):
-    def __init__(self) -> None:
+    """Has layers of which PyTorch does not know."""
+
+    def __init__(self, deep: bool = False, is_large: bool = False) -> None:
         super().__init__()
-        self.known, self.layers = nn.Linear(2, CLASSES), [nn.Linear(2, 2)]
+        self.known, self.is_large = nn.Linear(2, CLASSES), is_large
+        layer = nn.Linear(2, 2, bias=False)
+        self.layers: list[Any] = [[layer]] if deep else [layer]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.known(self.layers[0](inputs))
+        [layer] = self.layers
+        return self.known((layer[0] if isinstance(layer, list) else layer)(inputs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hiding:
+        if self.is_large:
+            raise MemoryError
+        found = Hiding(deep=isinstance(self.layers[0], list))
+        memo[id(self)] = found
+        return found
+
+
+class Focal(nn.Module):
+    """Takes a mean of its own."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction, self.weight = reduction, torch.tensor([1.0, 5.0, 0.2])
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(outputs, target, self.weight, reduction="none")
+        return losses.sum() / self.weight[target].sum() if self.reduction == "mean" else losses
+
+
+class Taught(nn.Module):
+    """Learns from a teacher, which is frozen in no way but this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = network(), [network()]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            hint = self.teacher[0](inputs)
+        return self.student(inputs) + hint
+
+
+class RootError(nn.MSELoss):
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (super().forward(outputs, target.view_as(outputs)) + 1e-6).sqrt()
+
+
+class Flattening(nn.CrossEntropyLoss):
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return super().forward(outputs.flatten(1), target.flatten())
 
 
 class Complex(nn.Module):
@@ -174,7 +223,10 @@ class Gathering(nn.Linear):
         return super().forward(inputs)
 
 
-COLUMN: dict[str, Any] = {"model": nn.Linear(2, 1), "data": TensorDataset(torch.zeros(20, 2), torch.zeros(20))}
+POINTS = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+COLUMN: dict[str, Any] = {"model": nn.Linear(2, 1), "data": TensorDataset(POINTS, POINTS[:, 0])}
+BOTH = TensorDataset(POINTS, POINTS[:, :1])
+SCALE = torch.ones(1, requires_grad=True)
 TOKENS: dict[str, Any] = {"data": TensorDataset(*[torch.zeros(20, 4, dtype=torch.int64)] * 2)}
 
 
@@ -188,6 +240,28 @@ def warned(outputs: Tensor, target: Tensor) -> Tensor:
 
 def flat(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs[:, 0] - target) ** 2
+
+
+def pinball(outputs: Tensor, target: Tensor) -> Tensor:
+    below, quantiles = target - outputs, torch.tensor([0.1, 0.5, 0.9])
+    return torch.maximum(quantiles * below, (quantiles - 1) * below)
+
+
+class Ragged(Dataset[Tensor]):
+    """Rows of one number, two and three."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, position: int) -> Tensor:
+        return torch.ones(position % 3 + 1)
+
+
+class RaggedTask:
+    """Gives a loss for each number: as many as samples, by chance."""
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        return (model(batch[..., None])[..., 0] - 1) ** 2
 
 
 class ColumnTask:
@@ -212,20 +286,38 @@ USELESS: list[tuple[dict[str, Any], str]] = [
     ({"valid": DataLoader(points(), collate_fn=collate)}, "the first samples of the valid split cannot be judged"),
     ({"valid": {0: 1}}, "the first samples of the valid split cannot be judged"),
     ({"model": [network(), network()]}, "the model is a list, and must be one torch.nn.Module: put several of them"),
-    ({"model": Hiding()}, "layers is a list of modules, whose parameters PyTorch does not find"),
+    ({"model": Hiding()}, "a parameter in layers, a list of modules, which needs a gradient, is no parameter of the"),
+    ({"model": Hiding(deep=True)}, "a tensor of shape (2, 2) that the loss depends on, which needs a gradient"),
+    ({"model": Hiding(is_large=True)}, "a parameter in layers, a list of modules, which needs a gradient, is no"),
+    (
+        {"loss": lambda outputs, target: flat(outputs, target) * SCALE},
+        "a tensor of shape (1,) that the loss depends on",
+    ),
+    ({"loss": lambda outputs, target: flat(outputs.detach(), target)}, "the loss depends on no parameter of the model"),
+    ({"loss": Focal()}, "Focal with reduction='mean' is "),
+    ({**COLUMN, "loss": RootError()}, "RootError with reduction='mean' is "),
     ({"model": nn.Sequential(network(), nn.SyncBatchNorm(CLASSES))}, "1 is a SyncBatchNorm, which would not"),
     ({"model": Complex()}, "spectrum is complex, and parameters that are trained are real numbers"),
-    ({"model": Opaque()}, "the extra state of the model (Opaque.get_extra_state) cannot be kept in a checkpoint"),
+    ({"model": Opaque()}, "the extra state of the model (get_extra_state) has a PosixPath, and a checkpoint holds"),
     ({"loss": nn.MSELoss(), **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target"),
-    ({"loss": nn.PoissonNLLLoss(), **COLUMN}, "PoissonNLLLoss compares outputs of shape (2, 1) and targets of shape"),
-    ({"loss": squared, **COLUMN}, "the loss of outputs of shape (2, 1) and targets of shape (2,) has the shape (2, 2)"),
+    ({"loss": nn.PoissonNLLLoss(), **COLUMN}, "PoissonNLLLoss compares outputs of shape (3, 1) and targets of shape"),
+    ({"loss": squared, **COLUMN}, "the loss of outputs of shape (3, 1) and targets of shape (3,) compares each sample"),
+    (
+        {"loss": lambda outputs, target: squared(outputs, target).mean(1), **COLUMN},
+        "the loss of outputs of shape (3, 1) and targets of shape (3,) compares each sample",
+    ),
+    ({"loss": squared, **COLUMN, "data": BOTH, "valid": COLUMN["data"]}, "compares each sample with each"),
     ({"loss": warned, **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target size"),
     ({"task": ColumnTask(), **COLUMN}, "the loss of 3 samples has the shape (3, 3): each sample is compared with each"),
-    ({"loss": flat, "metrics": {"off": squared}, **COLUMN}, "the metric 'off' of outputs of shape (2, 1) and targets"),
+    ({"loss": flat, "metrics": {"off": squared}, **COLUMN}, "the metric 'off' of outputs of shape (3, 1) and targets"),
     ({"model": Gathering()}, "calls torch.distributed, which has no group here"),
     (
         {"model": nn.Sequential(nn.BatchNorm1d(2), network()), "batch_size_per_gpu": 1},
-        "training.batch_size_per_gpu = 1, and BatchNorm",
+        "training.batch_size_per_gpu = 1 leaves micro-batches one sample, and BatchNorm",
+    ),
+    (
+        {"model": nn.Sequential(nn.BatchNorm1d(2), network()), "gradient_accumulation_steps": 100},
+        "gradient_accumulation_steps = 100 micro-batches leaves micro-batches one sample, and BatchNorm",
     ),
     ({"model": nn.Embedding(4, 4), **TOKENS}, "the classes may be the second dimension, as torch has it, or the last"),
     ({"gradient_accumulation_steps": 200}, "150 training samples cannot feed 200 micro-batches"),
@@ -236,6 +328,31 @@ USELESS: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_trained_is_refused_by_name(run: Run, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         run(**given)
+
+
+def shrinking(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, target: flat(outputs, target) + sum(each.square().sum() for each in model.parameters())
+
+
+ACCEPTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "a loss of its own shape": lambda: {**COLUMN, "loss": RootError(reduction="none")},
+    "quantiles of one target": lambda: {"model": nn.Linear(2, 3), "data": BOTH, "loss": pinball},
+    "rows of as many numbers as samples": lambda: {
+        "model": nn.Linear(1, 1), "task": RaggedTask(),
+        "data": DataLoader(Ragged(), batch_size=3, collate_fn=partial(nn.utils.rnn.pad_sequence, batch_first=True)),
+    },
+    "a teacher without gradients": lambda: {"model": Taught()},
+    "a loss that knows the model": lambda: {"model": (model := network()), "loss": shrinking(model)},
+    "a subclass of a loss of classes": lambda: {"loss": Flattening(ignore_index=1, weight=torch.tensor([1.0, 5, 2]))},
+    "a loss that is not reduced": lambda: {"loss": Focal("none")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_only_looks_wrong_is_trained(run: Run, name: str) -> None:
+    given = ACCEPTED[name]()
+    assert run(**given).steps
+    assert all(each.grad is None for each in network().parameters())
 
 
 def test_settings_may_be_mappings_and_a_misspelt_one_is_refused_by_name(run: Run) -> None:
@@ -359,7 +476,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Sequential(nn.Linear(2, CLASSES))}, "model.structure.0 = 'Linear(in_features=2"),
     (
         {"model": nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, CLASSES))},
-        "model.structure.1 = 'ReLU()' ('Tanh()' before)",
+        "model.structure.1 = 'ReLU(inplace=False)' ('Tanh()' before)",
     ),
     ({"loss": nn.MultiMarginLoss()}, "loss.args.class = 'MultiMarginLoss' ('CrossEntropyLoss' before)"),
     ({"loss": nn.CrossEntropyLoss(label_smoothing=0.3)}, "loss.arguments.label_smoothing = 0.3 (0.0 before)"),
@@ -414,6 +531,28 @@ def test_a_metric_that_is_no_number_is_told_and_not_written(run: Run) -> None:
     assert found.test["fine"] == pytest.approx(points(40, 1).tensors[1].double().mean().item())
     notes = json.loads(Path(found.run_dir, "evaluation.json").read_text())["notes"]
     assert any("no finite number on the valid split: odd" in note for note in notes)
+
+
+def test_a_split_of_which_nothing_counts_is_refused_by_name(run: Run) -> None:
+    ignored = TensorDataset(*points(20).tensors[:1], torch.full((20,), -100))
+    with pytest.raises(ConfigError, match="loss on the valid split is nan after step 8: none of its samples counts"):
+        run(valid=ignored)
+
+
+@pytest.mark.parametrize(("value", "words"), [(1e38, ": lower training"), (math.nan, "")])
+def test_numbers_that_are_missing_on_purpose_are_not_blamed(run: Run, value: float, words: str) -> None:
+    """Missing targets have no part in the loss; the sample that makes it infinite is another."""
+    inputs, target = points(20).tensors[0], torch.full((20,), math.nan)
+    target[::2], inputs[10] = 1.0, value
+
+    def masked(outputs: Tensor, target: Tensor) -> Tensor:
+        known = target.isfinite()
+        return torch.where(known, flat(outputs, target.where(known, 0)), 0.0) * 1e38
+
+    with pytest.raises(TrainingFailedError, match=f"not finite at step .*{words}") as failed:
+        run(nn.Linear(2, 1), TensorDataset(inputs, target), loss=masked, batch_size_per_gpu=10)
+    assert ("sample 10 of the training split has nan in its inputs" in str(failed.value)) == math.isnan(value)
+    assert "its target" not in str(failed.value)
 
 
 @pytest.mark.slow

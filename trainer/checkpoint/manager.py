@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainer.checkpoint.async_writer import Save, Writer
 from trainer.checkpoint.files import Part, digest_file, part_of, wait_for_parts, write_part, write_whole
-from trainer.checkpoint.manifest import NO_MANIFEST, read_checkpoint_manifest
+from trainer.checkpoint.manifest import NO_MANIFEST, position_of, read_checkpoint_manifest
 from trainer.checkpoint.parts import assemble
 from trainer.differences import describe_difference, list_differences
 from trainer.documents import schemas
@@ -167,18 +167,22 @@ class CheckpointManager:
             raise foreign
         return None
 
-    def refuse_others(self) -> None:
-        """Raise `ConfigError` if there are checkpoints, and all of them belong to another training."""
+    def refuse_others(self) -> tuple[int, int] | None:
+        """Return (epoch, samples used of it) of the newest checkpoint, None where there is none that says so. Raise
+        `ConfigError` if there are checkpoints, and all of them belong to another training."""
         foreign: ConfigError | None = None
         for folder in self.folders():
             try:
-                return self._refuse_other(folder, read_checkpoint_manifest(self.storage, folder))
+                manifest = read_checkpoint_manifest(self.storage, folder)
+                self._refuse_other(folder, manifest)
+                return position_of(manifest)
             except ConfigError as error:
                 foreign = foreign or error
             except (OSError, *NO_MANIFEST):
                 continue
         if foreign:
             raise foreign
+        return None
 
     def load_best(self) -> tuple[str, dict[str, Any]]:
         """Return (folder, state) of the best checkpoint by validation. Raise `CheckpointError` if it is gone or
@@ -286,6 +290,7 @@ class CheckpointManager:
             "fingerprint": self.fingerprint,
             "parts": self.parts,
             "writer": self.id,
+            "position": _position_of(save.state),
             "files": files,
         }
         self._raise_if_fenced(save)
@@ -397,6 +402,12 @@ def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> N
                 f"{path} does not fit: {tuple(new.shape)} {new.dtype} in the checkpoint, {tuple(old.shape)} "
                 f"{old.dtype} in the model"
             )
+
+
+def _position_of(state: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the epoch that a training has come to, and the samples used of it; None before the first step."""
+    [*_, last] = state.get("progress", {}).get("consumed") or [None]
+    return last and {"epoch": last["epoch"], "samples": last["samples"]}
 
 
 def _bytes(manifest: dict[str, Any]) -> int:

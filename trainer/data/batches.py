@@ -63,23 +63,23 @@ def move_to(data: Any, device: torch.device) -> Any:
 _WHOLE = "its batch"
 
 
-def find_non_finite(data: Any, name: str = _WHOLE) -> tuple[str, int, float] | None:
-    """Return (name of the part, its first row, value) of the first number of a batch that is not finite, None where all
-    are. ``name``: of the whole."""
+def find_non_finite(data: Any, row: int, name: str = _WHOLE) -> tuple[str, float] | None:
+    """Return (name of the part, value) of the first number in a row of a batch that is not finite, None where all are.
+    ``name``: of the whole."""
     if isinstance(data, Tensor):
         if not (data.is_floating_point() or data.is_complex()) or data.layout is not torch.strided:
             return None
-        odd = (~torch.isfinite(data)).nonzero()
-        if not len(odd):
+        if data.dim() == 0 or row >= len(data):
             return None
-        value = data[tuple(odd[0])]
-        return name, int(odd[0][0]) if data.dim() else 0, float(abs(value) if value.is_complex() else value)
+        values = data[row].flatten()
+        odd = values[~torch.isfinite(values)]
+        return (name, float(abs(odd[0]) if odd.is_complex() else odd[0])) if len(odd) else None
     if isinstance(data, np.ndarray):
-        return find_non_finite(torch.from_numpy(data), name) if data.dtype.kind in "fc" else None
-    found: list[tuple[str, int, float]] = []
+        return find_non_finite(torch.from_numpy(data), row, name) if data.dtype.kind in "fc" else None
+    found: list[tuple[str, float]] = []
 
     def look(part: Any, of: str) -> None:
-        if not found and (odd := find_non_finite(part, of)) is not None:
+        if not found and (odd := find_non_finite(part, row, of)) is not None:
             found.append(odd)
 
     if isinstance(data, Mapping):
@@ -93,6 +93,16 @@ def find_non_finite(data: Any, name: str = _WHOLE) -> tuple[str, int, float] | N
         for field in dataclasses.fields(data):
             look(getattr(data, field.name), f"{name}.{field.name}")
     return found[0] if found else None
+
+
+def find_odd_row(data: Any, losses: Tensor) -> tuple[int, str, float] | None:
+    """Return (row, name of the part, value) of the first number of a batch that is not finite, None where all are.
+    ``losses`` (n,): where some of them are not finite, only their rows are looked at."""
+    odd = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+    for row in odd or range(len(losses)):
+        if (found := find_non_finite(data, row)) is not None:
+            return row, *found
+    return None
 
 
 def _has_parts(data: Any) -> bool:

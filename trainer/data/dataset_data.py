@@ -8,6 +8,7 @@ asks for is read in `trainer.data.user_loaders`.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
@@ -33,8 +34,8 @@ from trainer.runtime.step_timer import StepTimer
 
 PLANNED = 1 << 13
 """Samples of this rank that are dealt together, about."""
-_PROBED = 4
-"""Samples whose content goes into a dataset's name."""
+_PROBED, _PROBED_WELL = 4, 32
+"""Samples whose content goes into a dataset's name, and into that of a split that scores are compared on."""
 _WORTH_WORKERS = 4
 """The fewest batches of an evaluation for which workers are started."""
 
@@ -46,6 +47,10 @@ class _Order:
     split: str
     seed: int
     positions: NDArray[np.int64]
+
+
+_OWN = ("datasets", "_collate", "_tensors")
+"""The attributes of `_Read`; all others are of the caller's dataset."""
 
 
 class _Read(Dataset[Any]):
@@ -77,8 +82,23 @@ class _Read(Dataset[Any]):
 
     def try_one(self) -> None:
         """Read one sample of each dataset."""
-        for dataset in self.datasets.values():
-            dataset[0]
+        with _own_random_state():
+            for dataset in self.datasets.values():
+                dataset[0]
+
+    def __len__(self) -> int:
+        return len(cast(Sized, next(iter(self.datasets.values()))))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a caller's ``worker_init_fn`` looks for in its dataset."""
+        if name.startswith("__") or "datasets" not in vars(self):
+            raise AttributeError(name)
+        return getattr(next(iter(self.datasets.values())), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what a caller's ``worker_init_fn`` sets in its dataset."""
+        first = None if name in _OWN else next(iter(self.datasets.values()))
+        object.__setattr__(self if first is None else first, name, value)
 
 
 def _seed_all(seed: int) -> None:
@@ -139,9 +159,17 @@ class DatasetData:
         """Return a name that tells the content of a split from another's, as far as a few samples tell it; of tensors
         all. "" where there is none."""
         dataset = self._reader.datasets.get(split)
+        rows: Any = slice(None)
+        if type(dataset) is Subset:
+            dataset, rows = dataset.dataset, list(dataset.indices)  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset:
-            return "-".join(digest_array(tensor) for tensor in dataset.tensors)
-        return "" if dataset is None else _name_of(dataset)
+            return "-".join(digest_array(tensor[rows]) for tensor in dataset.tensors)
+        dataset = self._reader.datasets.get(split)
+        return "" if dataset is None else _name_of(dataset, probed=_PROBED_WELL)
+
+    def collate_of(self, split: str) -> Callable[[list[Any]], Any] | None:
+        """Return what makes batches of a split; None for the usual way."""
+        return self.options[split].collate_fn if split in self.options else None
 
     def count(self, split: str) -> int:
         """Return the number of samples of a split, 0 where there is none."""
@@ -149,14 +177,20 @@ class DatasetData:
 
     def start_workers(self, config: DistributedTrainingConfig, facts: RankFacts) -> None:
         """Start the worker processes that the loaders ask for, which stay until `close`: those of the training split,
-        and those of the other two together. To be called before other threads start (`trainer.data.loader_workers`).
-        Raise `trainer.data.loader_workers.WorkerHungError` where they do not answer."""
+        and those of the other two, together where they are to be alike. To be called before other threads start
+        (`trainer.data.loader_workers`). Raise `trainer.data.loader_workers.WorkerHungError` where they do not answer,
+        and RuntimeError where one ends."""
         # The others wait that long for this rank.
-        patience = 0.9 * config.collective_timeout_seconds if config.micro_batches > 1 else 0.0
-        judged = [split for split in ("valid", "test") if self._is_worth_workers(split, config)]
-        for splits in (judged, ["train"]):  # in this order: the second may have a thread that pins memory
-            options = next((self.options[split] for split in splits if self.options[split].num_workers), None)
-            if options is None:
+        has_peers = facts.world_size > 1 or "DTRAIN_LAUNCH" in os.environ
+        patience = 0.9 * config.collective_timeout_seconds if has_peers else 0.0
+        judged = [[split] for split in ("valid", "test") if self._is_worth_workers(split, config)]
+        ways = [replace(self.options[split], collate_fn=None, pin_memory=False) for [split] in judged]
+        if len(judged) == 2 and ways[0] == ways[1] and ways[0].worker_init_fn is None:
+            judged = [["valid", "test"]]
+        # In this order: the workers of the training split may come with a thread that pins memory.
+        for splits in (*judged, ["train"]):
+            options = self.options[splits[0]]
+            if not options.num_workers:
                 continue
             if splits == ["train"]:
                 pins = options.pin_memory and config.backend != "gloo" and torch.cuda.is_available()
@@ -276,18 +310,19 @@ def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
         content += b"" if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
     elif value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
-        content += value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content += flat.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _name_of(dataset: Any) -> str:
+def _name_of(dataset: Any, probed: int = _PROBED) -> str:
     """Return a name that tells this content from another's: its type, length and a few samples, where they have bytes.
     Random changes to samples are drawn with one seed."""
     count = len(dataset)
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     digest = hashlib.sha256(f"{kind}/{count}".encode())
     with _own_random_state():
-        for position in np.unique(np.linspace(0, count - 1, min(count, _PROBED)).astype(np.int64)).tolist():
+        for position in np.unique(np.linspace(0, count - 1, min(count, probed)).astype(np.int64)).tolist():
             _seed_all(position)
             for part in torch.utils._pytree.tree_leaves(dataset[position]):
                 if isinstance(part, Tensor) and part.layout is torch.strided:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,10 +28,14 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from trainer.runtime.affinity import roam
 from trainer.runtime.parent_death import die_with
 
-START_SECONDS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-"""How long a worker may take to start and to read one sample, at each attempt to start it."""
+ATTEMPTS = 7
+"""How often a worker is started; each time it has twice as long."""
+START_SECONDS = 2.0
+"""How long a worker may take at first to start and to read one sample, at least; else four times as long as its rank
+takes to read one."""
 CALM_SECONDS = 0.01
 """The pause before each start, so that threads which wait for the interpreter go first: they may hold locks."""
+_PID = struct.Struct("i")
 _STACK = signal.SIGUSR2
 """The signal on which a worker writes where it stands to the log of its node."""
 
@@ -74,7 +79,8 @@ class WorkerStart:
     own: Callable[[int], None] | None
     """The caller's ``worker_init_fn``."""
     answers: int
-    """The descriptor to which a byte is written once one sample was read; negative where it is not inherited."""
+    """The descriptor to which its process id is written once one sample was read; negative where it is not
+    inherited."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is the worker of this number."""
@@ -92,7 +98,7 @@ class WorkerStart:
                 cast(Any, info.dataset).try_one()
         finally:
             if self.answers >= 0:
-                os.write(self.answers, b".")
+                os.write(self.answers, _PID.pack(os.getpid()))
 
 
 class WorkerPool:
@@ -106,18 +112,70 @@ class WorkerPool:
         self._orders: Iterable[Any] = ()
         has_answers = options.num_workers > 0 and options.forks  # a worker of another start inherits no pipe
         self._answers, self._answer = os.pipe() if has_answers else (-1, -1)
+        self._starting: list[_Worker] = []
+        self._seconds = START_SECONDS
+        self._failure: RuntimeError | None = None
         self._loader = self._make_loader()
 
     def start(self) -> None:
         """Start the workers, and wait until each has read a sample; one that does not come that far is started again.
-        To be called before this process has other threads. Raise `WorkerHungError` where that does not help."""
+        To be called before this process has other threads. Raise `WorkerHungError` where that does not help, and
+        RuntimeError for a worker that ends."""
         if self.options.num_workers:
+            began = time.monotonic()
+            cast(Any, self.dataset).try_one()
+            self._seconds = max(START_SECONDS, 4 * (time.monotonic() - began))
             iter(self._loader)
+            if self._failure is not None:
+                _end_workers(self._loader)
+                raise self._failure
 
-    def wait_for_answer(self, seconds: float) -> bool:
-        """Return whether a worker that has just been started reads a sample within this many seconds."""
-        is_there = bool(select.select([self._answers], [], [], seconds)[0])
-        return is_there and bool(os.read(self._answers, 1))
+    def take_up(self, worker: _Worker) -> None:
+        """Count a worker as started; the last one waits until all have read a sample."""
+        self._starting.append(worker)
+        if len(self._starting) == self.options.num_workers:
+            waiting, self._starting = self._starting, []
+            try:
+                self._wait_for_all(waiting)
+            except RuntimeError as error:  # torch's loader is in the midst of being made
+                self._failure = error
+                for each in waiting:
+                    each.kill()
+
+    def _wait_for_all(self, waiting: list[_Worker]) -> None:
+        seconds = self._seconds
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                seconds *= 2
+                for each in waiting:
+                    each.start_again()
+            waiting = self._wait_for(waiting, seconds)
+            if not waiting:
+                return
+        raise WorkerHungError(
+            f"rank {self.rank}: a worker process of its loader did not read a sample within {seconds:g} s, though "
+            f"it was started {ATTEMPTS} times. Its stack is in the log of the node: a lock that another "
+            "thread of the script holds is held in the worker for ever. Start that thread later, or give the loader "
+            "multiprocessing_context='forkserver', or num_workers=0"
+        )
+
+    def _wait_for(self, workers: list[_Worker], seconds: float) -> list[_Worker]:
+        """Return those of the workers that have not answered within this time. Raise RuntimeError for one that ends."""
+        waiting, end = {worker.pid: worker for worker in workers}, time.monotonic() + seconds
+        while waiting and (left := end - time.monotonic()) > 0:
+            for worker in waiting.values():
+                worker.join(0)
+            ended = [worker for worker in waiting.values() if not worker.is_alive()]
+            if select.select([self._answers], [], [], 0 if ended else min(left, 0.1))[0]:
+                for (pid,) in _PID.iter_unpack(os.read(self._answers, 64 * _PID.size)):
+                    waiting.pop(pid, None)
+            elif ended:
+                raise RuntimeError(
+                    f"rank {self.rank}: worker process {ended[0].pid} of its loader ended with exit code "
+                    f"{ended[0].exitcode} before it had read a sample (negative: by that signal); what it said is in "
+                    "the log of the node"
+                )
+        return list(waiting.values())
 
     def read(self, orders: Iterable[Any]) -> Iterator[Any]:
         """Yield what the dataset gives for each order. Raise `WorkerHungError` where it takes longer than the
@@ -125,8 +183,9 @@ class WorkerPool:
         self._orders = orders
         try:
             yield from self._loader
-        except RuntimeError as error:
+        except Exception as error:
             if not str(error).startswith("DataLoader timed out"):
+                _end_workers(self._loader)
                 raise
             raise WorkerHungError(
                 f"rank {self.rank}: {self._end_hung()} did not answer for {self.patience:g} s while they read samples; "
@@ -194,23 +253,22 @@ class _Worker:
         self._process = make()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
-        for seconds in START_SECONDS:
-            time.sleep(CALM_SECONDS)
-            self._process.daemon = self.daemon
-            self._process.start()
-            if self.pool.wait_for_answer(seconds):
-                return
-            _show_stack(self._process)
-            hung, self._process = self._process, self._make()
-            hung.kill()
-            hung.join()
-        raise WorkerHungError(
-            f"rank {self.pool.rank}: a worker process of its loader did not read a sample within {seconds:g} s, though "
-            f"it was started {len(START_SECONDS)} times. Its stack is in the log of the node: a lock that another "
-            "thread of the script holds is held in the worker for ever. Start that thread later, or give the loader "
-            "multiprocessing_context='forkserver', or num_workers=0"
-        )
+        """Start it; the last worker of a pool waits until all of them answer."""
+        self._start_process()
+        self.pool.take_up(self)
+
+    def start_again(self) -> None:
+        """End the process, which does not answer, and start another one."""
+        _show_stack(self._process)
+        self._process.kill()
+        self._process.join()
+        self._process = self._make()
+        self._start_process()
+
+    def _start_process(self) -> None:
+        time.sleep(CALM_SECONDS)
+        self._process.daemon = self.daemon
+        self._process.start()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)

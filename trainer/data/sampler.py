@@ -143,6 +143,19 @@ def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) ->
     return full + (rest >= SMALLEST * micro_batches or full == 0)
 
 
+def steps_left(samples: int, offset: int, global_batch_size: int, micro_batches: int) -> int:
+    """Return the steps from a position of an epoch to its end. Raise `ConfigError` where what is left cannot feed all
+    micro-batches, which only another batch size than before can bring about. Pure."""
+    left = samples - offset
+    if offset and left < min(SMALLEST * micro_batches, global_batch_size):
+        raise ConfigError(
+            f"{left} samples of the epoch are left where this training goes on, too few for {micro_batches} "
+            f"micro-batches (training.world_size x training.gradient_accumulation_steps) of {SMALLEST} each: go on "
+            "with the batch of before until the next epoch, or with fewer micro-batches"
+        )
+    return steps_per_epoch(left, global_batch_size, micro_batches)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A part of one step's global batch, or a part of such a part where a whole one would be too much at once."""
@@ -187,15 +200,8 @@ class Sampler:
         return self.steps_from(0)
 
     def steps_from(self, offset: int) -> int:
-        """Return the number of steps from a position of an epoch to its end. Raise `ConfigError` where what is left
-        cannot feed all micro-batches, which only another batch size than before can bring about."""
-        if 0 < self.samples - offset < self.micro_batches:
-            raise ConfigError(
-                f"{self.samples - offset} samples of the epoch are left, and a step now has {self.micro_batches} "
-                "micro-batches (training.world_size x training.gradient_accumulation_steps), each with a sample at "
-                "least: change the batch at another step, or raise training.batch_size_per_gpu instead"
-            )
-        return steps_per_epoch(self.samples - offset, self.global_batch_size, self.micro_batches)
+        """Return the number of steps from a position of an epoch to its end. Raise `ConfigError` as `steps_left`."""
+        return steps_left(self.samples, offset, self.global_batch_size, self.micro_batches)
 
     def steps_to_do(self, epoch: int, offset: int, epochs: int) -> int:
         """Return the number of steps from a position of an epoch to the end of ``epochs`` epochs."""

@@ -228,6 +228,7 @@ MANIFEST = record(
     generation=count,
     writer=text,
     parts=obj,
+    position=optional(record(epoch=count, samples=count)),
 )
 """``checkpoints/<folder>/manifest.json``"""
 _interval = record(low=number_between(), expected=number_between(), high=number_between())

@@ -136,7 +136,7 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
             f"model.factory = {job.model.factory!r}, loss.factory = {job.loss.factory!r}: {error}"
         ) from None
     # What a cluster has ordered was tried before its nodes were asked for.
-    try_task(module, task, data, job.training.batch_size_per_gpu, thorough="DTRAIN_LAUNCH" not in os.environ)
+    try_task(module, task, data, job.training, thorough="DTRAIN_LAUNCH" not in os.environ)
     if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
         task.criterion.to(device)
     module = module.to(device)
@@ -149,6 +149,7 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
         identity=(data.dataset_id, model, loss),
         description={"kind": OWN, "model": model, "loss": loss},
         valid_name=data.name_split("valid"),
+        valid_collate=data.collate_of("valid"),
         evaluation_batch=job.training.batch_size_per_gpu,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,23 +80,23 @@ def take_buffers(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Let a module hold a state dict, whose buffers may have other shapes than its own, or be set where its own are
+    """Let a module hold a state dict, whose buffers may have other forms than its own, or be set where its own are
     not."""
-    own = module.state_dict()
+    modules, device = dict(module.named_modules()), next((each.device for each in module.parameters()), None)
     with torch.no_grad():
-        for name in {**own, **state}:
+        for name in {**module.state_dict(), **state}:
             prefix, _, leaf = name.rpartition(".")
-            try:
-                part = module.get_submodule(prefix)
-            except AttributeError:
-                continue  # which `load_state_dict` will say
+            part = modules.get(prefix)
             held: Any = getattr(part, leaf, _NOTHING)
             saved = state.get(name)
-            if isinstance(held, nn.Parameter) or held is _NOTHING:
-                continue
-            if isinstance(saved, Tensor) and (held is None or not _fits(held, saved)):
-                device = next((each.device for each in module.parameters()), saved.device)
-                setattr(part, leaf, torch.empty_like(saved, device=device))
+            if part is None or isinstance(held, nn.Parameter) or is_extra(name):
+                continue  # what does not fit, `load_state_dict` says
+            if isinstance(saved, Tensor) and not (isinstance(held, Tensor) and _fits(held, saved)):
+                fresh = saved.to(device, copy=True)
+                if held is _NOTHING:  # it is registered in a forward pass
+                    part.register_buffer(leaf, fresh)
+                else:
+                    setattr(part, leaf, fresh)
             elif saved is None and isinstance(held, Tensor):
                 setattr(part, leaf, None)
     module.load_state_dict(dict(state))
@@ -106,9 +105,14 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
 _NOTHING = object()
 
 
-def buffer_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the shape of each buffer, by its name."""
-    return {name: list(buffer.shape) for name, buffer in module.named_buffers()}
+def buffer_forms(module: nn.Module) -> dict[str, list[str]]:
+    """Return shape and type of each buffer, by its names."""
+    return {name: form_of(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
+
+
+def form_of(tensor: Tensor) -> list[str]:
+    """Return shape and type of a tensor."""
+    return [str(tuple(tensor.shape)), str(tensor.dtype)]
 
 
 def is_extra(name: str) -> bool:
@@ -125,13 +129,32 @@ def refuse_extra_state(module: nn.Module, strategy: str) -> None:
         what = f"the extra state of {name or 'the model'} ({type(part).__name__}.get_extra_state)"
         if strategy not in ("ddp", "horovod"):
             raise ConfigError(f"{what} is not kept by training.strategy = {strategy!r}: set it to 'ddp'")
-        try:
-            torch.load(io.BytesIO(_pickled(part.get_extra_state())), weights_only=True)
-        except Exception as error:
+        require_plain_state({f"{name}.{_EXTRA}": part.get_extra_state()})
+
+
+def require_plain_state(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for extra state in a state dict that a checkpoint could not keep."""
+    for name, value in state.items():
+        if is_extra(name) and (odd := _odd_part(value)) is not None:
             raise ConfigError(
-                f"{what} cannot be kept in a checkpoint, which holds tensors and plain values only: return a tensor or "
-                f"a dictionary of numbers and texts ({str(error).splitlines()[0]})"
-            ) from None
+                f"the extra state of {name.rpartition('.')[0] or 'the model'} (get_extra_state) has a "
+                f"{type(odd).__name__}, and a checkpoint holds tensors and plain values only: return tensors, numbers "
+                "and texts, in dictionaries, lists and tuples"
+            )
+
+
+def _odd_part(value: Any) -> Any | None:
+    """Return the part of a value that is neither a tensor nor plain, None where there is none."""
+    if isinstance(value, dict):
+        parts: Sequence[Any] = [*value, *value.values()]
+    elif type(value) in (list, tuple):
+        parts = value
+    else:
+        return None if type(value) in _PLAIN or isinstance(value, Tensor) else value
+    return next((odd for part in parts if (odd := _odd_part(part)) is not None), None)
+
+
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device)
 
 
 def digest_state_dict(state: Mapping[str, Any]) -> str:
@@ -144,9 +167,15 @@ def digest_state_dict(state: Mapping[str, Any]) -> str:
 
 
 def _update(result: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        result.update(f"{tuple(value.shape)}{value.layout}".encode())
+        for part in _parts_of_sparse(value.detach().cpu()):
+            _update(result, part)
+    elif isinstance(value, Tensor):
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         result.update(f"{tuple(flat.shape)}{flat.dtype}".encode())
+        if flat.is_quantized:
+            flat = flat.int_repr()
         result.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
@@ -159,12 +188,26 @@ def _update(result: Any, value: Any) -> None:
         result.update(repr(value).encode())
 
 
+def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse tensor consists of."""
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
 def _has_extra(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _fits(buffer: Tensor, value: Tensor) -> bool:
     """Return whether a buffer can take a value in its place; an expanded one, whose elements share memory, cannot."""
+    if buffer.layout is not torch.strided or value.layout is not torch.strided or buffer.is_quantized:
+        return False
     is_apart = buffer.numel() < 2 or 0 not in [
         step for step, size in zip(buffer.stride(), buffer.shape, strict=True) if size > 1
     ]
@@ -172,15 +215,11 @@ def _fits(buffer: Tensor, value: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, value: Tensor | None) -> None:
-    buffer = getattr(module, name)
+    buffer: Any = getattr(module, name, _NOTHING)
+    if buffer is _NOTHING:  # it is registered in a forward pass, which this rank has yet to make
+        return
     if buffer is not None and value is not None and _fits(buffer, value):
         buffer.copy_(value)  # where it lies: others may have views of it
     else:
         like = next(module.parameters(), buffer) if buffer is None else buffer
         setattr(module, name, value if value is None or like is None else value.to(like.device))
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

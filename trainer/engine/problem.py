@@ -19,7 +19,7 @@ from trainer.data.loader import keep_on_gpu
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.data.training_data import TrainingData
 from trainer.data.window_data import WindowData
-from trainer.engine.identity import describe_loss, describe_structure, digest_measure
+from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
 from trainer.evaluation.judged_baselines import BaselineJudgement
@@ -43,6 +43,8 @@ class Problem:
     """The entries of ``model.json`` that tell how the module is made again."""
     valid_name: str = ""
     """The name of the validation samples, where that of the dataset does not cover them."""
+    valid_collate: Callable[..., Any] | None = None
+    """What makes batches of them; None: the usual way."""
     evaluation_batch: int = EVAL_BATCH
     """The samples that are evaluated at once, while memory suffices."""
     ahead: Callable[[], PieceWork] | None = None
@@ -57,17 +59,16 @@ class Problem:
         """Return what a checkpoint belongs to, part by part, as JSON: what `fingerprint` covers, and the structure of
         the model, the arguments of the loss and the order of samples. The model must be as it was made."""
         _, model, *_, loss = self.identity
-        shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
         return {
             "dataset": self.data.dataset_id,
-            "model": {**model, "structure": describe_structure(self.module), "weights": shapes},
+            "model": {**model, "structure": describe_structure(self.module), "weights": describe_weights(self.module)},
             "loss": {**loss, **describe_loss(self.task)},
             "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
         }
 
     def digest_measure(self) -> dict[str, str]:
         """Return digests of what the validation loss depends on beside that (`trainer.engine.identity`)."""
-        return digest_measure(self.module, self.task, self.valid_name)
+        return digest_measure(self.module, self.task, self.valid_name, self.valid_collate)
 
 
 def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:

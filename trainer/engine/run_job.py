@@ -40,16 +40,16 @@ def run_job(job: JobConfig) -> int:
 
 
 def train_job(
-    job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None
+    job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None, failure: Exception | None = None
 ) -> tuple[int, dict[str, Any]]:
     """Train the job in this process, write how it ended to ``result.json``, and return the exit code and this rank's
     result. ``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
-    event that this process reports. Where its GPU has too little
-    memory and the job leaves the choice of the device open, it goes on on the CPU from the latest checkpoint or with
-    the state of its peers."""
+    event that this process reports. ``failure``: what has failed already; the job then ends with that. Where its GPU
+    has too little memory and the job leaves the choice of the device open, it goes on on the CPU from the latest
+    checkpoint or with the state of its peers."""
     trainer = DistributedTrainer(job, maker, watch)
     try:
-        code, result = _run(trainer)
+        code, result = _run(trainer, failure)
     except GPUTooSmall as moved:
         print(moved, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
         fields = {"samples": job.training.batch_size_per_gpu, "activation_checkpointing": False, "device": "cpu"}
@@ -79,11 +79,13 @@ def train_job(
     return code, result
 
 
-def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
+def _run(trainer: DistributedTrainer, failure: Exception | None) -> tuple[int, dict[str, Any]]:
     """Return (exit code, result); raise `GPUTooSmall` alone. ``everybody`` in it says that all ranks have
     ended together, so that the job has ended."""
     try:
         trainer.initialize_distributed()
+        if failure is not None:
+            raise failure
         trainer.setup()
         return DONE, trainer.train()
     except Stopped as stopped:

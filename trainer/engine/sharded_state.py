@@ -35,7 +35,7 @@ class RowState(Protocol):
     best: dict[str, Tensor] | None
     start: dict[str, Tensor] | None
 
-    def grown(self) -> dict[str, list[int] | None]: ...
+    def grown(self) -> dict[str, list[str] | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,14 @@ from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
-from trainer.engine.module_state import buffer_shapes, copy_state_dict, is_extra, load_state_dict
+from trainer.engine.module_state import (
+    buffer_forms,
+    copy_state_dict,
+    form_of,
+    is_extra,
+    load_state_dict,
+    require_plain_state,
+)
 from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
 from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
@@ -82,13 +89,15 @@ def describe_changes(state: dict[str, Any], now: Progress) -> list[str]:
 def take_up(state: dict[str, Any], now: Progress) -> None:
     """Let a saved state have the present settings, and no best score where scores of before are not to be compared with
     those of now."""
-    saved = state["progress"]
+    saved, patience = state["progress"], now.settings.get("early_stopping_patience")
     kept = ["settings", "measure"]
     if _changes_of_measure(saved, now):
         kept += ["best_loss", "best_step", "evaluated_step", "evaluations_without_improvement", "early_stopped"]
         state.pop("best", None)
     begun = Progress(settings=now.settings, measure=now.measure)
     state["progress"] = saved | {name: getattr(begun, name) for name in kept}
+    waited = state["progress"]["evaluations_without_improvement"]
+    state["progress"]["early_stopped"] = patience is not None and waited >= patience
 
 
 def _changes_of_measure(saved: dict[str, Any], now: Progress) -> list[str]:
@@ -107,18 +116,20 @@ class TrainingState:
     """The best weights so far, on the CPU of every rank, so that the end of a training does not depend on storage."""
     start: dict[str, Tensor] | None = None
     """Of a sharded model that has no checkpoint yet: all parameters before the first step, on the CPU."""
-    first_shapes: dict[str, list[int]] = field(init=False)
-    """The shapes of the buffers of the model as it was made: some grow with what they have seen."""
+    first_forms: dict[str, list[str]] = field(init=False)
+    """The shapes and types of the buffers of the model as it was made: some grow with what they have seen."""
 
     def __post_init__(self) -> None:
-        self.first_shapes = buffer_shapes(self.module)
+        self.first_forms = buffer_forms(self.module)
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
         are the live ones, not copies. Of a sharded model it is this rank's part (`trainer.checkpoint.parts`)."""
         if self.step.sharded is not None:
             return capture_part(self, best_is_saved)
-        state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
+        whole = self.module.state_dict()
+        require_plain_state(whole)
+        state = {"model": whole, "step": self.step.state_dict(), "progress": asdict(self.progress)}
         if grown := self.grown():
             state["grown"] = grown
         if self.best is not None and not best_is_saved:
@@ -159,20 +170,18 @@ class TrainingState:
             return
         self.best = copy_state_dict(self.module)
 
-    def grown(self) -> dict[str, list[int] | None]:
-        """Return the shapes that buffers had when the model was made, of those that have another now; None for one that
+    def grown(self) -> dict[str, list[str] | None]:
+        """Return the forms that buffers had when the model was made, of those that have another now; None for one that
         was not set then."""
-        now = buffer_shapes(self.module)
-        return {
-            name: self.first_shapes.get(name) for name, shape in now.items() if self.first_shapes.get(name) != shape
-        }
+        now, first = buffer_forms(self.module), self.first_forms
+        return {name: first.get(name) for name, form in now.items() if first.get(name) != form}
 
     def _like(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the form that a state dict must have: of buffers that had grown that of the saved ones, if they were
         made as they are now, and of extra state any."""
         saved, mine = state["model"], self.grown()
-        grown = {name for name, shape in state.get("grown", {}).items() if self.first_shapes.get(name) == shape}
-        grown |= {name for name, shape in mine.items() if name in saved and list(saved[name].shape) == shape}
+        grown = {name for name, form in state.get("grown", {}).items() if self.first_forms.get(name) == form}
+        grown |= {name for name, form in mine.items() if name in saved and form_of(saved[name]) == form}
         like = {
             name: saved[name] if name in saved and (name in grown or is_extra(name)) else value
             for name, value in own.items()

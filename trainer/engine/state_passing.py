@@ -82,6 +82,8 @@ def take_apart(state: Any) -> tuple[bytes, list[Tensor]]:
     tensors: list[Tensor] = []
 
     def outline(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor.detach().cpu()  # it is a part of the outline, whole
         tensor = tensor.detach().resolve_conj().resolve_neg()
         tensors.append(tensor if _is_dense(tensor) else tensor.contiguous())
         return torch.empty_strided(tensors[-1].shape, tensors[-1].stride(), dtype=tensor.dtype, device="meta")
@@ -97,6 +99,8 @@ def put_together(outline: bytes, is_kept: bool = True) -> tuple[Any, list[Tensor
     tensors: list[Tensor] = []
 
     def made(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:  # it is whole, as a part of the outline
+            return tensor
         device = "cpu" if is_kept else "meta"
         tensors.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device))
         return tensors[-1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.batches import Batch, find_non_finite
+from trainer.data.batches import Batch, find_odd_row
 from trainer.data.sampler import micro_batch_seed
 from trainer.engine.module_state import (
     holds_module_state,
@@ -302,14 +303,22 @@ class TrainingStep:
 
     def _find_odd(self, batch: Batch) -> str:
         """Return what is not finite in the samples of a global batch, "" where all are. A collective."""
-        mine = ""
+        held, mine = read_module_state(self._holders), list[tuple[bool, str]]()
         for part in batch.micro_batches:
-            if (found := find_non_finite(part.data)) is not None and not mine:
-                name, row, value = found
-                is_known = part.positions is not None and row < len(part.positions)
-                sample = f"sample {part.positions[row]}" if is_known and part.positions is not None else "a sample"
-                mine = f"{sample} of the training split has {value} in {name}: mend that sample, or leave it out"
-        return next(filter(None, self.world.all_gather_object(mine)), "")
+            losses = torch.zeros(part.count)
+            if self.sharded is None:  # whose passes are collectives
+                with suppress(Exception), torch.enable_grad():
+                    losses = self._losses(self.module, part.count, part.data).detach()
+            said = ""
+            if (found := find_odd_row(part.data, losses)) is not None:
+                row, name, value = found
+                sample = "a sample" if part.positions is None else f"sample {part.positions[row]}"
+                said = f"{sample} of the training split has {value} in {name}: mend that sample, or leave it out"
+            mine.append((not bool(torch.isfinite(losses).all()), said))
+        put_module_state(self._holders, held)
+        every = [each for told in self.world.all_gather_object(mine) for each in told]
+        odd = [each for each in every if each[0]]
+        return next((said for _, said in odd or every if said), "")
 
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
@@ -394,7 +403,10 @@ class TrainingStep:
         """Take over what `state_dict` has returned."""
         assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group in self.optimizer.param_groups:  # a setting, which may be otherwise now
+            group["weight_decay"] = self.config.weight_decay
+        if state["scaler"]:  # which only training in fp16 has
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def _summed(tensor: Tensor, transport: Any) -> Tensor:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import move_to
 from trainer.data.kinds import SPLITS
+from trainer.data.sampler import spread_positions
 from trainer.data.training_data import TrainingData
 from trainer.evaluation.judge import Judging
 from trainer.model.sizes import model_bytes
-from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, per_sample, weigher
+from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, mean_of, per_sample, weigher
 
 _TRIED = 3
 """Samples on which a task is tried."""
+_MEASURED = 16
+"""Samples of which the mean of a loss is compared with the trainer's."""
 _MOST_COPIED = 2 << 30
 """Bytes of the largest model of which a copy is tried as it trains."""
 _ELEMENTWISE = (
@@ -35,6 +40,8 @@ _ELEMENTWISE = (
     nn.KLDivLoss, nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
 """torch's losses of outputs and targets of one shape; some of them broadcast others without a word."""
+_OF_SHAPES = "Using a target size"
+"""How torch's warning of a loss that broadcasts begins."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +63,7 @@ def check_model(model: Any) -> None:
             "of them unfrozen (requires_grad)"
         )
     for name, parameter in model.named_parameters():
-        if parameter.is_complex():
+        if parameter.is_complex() and parameter.requires_grad:
             raise ConfigError(
                 f"{name} is complex, and parameters that are trained are real numbers: hold it as "
                 "torch.view_as_real(…), and take torch.view_as_complex(…) of it in forward"
@@ -68,25 +75,6 @@ def check_model(model: Any) -> None:
                 "micro-batch is computed by itself, the same at any number of ranks. Use BatchNorm (with statistics of "
                 "a micro-batch), GroupNorm or LayerNorm"
             )
-    _refuse_hidden_modules(model)
-
-
-def _refuse_hidden_modules(model: nn.Module) -> None:
-    """Raise `ConfigError` for modules in a plain list or mapping, of which PyTorch does not know: their parameters
-    would stay as they are."""
-    known = set(map(id, model.parameters()))
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            if attribute.startswith("_"):  # torch's own registers
-                continue
-            parameters = (each for part in held if isinstance(part, nn.Module) for each in part.parameters())
-            if any(each.requires_grad and id(each) not in known for each in parameters):
-                raise ConfigError(
-                    f"{f'{name}.' * bool(name)}{attribute} is a {type(value).__name__} of modules, whose parameters "
-                    "PyTorch does not find, so they would not be trained: use torch.nn.ModuleList or ModuleDict, or "
-                    "freeze them (requires_grad_(False))"
-                )
 
 
 def check_task(task: Task) -> None:
@@ -99,15 +87,18 @@ def check_task(task: Task) -> None:
             )
 
 
-def try_task(model: nn.Module, task: Task, data: TrainingData, batch_size: int, thorough: bool = True) -> None:
+def try_task(
+    model: nn.Module, task: Task, data: TrainingData, config: DistributedTrainingConfig, thorough: bool = True
+) -> None:
     """Try the task on the first samples of each split, and as it trains; ``thorough``: else on those of the training
     split only, which makes lazy modules what they are. Raise `ConfigError` for a loss or a metric that is not one real
-    number per sample, and for what broadcasts; errors of the caller's own code are raised as they are, those of another
-    split with its name."""
-    with _trial_of(model) as device:
+    number per sample, for what broadcasts, and for a mean that is another than the trainer's; errors of the caller's
+    own code are raised as they are, those of another split with its name."""
+    batch_size = config.batch_size_per_gpu
+    with _trial_of(model) as device, _explained(batch_size, config):
         judging = Judging(task, model)
         for split in SPLITS if thorough else SPLITS[:1]:
-            if count := min(_TRIED, data.count(split)):
+            if count := min(_TRIED, batch_size, data.count(split)):
                 try:
                     batch = data.read(split, np.arange(count, dtype=np.int64), device)
                     judging.figures(batch, count)
@@ -119,75 +110,204 @@ def try_task(model: nn.Module, task: Task, data: TrainingData, batch_size: int, 
                         f"the first samples of the {split} split cannot be judged, and those of the training split "
                         f"can ({type(error).__name__}: {first}): give both the same structure"
                     ) from error
+                if thorough and count > 1:
+                    with torch.enable_grad():
+                        _refuse_broadcast(model, task, batch, count)
+        if thorough and isinstance(task, SupervisedTask):
+            _refuse_other_mean(model, task, data, batch_size, device)
     if thorough:
-        _refuse_broadcast(model, task, data)
-        _try_as_it_trains(model, task, data, batch_size)
+        _try_as_it_trains(model, task, data, config)
 
 
-def _refuse_broadcast(model: nn.Module, task: Task, data: TrainingData) -> None:
+def _refuse_broadcast(model: nn.Module, task: Task, batch: Any, count: int) -> None:
     """Raise `ConfigError` where outputs and targets are of different shapes and are compared all the same, each sample
     with each other one."""
-    sizes = [count for count in (2, _TRIED) if count <= data.count("train")]
-    with _trial_of(model) as device, torch.enable_grad():
-        shapes = []
-        for count in sizes:
-            batch = data.read("train", np.arange(count, dtype=np.int64), device)
-            if isinstance(task, SupervisedTask):
-                _compare_shapes(task, model(batch[0]), batch[1])
-            shapes.append(tuple(task.loss(model, batch).shape))
-    squares = [shape[1:2] == (count,) for shape, count in zip(shapes, sizes, strict=True)]
-    if len(sizes) > 1 and all(squares):
-        raise ConfigError(
-            f"the loss of {sizes[-1]} samples has the shape {shapes[-1]}: each sample is compared with each other one, "
-            "as where (B, 1) meets (B,). Give both one shape, or reduce the loss to (B,) yourself"
-        )
-
-
-def _compare_shapes(task: SupervisedTask, outputs: Any, target: Any) -> None:
-    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+    if not isinstance(task, SupervisedTask):
+        shape = task.loss(model, batch).shape
+        if shape[1:2] == (count,) and _mixes(lambda given: task.loss(model, given), batch, count):
+            raise ConfigError(
+                f"the loss of {count} samples has the shape {tuple(shape)}: each sample is compared with each other "
+                "one, as where (B, 1) meets (B,). Give both one shape, or reduce the loss to (B,) yourself"
+            )
+        return
+    outputs, target = model(batch[0]), batch[1]
+    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor) or outputs.shape == target.shape:
         return
     shapes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(target.shape)}"
     remedy = "give both one shape, such as outputs.squeeze(1) or target.unsqueeze(1)"
-    if isinstance(task.criterion, _ELEMENTWISE) and outputs.shape != target.shape:
+    if type(task.criterion) in _ELEMENTWISE:
         raise ConfigError(f"{type(task.criterion).__name__} compares {shapes} by broadcasting: {remedy}")
-    for name, figure in {"the loss": task.criterion, **task.figures}.items():
-        found = figure(outputs, target)
-        if isinstance(found, Tensor) and found.numel() > max(outputs.numel(), target.numel()):
-            what = name if name == "the loss" else f"the metric {name!r}"
-            raise ConfigError(f"{what} of {shapes} has the shape {tuple(found.shape)}, by broadcasting: {remedy}")
-
-
-def _try_as_it_trains(model: nn.Module, task: Task, data: TrainingData, batch_size: int) -> None:
-    """Try a copy of model and task as they train, forward and backward, unless the model is large or cannot be
-    copied."""
-    count = min(_TRIED, batch_size, data.count("train"))
-    if model_bytes(model).parameters > _MOST_COPIED:
+    if outputs.squeeze().shape != target.squeeze().shape:
         return
+    for name, figure in {"the loss": task.criterion, **task.figures}.items():
+        if _mixes(partial(figure, outputs), target, count):
+            what = name if name == "the loss" else f"the metric {name!r}"
+            raise ConfigError(f"{what} of {shapes} compares each sample with each other one, by broadcasting: {remedy}")
+
+
+def _mixes(figure: Callable[[Any], Tensor], given: Any, count: int) -> bool:
+    """Return whether the first sample's figure depends on the second sample."""
+
+    def first_of(value: Any) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return per_sample(figure(value), count, "the loss")[0].detach()
+
     try:
-        model, task = copy.deepcopy((model, task))
+        return not torch.allclose(
+            first_of(given), first_of(_map_tensors(given, count)), rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+    except Exception:  # other samples than those that the data have
+        return False
+
+
+def _map_tensors(given: Any, count: int) -> Any:
+    """Return a batch whose second sample has other numbers."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or len(tensor) != count:
+            return tensor
+        changed, first, second = tensor.clone(), tensor[0], tensor[1]
+        if tensor.is_floating_point() or tensor.is_complex():
+            changed[1] = 0.5 * second + 0.25  # which a probability stays with that
+        else:
+            changed[1] = second == 0 if torch.equal(first, second) else first
+        return changed
+
+    return torch.utils._pytree.tree_map_only(Tensor, change, given)
+
+
+def _refuse_other_mean(
+    model: nn.Module, task: SupervisedTask, data: TrainingData, batch_size: int, device: torch.device
+) -> None:
+    """Raise `ConfigError` for a loss that takes another mean of these samples by itself than the trainer does."""
+    given = task.given
+    if not isinstance(given, nn.Module) or getattr(given, "reduction", "none") not in ("mean", "batchmean"):
+        return
+    positions = spread_positions(data.count("train"), min(_MEASURED, batch_size))
+    batch = data.read("train", positions, device)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        outputs = model(batch[0])
+        torch.manual_seed(0)
+        expected = task.judge(given, outputs, batch[1]).item()
+        torch.manual_seed(0)
+        losses = per_sample(
+            task.judge(task.criterion, outputs, batch[1]), len(positions), "the loss", summed=task.weights is not None
+        )
+        weights = len(losses) if task.weights is None else task.weights(batch).sum().item()
+    found = mean_of(losses.sum().item(), weights)
+    if math.isfinite(expected) and not math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-6):
+        raise ConfigError(
+            f"{type(given).__name__} with reduction={given.reduction!r} is {expected:.6g} for {len(positions)} "
+            f"samples, and the mean of what it gives for each with reduction='none' is {found:.6g}: the trainer "
+            "divides by the number of samples, or by what a task's weights(batch) returns. Give the loss with "
+            "reduction='none' if that is what you mean, else a task that has weights"
+        )
+
+
+def _try_as_it_trains(model: nn.Module, task: Task, data: TrainingData, config: DistributedTrainingConfig) -> None:
+    """Try a copy of model and task as they train, forward and backward, on as many samples as the smallest micro-batch
+    has; unless the model is large or cannot be copied, of which only the attributes are looked at."""
+    hidden, own = _find_hidden(model), [*model.parameters()]
+    try:
+        is_large = model_bytes(model).parameters > _MOST_COPIED
+        copied = None if is_large else copy.deepcopy((model, task))
     except Exception as error:
         _log.info("the model cannot be copied, so it was not tried as it trains: %s", error)
+        copied = None
+    if copied is None:
+        if hidden:
+            raise ConfigError(_UNTRAINED.format(next(iter(hidden.values()))))
         return
+    before = [parameter.grad for parameter in own]
+    model, task = copied
+    hidden |= _find_hidden(model)
+    known = set(map(id, [*own, *model.parameters()]))  # a function may refer to the model itself
+    count = min(_TRIED, config.batch_size_per_gpu, max(1, data.count("train") // config.micro_batches))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    batch = data.read("train", np.arange(count, dtype=np.int64), device)
     model.train()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            losses = per_sample(task.loss(model, batch), count, "the loss", summed=weigher(task) is not None)
-            losses.sum().backward()
-        except (RuntimeError, ValueError) as error:
-            if count == 1 and "more than 1 value per channel" in str(error):
-                raise ConfigError(
-                    f"training.batch_size_per_gpu = {batch_size}, and BatchNorm trains on no fewer than two samples: "
-                    "raise it to 2"
-                ) from error
-            if "process group has not been initialized" not in str(error):
-                raise
+
+    def find_losses() -> Tensor:
+        batch = data.read("train", np.arange(count, dtype=np.int64), device)
+        return per_sample(task.loss(model, batch), count, "the loss", summed=weigher(task) is not None)
+
+    with torch.random.fork_rng(devices=[]), _explained(count, config):
+        losses = find_losses()
+        if not losses.requires_grad:
             raise ConfigError(
-                "the model or its task calls torch.distributed, which has no group here: ranks come and go, so each "
-                "micro-batch is computed by itself, the same at any number of ranks. Leave such calls out; a larger "
-                "training.batch_size_per_gpu puts more samples into one micro-batch"
+                "the loss depends on no parameter of the model that needs a gradient: is it computed under no_grad, or "
+                "of something that was detached?"
+            )
+        others = [leaf for leaf in _leaves_of(losses) if id(leaf) not in known]
+        losses.sum().backward()
+        if others:  # those that are there again were not made for this batch
+            again = set(map(id, _leaves_of(find_losses())))
+            for leaf in others:
+                if id(leaf) in again:
+                    what = hidden.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)} that the loss depends on")
+                    raise ConfigError(_UNTRAINED.format(what))
+    for parameter, gradient in zip(own, before, strict=True):
+        parameter.grad = gradient
+
+
+_UNTRAINED = (
+    "{}, which needs a gradient, is no parameter of the model, so it would not be trained: hold it as a "
+    "torch.nn.Parameter, or its module in torch.nn.ModuleList or ModuleDict, or freeze it (requires_grad_(False))"
+)
+
+
+def _find_hidden(model: nn.Module) -> dict[int, str]:
+    """Return the names of parameters that are in a plain list or mapping, of which PyTorch does not know."""
+    known, found = set(map(id, model.parameters())), dict[int, str]()
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if attribute.startswith("_"):  # torch's own registers
+                continue
+            for part in held:
+                for each in part.parameters() if isinstance(part, nn.Module) else ():
+                    if each.requires_grad and id(each) not in known:
+                        where = f"{f'{name}.' * bool(name)}{attribute}"
+                        found[id(each)] = f"a parameter in {where}, a {type(value).__name__} of modules"
+    return found
+
+
+def _leaves_of(losses: Tensor) -> list[Tensor]:
+    """Return the tensors at which the gradients of these losses end."""
+    seen, ahead, found = set[Any](), [losses.grad_fn], list[Tensor]()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+@contextmanager
+def _explained(count: int, config: DistributedTrainingConfig) -> Iterator[None]:
+    """Let errors in the block that say nothing of dtrain name what is to be done."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if count == 1 and "more than 1 value per channel" in str(error):
+            raised = "raise it to 2"
+            why, remedy = f"training.batch_size_per_gpu = {config.batch_size_per_gpu}", raised
+            if config.batch_size_per_gpu > 1:
+                why = f"training.world_size x gradient_accumulation_steps = {config.micro_batches} micro-batches"
+                remedy = "use fewer ranks, less accumulation, or more data"
+            raise ConfigError(
+                f"{why} leaves micro-batches one sample, and BatchNorm trains on no fewer than two: {remedy}"
             ) from error
+        if "process group has not been initialized" not in str(error):
+            raise
+        raise ConfigError(
+            "the model or its task calls torch.distributed, which has no group here: ranks come and go, so each "
+            "micro-batch is computed by itself, the same at any number of ranks. Leave such calls out; a larger "
+            "training.batch_size_per_gpu puts more samples into one micro-batch"
+        ) from error
 
 
 def choose_usual_loss(model: nn.Module, data: TrainingData) -> Callable[[Any, Any], Tensor]:
@@ -227,9 +347,11 @@ def _trial_of(model: nn.Module) -> Iterator[torch.device]:
     model.eval()
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("error", "Using a target size", UserWarning)
+            warnings.filterwarnings("error", _OF_SHAPES, UserWarning)
             yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     except UserWarning as error:
+        if _OF_SHAPES not in str(error):
+            raise
         raise ConfigError(f"the loss compares outputs and targets of different shapes: {error}") from error
     finally:
         model.train(was_training)

@@ -143,7 +143,7 @@ class DistributedTrainer:
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
         problem = self.maker.make(self.job, data, participant.device)
-        begin_from(problem.module, self.job)
+        missing = self._begin_from(problem.module)
         parts, measure = problem.describe(self.config), problem.digest_measure()  # of the model as it was made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload, parts, measure)
@@ -158,10 +158,22 @@ class DistributedTrainer:
                 rebuild_sharded(session, is_fresh=True, from_checkpoint=self.config.resume)
         else:
             retry_until_formed(session, partial(recover, session, START))
+        if missing is not None and not session.progress.step:
+            raise missing
         assert reports.reporter is not None
         step, device = session.progress.step, participant.device
         self._profiler = StepProfiler(self.config, self.rundir, reports.reporter, device, step)
         reports.end_phase("startup")
+
+    def _begin_from(self, module: nn.Module) -> ConfigError | None:
+        """Let a model have the weights that it begins with, or return why not, where a checkpoint has others."""
+        try:
+            begin_from(module, self.job)
+        except ConfigError as error:
+            if not self.config.resume or self.rundir.latest_checkpoint() is None:
+                raise
+            return error
+        return None
 
     def train(self) -> dict[str, Any]:
         """Train to the end, through losses of nodes, and return the fields of ``result.json``. Raise `Stopped` when

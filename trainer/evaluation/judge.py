@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.config import ConfigError
-from trainer.data.batches import find_non_finite
+from trainer.data.batches import find_odd_row
 from trainer.data.training_data import TrainingData, read_each
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
@@ -171,12 +171,16 @@ def evaluate_task(
     request.model.train(was_training)
     # A rank without samples knows no names: all use those of the first that has some.
     names = max(request.world.all_gather_object(sorted(sums)), key=len)
-    total = request.world.all_reduce(torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64))
-    totals = dict(zip(names, total.tolist(), strict=True))
-    loss = mean_of(totals.pop("loss"), totals.pop(_WEIGHT))
+    summed = request.world.all_reduce(torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64))
+    totals = dict(zip(names, summed.tolist(), strict=True))
+    total, weight = totals.pop("loss"), totals.pop(_WEIGHT)
+    loss = mean_of(total, weight) if weight else math.nan
     means = {name: value / count for name, value in totals.items()}
     if math.isfinite(loss):
         return Evaluation(samples=count, loss=loss, metrics=means)
+    if not weight:
+        why = "none of its samples counts: all are ignored (ignore_index), or weigh 0"
+        return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=True)
     told: list[Any] = [each for each in request.world.all_gather_object(odd) if each is not None]
     _, has_odd_sample, why = min(told, default=(0, False, "the sum of its losses is too large"))
     return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=has_odd_sample)
@@ -230,9 +234,9 @@ def describe_odd(batch: Any, losses: Tensor, positions: NDArray[np.int64]) -> tu
     """Return the first position of a batch whose loss is not finite, whether that is for its data, and a sentence."""
     rows = (~torch.isfinite(losses)).nonzero()
     position = int(positions[int(rows[0][0]) if len(rows) else 0])
-    found = find_non_finite(batch)
+    found = find_odd_row(batch, losses)
     if found is None:
         return position, False, f"sample {position} is the first whose loss is no number, though its data are finite"
-    name, row, value = found
-    position = int(positions[row]) if row < len(positions) else position
+    row, name, value = found
+    position = int(positions[row])
     return position, True, f"sample {position} has {value} in {name}: mend that sample, or leave it out"

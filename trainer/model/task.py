@@ -60,7 +60,7 @@ class SupervisedTask:
     def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """Return the losses (B,) or (B, …). The criterion computes in float32 at least, also under autocast."""
         inputs, target = batch
-        return self._judge(self.criterion, model(inputs), target)
+        return self.judge(self.criterion, model(inputs), target)
 
     def metrics(self, model: Callable[..., Any], batch: Any) -> dict[str, Tensor]:
         """Return the figures (B,) by name."""
@@ -68,14 +68,15 @@ class SupervisedTask:
             return {}
         inputs, target = batch
         outputs = model(inputs)
-        return {name: self._judge(metric, outputs, target) for name, metric in self.figures.items()}
+        return {name: self.judge(metric, outputs, target) for name, metric in self.figures.items()}
 
     def _weigh(self, batch: Any) -> Tensor:
         assert self._weigh_target is not None
         return self._weigh_target(batch[1])
 
     @staticmethod
-    def _judge(judge: Callable[[Any, Any], Tensor], outputs: Any, target: Any) -> Tensor:
+    def judge(judge: Callable[[Any, Any], Tensor], outputs: Any, target: Any) -> Tensor:
+        """Return what a loss or a metric gives, in float32 at least, also under autocast."""
         if not isinstance(outputs, Tensor):
             return judge(outputs, target)
         kind = outputs.device.type
@@ -88,7 +89,7 @@ class SupervisedTask:
 def weigher(task: Task) -> Weigh | None:
     """Return the method ``weights`` of a task, None where each sample weighs 1."""
     found: Weigh | None = getattr(task, "weights", None)
-    return found
+    return found if callable(found) else None
 
 
 def mean_of(total: float, weight: float) -> float:
@@ -133,7 +134,9 @@ def unreduced(loss: Callable[[Any, Any], Tensor]) -> tuple[Callable[[Any, Any], 
     reduction = getattr(loss, "reduction", "none")
     if not isinstance(loss, nn.Module):
         return loss, None
-    is_of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward in _OF_CLASSES
+    is_of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and (
+        reduction == "mean" or type(loss).forward in _OF_CLASSES  # `trainer.engine.task_check` compares the means
+    )
     if reduction == "batchmean":
         return _without_reduction(loss), lambda target: torch.ones(len(target), device=target.device)
     if reduction not in ("mean", "none"):

@@ -465,9 +465,11 @@ class TestPlanJob:
         assert RunDir(job.run_dir).read_job() == changed
         assert (order := order_of(two.home, RunDir(job.run_dir))) is not None
         assert order.job == changed, "and it counts as ordered"
-        for fixed in ("training.seed=4", "model.factory=mlp", "dataset.uri=other"):
+        for fixed in ("training.seed=4", "tracking.tags={}", "model.factory=mlp", "dataset.uri=other"):
             with pytest.raises(ConfigError, match=f"--change {fixed.partition('=')[0]}: only fields of training may"):
                 as_begun(job, changes=[fixed])
+        budget = as_begun(changed, changes=["training.max_node_seconds=99"])
+        assert budget.training == replace(changed.training, max_node_seconds=99)
         with pytest.raises(ConfigError, match=r"model\.factory = 'mlp' .* before\); choose another --name"):
             as_begun(plan_job(self.TEXT, "x", ["training.epochs=9", "model.factory=mlp"], 3, two)[0])
         with pytest.raises(ConfigError, match="job j runs: cancel it first"):

@@ -20,6 +20,7 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.tracking import as_tracked_before
+from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.progress import last_step
 from tests.tables import copy_tables
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
@@ -74,6 +75,7 @@ def test_tracking_can_be_switched_off(how: str, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -81,10 +83,14 @@ from trainer import DistributedConfig, Trainer
 
 class Points(Dataset):
     def __init__(self, seed):
+        self.read = 0
         self.inputs = torch.randn(64, 2, generator=torch.Generator().manual_seed(seed))
     def __len__(self):
         return len(self.inputs)
     def __getitem__(self, position):
+        self.read += 1
+        if self.read > 100 and Path("full").exists():
+            raise OSError("the disk is full")
         return self.inputs[position], (self.inputs[position, 0] > 0).long()
 
 def accuracy(scores, targets):
@@ -117,10 +123,20 @@ def ordered(folder: Path, *words: str, code: int = 0, **environment: str) -> str
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_training_of_a_script_is_in_mlflow_with_its_own_metrics(tmp_path: Path) -> None:
+def test_the_training_of_a_script_goes_on_by_its_name_and_is_in_mlflow_with_its_own_metrics(tmp_path: Path) -> None:
     copy_tables(tmp_path / "home" / "mlflow.db")
     (tmp_path / "points.py").write_text(SCRIPT)
-    said = ordered(tmp_path, "--script", "points.py", "--name", "points", "--set", "training.seed=3", "--", "8")
+    (tmp_path / "full").touch()
+    words = ("--script", "points.py", "--name", "points", "--set", "training.seed=3", "--", "8")
+    assert "the disk is full" in ordered(tmp_path, *words, code=1)
+    (tmp_path / "full").unlink()
+    elsewhere, home = tmp_path / "elsewhere", tmp_path / "home"
+    elsewhere.mkdir()
+    said = ordered(elsewhere, "--name", "points", "--change", "training.epochs=4", DTRAIN_HOME=str(home))
+    assert json.loads((home / "storage/jobs/points/result.json").read_text())["epochs"] == 4
+    assert (kept := script_of(home, "points")) is not None
+    assert (kept.folder, kept.arguments) == (str(tmp_path), ("8",))
+    assert kept.overrides == ("training.seed=3", "training.epochs=4"), "its page goes on with that, too"
     assert "in MLflow: experiment dtrain, run points" in said
     run, artifacts = run_of(tmp_path / "home")
     assert (run.info.status, run.info.run_name) == ("FINISHED", "points")

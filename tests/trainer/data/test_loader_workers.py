@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, get_worker_info
 
+from trainer.comm.launcher_env import RankFacts
+from trainer.config import DistributedTrainingConfig
 from trainer.data import loader_workers
+from trainer.data.dataset_data import DatasetData
 from trainer.data.loader_workers import ReadOptions, WorkerHungError, WorkerPool
 
 pytestmark = pytest.mark.slow
 
 LOCK = threading.Lock()
 """What a library might have."""
+RANK = os.getpid()
 
 
 class Locked(Dataset[Any]):
     """Takes the lock for each sample, and sleeps for ever on -1."""
 
     def try_one(self) -> None:
-        self.__getitems__([0])
+        if os.getpid() != RANK:
+            self.__getitems__([0])
 
     def __getitems__(self, orders: list[int]) -> list[Any]:
         with LOCK:
+            if orders == [None]:
+                raise TypeError("no order")
             if orders == [-1]:
                 time.sleep(1000)
             return [(order, os.getpid()) for order in orders]
@@ -46,7 +57,7 @@ def pool_of(patience: float = 0.0, **options: Any) -> Iterator[WorkerPool]:
 
 
 def test_workers_that_inherit_a_lock_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_workers, "START_SECONDS", (0.7, 20.0))
+    monkeypatch.setattr(loader_workers, "START_SECONDS", 0.7)
     LOCK.acquire()
     with pool_of() as pool:
         threading.Timer(0.2, LOCK.release).start()
@@ -62,7 +73,8 @@ def test_workers_that_inherit_a_lock_are_started_again(monkeypatch: pytest.Monke
 def test_workers_that_never_answer_are_told_by_their_rank(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loader_workers, "START_SECONDS", (0.5, 0.6))
+    monkeypatch.setattr(loader_workers, "START_SECONDS", 0.3)
+    monkeypatch.setattr(loader_workers, "ATTEMPTS", 2)
     with LOCK, pool_of() as pool:
         words = r"rank 3: a worker process of its loader did not read a sample within 0\.6 s, though"
         with pytest.raises(WorkerHungError, match=words):
@@ -78,6 +90,58 @@ def test_a_worker_that_hangs_later_is_told_after_the_patience(capfd: pytest.Capt
         with pytest.raises(WorkerHungError, match=r"rank 3: .* did not answer for 1 s while they read samples"):
             list(coming)
     assert "in __getitems__" in capfd.readouterr().err
+
+
+def test_a_worker_that_ends_is_told_at_once() -> None:
+    began = time.monotonic()
+    with (
+        pool_of(worker_init_fn=lambda worker: os._exit(7 * worker)) as pool,
+        pytest.raises(RuntimeError, match=r"rank 3: worker process \d+ of its loader ended with exit code [07] before"),
+    ):
+        pool.start()
+    assert time.monotonic() - began < loader_workers.START_SECONDS
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_read_nothing_more_are_ended_by_an_error() -> None:
+    with pool_of() as pool:
+        pool.start()
+        assert len(multiprocessing.active_children()) == 2
+        with pytest.raises(TypeError, match="worker process"):
+            list(pool.read(iter([1, None, 2])))
+        assert not multiprocessing.active_children()
+
+
+class Opened(Dataset[Any]):
+    """Has a file, which each worker has to open by itself."""
+
+    file = ""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, position: int) -> tuple[int, str]:
+        return position, self.file
+
+
+def open_file(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.file += f"{len(info.dataset)} of {os.getpid()}"
+
+
+def test_each_split_has_the_workers_that_it_asks_for() -> None:
+    ways = [ReadOptions(num_workers=number, worker_init_fn=open_file) for number in (1, 1, 2)]
+    options = dict(zip(("train", "valid", "test"), ways, strict=True))
+    data = DatasetData(Opened(), Opened(), Opened(), options, name="opened")
+    data.start_workers(DistributedTrainingConfig(batch_size_per_gpu=1, world_size=1), RankFacts())
+    try:
+        assert len(multiprocessing.active_children()) == 4
+        for split, count in (("valid", 1), ("test", 2)):
+            read = [each[1][0] for each in data.read_each(split, list(np.arange(8)[:, None]), torch.device("cpu"))]
+            assert len(set(read)) == count
+            assert all(re.fullmatch(r"8 of \d+", file) for file in read), "set once, in the caller's own dataset"
+    finally:
+        data.close()
 
 
 def test_the_callers_own_timeout_comes_first() -> None:
