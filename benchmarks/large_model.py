@@ -299,6 +299,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         "parameters": sum(parameter.numel() for parameter in Model(options.width, options.depth).parameters()),
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "batch": options.batch,
+        "width": options.width, "depth": options.depth,
         "load_before": round(before, 2),
     }  # fmt: skip
 
