@@ -88,8 +88,8 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/large-models.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
     ("docs/large-models.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
     ("docs/large-models.md", "large_model", lambda r: (
-        f"`python -m benchmarks.large_model`: {r['parameters'] / 1e6:.1f} million parameters, {_word(r['ranks'])} ranks "
-        f"on {_word(r['cores'])} cores with nothing else to do (load {r['load_before']} before)"
+        f"`python -m benchmarks.large_model`: {r['parameters'] / 1e6:.1f} million parameters, {_word(r['ranks'])} "
+        f"ranks on {_word(r['cores'])} cores with nothing else to do (load {r['load_before']} before)"
     )),
     ("docs/large-models.md", "large_model", lambda r: (
         "of a rank | {} | {} ({:.2f}) | {} |".format(
