@@ -45,6 +45,8 @@ from torch import Tensor, nn
 from benchmarks.host import tell
 
 SIDES = ("ddp", "fsdp", "plain")
+DEFAULTS = {"ranks": 4, "rounds": 8, "steps": 3, "batch": 128, "width": 512, "depth": 8}
+"""The sizes that are quoted."""
 MICRO_BATCHES = 2
 """Micro-batches of each rank in a step."""
 
@@ -299,6 +301,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         "parameters": sum(parameter.numel() for parameter in Model(options.width, options.depth).parameters()),
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "batch": options.batch,
+        "width": options.width, "depth": options.depth,
         "load_before": round(before, 2),
     }  # fmt: skip
 
@@ -306,12 +309,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a side in a round")
-    parser.add_argument("--batch", type=int, default=128, help="samples of a micro-batch")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=8)
+    about = {"steps": "steps of a side in a round", "batch": "samples of a micro-batch"}
+    for name, usual in DEFAULTS.items():
+        parser.add_argument(f"--{name}", type=int, default=usual, help=about.get(name))
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args()
     tell("large_model", measure(options), options.save)

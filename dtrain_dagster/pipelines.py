@@ -214,10 +214,11 @@ def _plan_options(
     """Return where the launchpad of `cost_estimate` begins. Raise ValueError for fields that there are not. Pure."""
     named, known = {item.name for item in fields(DistributedTrainingConfig)}, set(PlanOptions.model_fields) - {"more"}
     training, limits = training or {}, limits or {}
-    if unknown := sorted(set(training) - named):
-        raise ValueError(f"training: {', '.join(unknown)} is no field of trainer.config.DistributedTrainingConfig")
-    if unknown := sorted(set(limits) - known):
-        raise ValueError(f"limits: {', '.join(unknown)} is none of {', '.join(sorted(known))}")
+    for section, given, names in (("training", training, named), ("limits", limits, known)):
+        if unknown := [name for name in given if name not in names]:
+            from trainer.setting_errors import explain_unknown
+
+            raise ValueError("; ".join(explain_unknown(f"{section}.{name}", name, names) for name in unknown))
     shown = {name: value for name, value in training.items() if name in kind.model_fields}
     more = {name: value for name, value in training.items() if name not in shown}
     return {**parts, **shown, **({"more": more} if more else {}), **limits}

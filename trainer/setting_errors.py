@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -43,9 +43,7 @@ def describe_error(item: ErrorDetails, kind: Any, section: str = "", is_of_file:
     here = _dotted(path)
     if what in _UNKNOWN:
         if (near := _nearest(path, kind)) is None:
-            mine = list(_names(_kind_at(kind, path[:-1])))
-            known = f"choose from {', '.join(mine)}" if len(mine) <= _FEW else "docs/reference lists all"
-            return f"{above}{here} is not a setting: {known}"
+            return explain_unknown(above + here, "", _names(_kind_at(kind, path[:-1])))
         within = _dotted(path[:-1])
         is_beside = near.rpartition(".")[0] == within and not is_of_file
         return f"{above}{here} is not a setting: did you mean {near.rpartition('.')[2] if is_beside else above + near}?"
@@ -56,6 +54,14 @@ def describe_error(item: ErrorDetails, kind: Any, section: str = "", is_of_file:
     if is_whole or not path:  # several settings do not go together: the message names them
         return said if not path or above + here in said else f"{above}{here}: {said}"
     return f"{above}{here} = {_shown(value)}: {said}"
+
+
+def explain_unknown(place: str, name: str, known: Collection[str]) -> str:
+    """Return the sentence on a ``name`` at a ``place`` that is none of those ``known``."""
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"{place} is not a setting: did you mean {close[0]}?"
+    listed = f"choose from {', '.join(known)}" if len(known) <= _FEW else "docs/reference lists all"
+    return f"{place} is not a setting: {listed}"
 
 
 def words_of(item: ErrorDetails) -> str:

@@ -165,8 +165,9 @@ def test_every_reader_survives_a_key_less_a_key_more_and_another_type(stage: Sta
     the types that a form lets through in one place, one by chance stands for all."""
     chance, found = random.Random(name), list[str]()
     path = sorted(stage.copy().glob(name))[0]
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    kinds = {json.loads(line).get("kind", ""): number for number, line in enumerate(lines)}
+    is_log = path.suffix == ".jsonl"
+    lines = path.read_text().splitlines() if is_log else [path.read_text()]
+    kinds = {json.loads(line)["kind"] if is_log else "": number for number, line in enumerate(lines)}
     for number in kinds.values():
         accepted: dict[str, list[Any]] = {}
         for where, changed in each_change(json.loads(lines[number])):

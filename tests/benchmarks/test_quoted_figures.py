@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.large_model import DEFAULTS
+
 ROOT = Path(__file__).resolve().parents[2]
 Saved = dict[str, Any]
 
@@ -37,6 +39,10 @@ def _tapes(saved: Saved) -> str:
         f"{saved['tapes']} tapes, {sum(saved['faults'].values())} faults, {saved['violations']} violations; largest "
         f"difference {saved['largest_weight_difference']:.1e}"
     )
+
+
+def _megabytes(saved: Saved, key: str) -> list[str]:
+    return [f"{saved[key][side] / 1e6:.0f} MB" for side in ("ddp", "fsdp", "plain")]
 
 
 def _of_20(saved: Saved) -> str:
@@ -81,6 +87,34 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("docs/large-models.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
     ("docs/large-models.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
+    ("docs/large-models.md", "large_model", lambda r: (
+        f"`python -m benchmarks.large_model`: {r['parameters'] / 1e6:.1f} million parameters, {_word(r['ranks'])} "
+        f"ranks on {_word(r['cores'])} cores with nothing else to do (load {r['load_before']} before)"
+    )),
+    ("docs/large-models.md", "large_model", lambda r: (
+        "of a rank | {} | {} ({:.2f}) | {} |".format(
+            *_megabytes(r, "peak_bytes")[:2], r["peak_vs_ddp"], _megabytes(r, "peak_bytes")[2]
+        )
+    )),
+    ("docs/large-models.md", "large_model", lambda r: (
+        f"at its peak | {' | '.join(_megabytes(r, 'rss_bytes'))} |"
+    )),
+    ("docs/large-models.md", "large_model", lambda r: (
+        f"median of {_word(r['rounds'])} rounds | "
+        f"{' | '.join(f'{seconds:.2f}' for seconds in r['seconds_per_step'].values())} |"
+    )),
+    ("docs/large-models.md", "large_model", lambda r: (
+        f"was {r['min_vs_plain_fsdp2']:.2f} in the median of the rounds, {r['vs_plain_rounds'][0]:.2f} in the worst "
+        f"and {r['vs_plain_rounds'][-1]:.2f} in the best."
+    )),
+    ("docs/large-models.md", "large_model", lambda r: (
+        f"Over {r['steps'] * (r['rounds'] + 1)} steps, in which the loss fell from {r['losses'][0]:.2f} to "
+        f"{r['losses'][1]:.2f}, losses were those of `ddp` within {r['loss_difference']:.1e}, and those of torch's own "
+        f"FSDP2 within {r['loss_difference_plain']:.1e}"
+    )),
+    ("docs/proofs.md", "large_model", lambda r: (
+        f"training is {r['min_vs_plain_fsdp2']:.2f} times as fast as torch's own FSDP2"
+    )),
     ("docs/proofs.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times as fast as plain DDP (geometric mean of ")
         + _word(len(r["cells"]))
@@ -145,6 +179,12 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
 def _word(number: int) -> str:
     """A small number as text has it."""
     return {2: "two", 4: "four", 6: "six", 8: "eight", 10: "ten"}.get(number, f"{number:,}")
+
+
+def test_the_run_of_a_large_model_is_of_the_default_sizes() -> None:
+    saved = json.loads((ROOT / "benchmarks" / "results" / "large_model.json").read_text())
+    assert {name: saved[name] for name in DEFAULTS} == DEFAULTS
+    assert saved["loss_difference"] <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -186,9 +186,15 @@ def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
         ({"name": "Two Words", "dataset": "d"}, "lower-case letters"),
         ({"name": "one"}, "give one of dataset and script"),
         ({"name": "one", "script": "nowhere.py"}, "there is no file"),
-        ({"name": "one", "dataset": "d", "training": {"epoch": 3}}, "epoch is no field of"),
+        (
+            {"name": "one", "dataset": "d", "training": {"epoch": 3}},
+            "training.epoch is not a setting: did you mean epochs?",
+        ),
         ({"name": "one", "dataset": "d", "training": {"epochs": 0}}, "epochs"),
-        ({"name": "one", "dataset": "d", "limits": {"budget": 3}}, "budget is none of"),
+        (
+            {"name": "one", "dataset": "d", "limits": {"budget": 3}},
+            "limits.budget is not a setting: did you mean budget_usd",
+        ),
         ({"name": "one", "script": "x.py", "model": "tcn"}, "model do not go with script"),
     ],
 )

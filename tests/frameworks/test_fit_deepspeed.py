@@ -28,8 +28,31 @@ from worlds import Job  # isort: skip
 
 __all__ = ["by_ddp", "cache", "dataset", "new_job"]
 pytestmark = [pytest.mark.slow, pytest.mark.long, needs("deepspeed")]
-SAME = 1e-6
-"""What the order of sums, and of operations in the update, may change."""
+SAME = 1e-5
+"""What the order of sums, and of operations in the update, may change; on some processors 2e-6 was seen."""
+ONE_RANK = """
+import sys, torch, torch.distributed as dist
+from trainer.config import DistributedTrainingConfig
+from trainer.parallel.zero_engine import ZeroEngine
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+model[0].weight.mine = "kept"
+config = DistributedTrainingConfig(strategy="deepspeed", zero_stage=int(sys.argv[1]), batch_size_per_gpu=4)
+engine, before = ZeroEngine(model, config, 0, 1, torch.device("cpu")), model[0].weight.detach().clone()
+engine.begin_pass(is_last=True)
+engine.backward(engine.model(torch.randn(4, 4)).square().mean())
+engine.update()
+engine.take_weights(model)
+engine.close()
+assert (engine.module is model) == (config.zero_stage < 3)
+assert not torch.equal(model[0].weight, before), "it was trained"
+assert not [item for item in model.modules() if item._forward_hooks or item._forward_pre_hooks or item._backward_hooks]
+assert [vars(item) for item in model.parameters()] == [{"mine": "kept"}, *({} for _ in range(5))]
+assert len({item.untyped_storage().data_ptr() for item in model.parameters()}) == 6, "each in memory of its own"
+model(torch.randn(4, 4)).sum().backward()
+assert all(item.grad is not None for item in model.parameters())
+print("done", flush=True)
+"""
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -37,6 +60,14 @@ def test_losses_are_those_of_ddp(new_job: MakeJob, by_ddp: Job, stage: int) -> N
     job = new_job(strategy="deepspeed", zero_stage=stage)
     assert job.run(2) == [0, 0], job.log()
     assert_equal(job, by_ddp, SAME)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_model_itself_is_trained_where_ranks_hold_it_whole_and_is_as_any_other_afterwards(stage: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | {"LOCAL_RANK": "0"}
+    command = [sys.executable, "-c", ONE_RANK, str(stage)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert "done" in done.stdout, done.stderr
 
 
 def test_one_rank_needs_no_launcher(new_job: MakeJob, by_ddp: Job) -> None:

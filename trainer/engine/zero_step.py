@@ -1,7 +1,7 @@
 """`ZeroStep`: an optimizer step whose gradients and optimizer are DeepSpeed's.
 
-The module of the training stays as it is, on every rank; DeepSpeed's engine trains a copy (`trainer.parallel
-.zero_engine`), whose weights are copied back where the module is read: for evaluations, checkpoints and the end. So a
+The module of the training is a whole on every rank where it is read: for evaluations, checkpoints and the end. With
+stage 3, of which ranks hold parts, the weights of a copy are copied into it then (`trainer.parallel.zero_engine`). So a
 checkpoint is that of any other strategy.
 """
 
@@ -87,8 +87,9 @@ class ZeroStep(TrainingStep):
         """Limit the samples that go through the model at once."""
         was_checkpointed = self._is_checkpointed
         super().apply_limit(fit)
-        if self._engine is not None and self._is_checkpointed and not was_checkpointed:
-            checkpoint_activations(self._engine.module)
+        is_copy = self._engine is not None and self._engine.module is not self.module
+        if is_copy and self._is_checkpointed and not was_checkpointed:
+            checkpoint_activations(self._require_engine().module)
 
     def release(self) -> None:
         """Leave the model as any other."""

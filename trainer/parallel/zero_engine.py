@@ -1,8 +1,9 @@
 """`ZeroEngine`: a model that DeepSpeed trains, and whose whole state can be taken out of it and put into it.
 
-With ZeRO each rank holds its part of the moments (stage 1), of the gradients too (2), and of the weights too (3). The
-engine works on a copy of the model, since stage 3 changes what it is given; buffers are shared with the copy. How ranks
-of a `trainer.comm.world.World` become the process group that DeepSpeed wants is `trainer.parallel.zero_group`.
+With ZeRO each rank holds its part of the moments (stage 1), of the gradients too (2), and of the weights too (3). With
+stage 3, which takes the weights out of what it is given, the engine works on a copy of the model that shares its
+buffers. How ranks of a `trainer.comm.world.World` become the process group that DeepSpeed wants is
+`trainer.parallel.zero_group`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def zero_config(config: DistributedTrainingConfig, ranks: int, trained: int) -> 
 
 
 class ZeroEngine:
-    """DeepSpeed's engine on a copy of a module, with torch's AdamW."""
+    """DeepSpeed's engine on a module, or with stage 3 on a copy of it, with torch's AdamW."""
 
     def __init__(
         self, module: nn.Module, config: DistributedTrainingConfig, rank: int, ranks: int, device: torch.device
@@ -60,15 +61,10 @@ class ZeroEngine:
         # Sums through shared memory, which each CPU rank would compile at its first use, waiting for a lock that stays
         # where a compilation was killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        shared = {id(buffer): buffer for buffer in module.buffers()}
-        try:
-            self.module = copy.deepcopy(module, dict(shared))
-        except Exception as error:
-            raise ConfigError(
-                f"training.strategy = 'deepspeed' trains a copy of the model, which cannot be copied ({error}): let "
-                "copy.deepcopy(model) work, or set training.strategy to fsdp"
-            ) from error
+        self.module = _copied(module) if config.zero_stage == 3 else module
         self.config, self.rank, self.ranks, self.device = config, rank, ranks, device
+        self._own = {name for parameter in module.parameters() for name in vars(parameter)}
+        """The attributes of parameters that are not DeepSpeed's."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         count = sum(parameter.numel() for parameter in trained)
         optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
@@ -113,14 +109,14 @@ class ZeroEngine:
         self._zero.zero_grad()
 
     def take_weights(self, module: nn.Module) -> None:
-        """Copy the whole weights into a module of the same kind. A collective."""
+        """Copy the whole weights into the module that this was made with, where it is not trained itself. A
+        collective."""
         import deepspeed
 
+        if self.module is module:
+            return
         with torch.no_grad():
             for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
-                if self.config.zero_stage < 3:
-                    theirs.copy_(mine)
-                    continue
                 with deepspeed.zero.GatheredParameters([mine]):
                     theirs.copy_(mine)
 
@@ -173,5 +169,24 @@ class ZeroEngine:
         return padded[length * self.rank :][:length]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Let go of the model: as any other, with each parameter in memory of its own."""
         self._engine.destroy()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if (hook := getattr(self._engine, name, None)) is not None:
+                hook.remove()
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
+            for name in [name for name in vars(parameter) if name not in self._own]:
+                delattr(parameter, name)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares its buffers. Raise `ConfigError` where that is impossible."""
+    shared = {id(buffer): buffer for buffer in module.buffers()}
+    try:
+        return copy.deepcopy(module, dict(shared))
+    except Exception as error:
+        raise ConfigError(
+            f"training.zero_stage = 3 trains a copy of the model, which cannot be copied ({error}): let "
+            "copy.deepcopy(model) work, set training.zero_stage to 1 or 2, or training.strategy to fsdp"
+        ) from error

@@ -27,7 +27,7 @@ class ZeroSynchronizer:
         """Not called: a step is committed after its last pass."""
 
     def unwrap(self) -> None:
-        """Nothing is left in the model: the engine works on a copy."""
+        """What DeepSpeed has put into the model stays until the engine is closed."""
 
     def clear(self, parameters: list[nn.Parameter]) -> None:
         """Clear what a step that failed has left."""

@@ -175,7 +175,7 @@ def test_the_saved_measurement_of_a_large_model_agrees_with_the_formula() -> Non
 
     saved = json.loads(SAVED.read_text())
     with torch.device("meta"):
-        model = model_bytes(Model(512, 6))
+        model = model_bytes(Model(saved["width"], saved["depth"]))
     assert saved["parameters"] == model.parameters // 4, "the benchmark's model of that run"
     assert rank_bytes(model, 1).held == pytest.approx(saved["peak_bytes"]["ddp"], rel=0.01)
     assert rank_bytes(model, saved["ranks"]).held == pytest.approx(saved["peak_bytes"]["fsdp"], rel=0.01)
