@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from worlds import FORKS, free_port
 
 from trainer import DistributedConfig, Trainer
@@ -69,8 +68,8 @@ class Hanging(Shaken):
         self.rank, self.folder, self.read = rank, folder, 0
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
-        self.read += 1
-        if self.rank == 1 and self.read > 2 * BATCH and multiprocessing.parent_process() is not None:
+        self.read += get_worker_info() is not None
+        if self.rank == 1 and self.read > 2 * BATCH:
             Path(self.folder, "worker").write_text(str(os.getpid()))
             time.sleep(600)
         return super().__getitem__(position)
