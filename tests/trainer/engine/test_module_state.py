@@ -38,6 +38,10 @@ class Holder(nn.Module):
         self.register_buffer("transposed", torch.zeros(2, 3).t())
         for kind in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.float64):
             self.register_buffer(str(kind).rpartition(".")[2], torch.zeros(2).to(kind))
+        self.register_buffer("conjugated", torch.zeros(2, dtype=torch.complex64).conj())
+        self.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
+        self.register_buffer("rows", torch.zeros(2, 2).to_sparse_csr())
+        self.register_buffer("quantized", quantized(0))
         self.register_buffer("cache", torch.zeros(rows, 2), persistent=False)
         self.register_buffer("table", torch.zeros(rows, 2))
         self.register_buffer("late", None)
@@ -51,13 +55,22 @@ class Holder(nn.Module):
 
     def train_a_bit(self, number: int) -> None:
         """What ranks see differs, and so does what they hold."""
+        self.conjugated = torch.tensor([1j, number]).conj()
+        self.sparse = torch.diag(torch.tensor([0.0, number + 1.0])).to_sparse()
+        self.rows, self.quantized = torch.full((2, 2), number + 1.0).to_sparse_csr(), quantized(number + 1)
         for name, buffer in dict(self.named_buffers()).items():
+            if name in ("conjugated", "sparse", "rows", "quantized"):
+                continue
             if number < 2 or name not in ("strided", "expanded", "transposed"):  # else they lie as they were made
                 setattr(self, name, torch.full(buffer.shape, number + 1).to(buffer.dtype))
         self.cache = torch.full((number + 3, 2), float(number))
         self.table = torch.full((number + 4, 2), float(number))
         self.late = torch.full((2,), float(number)) if number == 0 else None
         self.extra = {"steps": number + 7, "seen": torch.ones(number + 1)}
+
+
+def quantized(number: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((2,), float(number)), 0.1, 0, torch.quint8)
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
@@ -77,7 +90,7 @@ def test_all_ranks_hold_what_one_holds() -> None:
     with thread_worlds((0, 0, 1)) as worlds:
         at_once(lambda world: share_module_state(holders[world.rank], world, source=0), worlds)
     assert all(same(contents(holder), wanted) for holder in holders)
-    assert len(wanted) == 15
+    assert len(wanted) == 19
     assert holders[2].table.shape == (4, 2)
 
 
@@ -118,6 +131,12 @@ def test_what_has_grown_is_taken_from_a_checkpoint_and_what_was_made_otherwise_i
     assert torch.equal(fresh.module.late, torch.zeros(2)), "also one that was not set when the model was made"
     fresh.restore(state_of(Holder()).capture())
     assert fresh.module.late is None
+    grown.module.register_buffer("found", torch.ones(2))  # in a forward pass
+    fresh.restore(grown.capture())
+    assert torch.equal(fresh.module.found, torch.ones(2))
+    grown.module.extra = {"path": Path("x")}
+    with pytest.raises(ConfigError, match="has a PosixPath"):
+        grown.capture()
     with pytest.raises(CheckpointError, match=r"table does not fit: \(5, 2\).* in the checkpoint, \(3, 2\)"):
         other.restore(saved)
 
