@@ -31,6 +31,7 @@ PUBLIC = {
     "trainer.run": ("DistributedTrainer", "run_job"),
     "trainer.losses": (
         "GaussianLoss",
+        "LastDimCrossEntropyLoss",
         "MeanSquaredError",
         "Predictive",
         "StudentTLoss",

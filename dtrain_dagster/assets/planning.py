@@ -10,7 +10,6 @@ import dagster as dg
 from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
-from dtrain_dagster.assets.plan_end import refuse_what_cannot_end
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
@@ -111,6 +110,7 @@ def plan_training(
 ) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
+    from dtrain_dagster.assets.plan_end import refuse_what_cannot_end
     from dtrain_dagster.clusters.ranks import hosts_of
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dtrain_dagster.data.price_file import GivenFile
 
 FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
+MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
+"""The most rows of a ticker."""
 MOST_COLUMNS = 50_000
 """The most columns of a file. No market has more tickers; the engine holds a part of each."""
 COLUMN_MEMORY = 0.75

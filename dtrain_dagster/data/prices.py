@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_views import FIRST_DAY, LAST_DAY, PriceViews, make_views, refuse_bad_rows
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
@@ -27,14 +26,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dtrain_dagster.data.price_file import GivenFile
+    from dtrain_dagster.data.price_views import PriceViews
     from dtrain_dagster.data.sources import PriceSource
 
 SCHEMA_VERSION = 2
 """The version of the conversion. Raise it when the same file would give other rows."""
 MEMORY_LIMIT = 256
 """Megabytes that the engine may take for a file of a few columns."""
-MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
-"""The most rows of a ticker."""
 _MANIFEST = record(
     {
         "prices_id": text,
@@ -187,6 +185,7 @@ def _convert(
     import duckdb
 
     from dtrain_dagster.data.price_file import opened_database
+    from dtrain_dagster.data.price_views import make_views, refuse_bad_rows
 
     with opened_database(given, scratch) as database:
         try:
@@ -214,6 +213,8 @@ def _write_sorted(
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
+
+    from dtrain_dagster.data.price_views import MOST_DAYS
 
     names = ", ".join(["ticker", "date", *numbers])
     schema, batches = engine.sorted_rows(database, f"SELECT {names}, line FROM clean")

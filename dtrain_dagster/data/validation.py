@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_views import open_calendar
 from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
 from trainer.storage.open import open_storage
 
@@ -152,6 +151,8 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
     if calendar is None or calendar.lower() == "none":
         return None
     import numpy as np
+
+    from dtrain_dagster.data.price_views import open_calendar
 
     end = np.datetime64(last, "D")
     try:  # a day longer, as a calendar of one day is refused

@@ -23,7 +23,6 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.work_record import note_job
 from trainer.config import JobConfig
-from trainer.differences import list_differences
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
@@ -199,6 +198,8 @@ def start_job(
     """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
     already is left alone, except for its budget. ``command``: Python, a script, its arguments. ``stop_at_usd``: of what
     ``max_node_seconds`` was computed. Raise `BudgetSpentError`, and buy nothing, where no budget is left."""
+    from trainer.differences import list_differences
+
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds

@@ -125,7 +125,9 @@ def test_bad_prices_fail_before_anything_is_built(
 def test_an_unknown_field_of_the_launchpad_is_named(job: dg.JobDefinition, tmp_path: Path):
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         graph = [dg.AssetKey(name) for name in GRAPH]
-        assert "training.epoch = 3" in failure_of(run(job, instance, selection=graph, more={"epoch": 3}))
+        assert "launchpad: training.epoch is not a setting: did you mean training.epochs?" in failure_of(
+            run(job, instance, selection=graph, more={"epoch": 3})
+        )
     assert not (tmp_path / "home" / "storage" / "jobs").exists()
 
 

@@ -21,7 +21,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("train", "--script", "raises.py"), "raises.py, line 2)"),
     (("train", "--script", "silent.py"), "without calling Trainer(…).fit(…)"),
     (("train", "--script", "leaves.py"), "exit code 3 before it trained, and said nothing"),
-    (("train", "--script", "unusable.py"), "--script unusable.py: no loss is usual for outputs of (2, 3)"),
+    (
+        ("train", "--script", "unusable.py"),
+        "--script unusable.py: no loss is usual for outputs of (3, 3) and targets of (3, 4)",
+    ),
     (("train", "--script", "silent.py", "--model", "tcn"), "--model does not go with --script"),
     (("train", "--dataset", "walks", "more.py"), "arguments belong to a --script: more.py"),
     (("train", "--dataset", "nowhere"), "--dataset nowhere"),

@@ -19,7 +19,8 @@ import pytest
 from price_files import assert_nothing_half_written, long_frame, save, sessions, walk, write
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.prices import MOST_DAYS, iter_tickers, write_prices
+from dtrain_dagster.data.price_views import MOST_DAYS
+from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.sources import price_source
 
 BAD_FILES = {
