@@ -18,7 +18,7 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.planning import DESCRIPTION, plan_training
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.assets.walk_forward_gate import START, training_settings, walk_forward_names
+from dtrain_dagster.assets.walk_forward_gate import START, training_settings
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.data.prices import PricesRef
@@ -324,7 +324,7 @@ def with_study(pipeline: Pipeline, partitions: dg.PartitionsDefinition, defaults
     }
     return replace(
         pipeline,
-        names=walk_forward_names(pipeline.names),
+        names=pipeline.names.walk_forward,
         study_of=pipeline.names,
         partitions=partitions,
         defaults={

@@ -14,7 +14,6 @@ from dtrain_dagster.support.graph_names import GraphNames
 from trainer.evaluation.gate import Gate
 from trainer.spec import WINDOWS
 
-NAME = "walk_forward"
 REPORT = "walk_forward_report"
 START = ("start_from", "start_sha256")
 """The fields of a training that name what it begins with."""
@@ -29,7 +28,7 @@ def refuse_without_report(folder: Path, pipeline: Pipeline, kind: str) -> None:
 
     if load_settings().gate != "walk_forward" or kind != WINDOWS:
         return
-    names = walk_forward_names(pipeline.names)
+    names = pipeline.names.walk_forward
     if pipeline.source != "prices":
         remedy = "the data of this graph are no prices, so it has no walk forward: set DTRAIN_GATE=test"
     else:
@@ -80,11 +79,6 @@ def read_report(folder: Path, names: GraphNames) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): materialize {names.key(REPORT).to_user_string()}") from error
     return found
-
-
-def walk_forward_names(graph: GraphNames) -> GraphNames:
-    """Return the names of a graph's walk forward, whose assets have a prefix of their own."""
-    return GraphNames(graph.unique(NAME))
 
 
 def training_settings(plan: TrainingPlan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, sentences, table_file
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.walk_forward import TrainedYear
-from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path, walk_forward_names
+from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
@@ -28,7 +28,7 @@ REGIME_WORDS = (
 
 def build_walk_forward_report(pipeline: Pipeline, partitions: dg.PartitionsDefinition) -> dg.AssetsDefinition:
     """Return the asset `walk_forward_report` of a graph. It is made of the years that are there."""
-    names, walk = pipeline.names, walk_forward_names(pipeline.names)
+    names, walk = pipeline.names, pipeline.names.walk_forward
 
     @dg.asset(
         key=names.key(REPORT),
@@ -75,8 +75,8 @@ def report_years(
 
     if not years:
         raise dg.Failure(
-            f"no test year was made yet: launch a backfill of {walk_forward_names(names).key('year_scores')}, or of "
-            f"the job {walk_forward_names(names).pipeline}",
+            f"no test year was made yet: launch a backfill of {names.walk_forward.key('year_scores')}, or of "
+            f"the job {names.walk_forward.pipeline}",
             allow_retries=False,
         )
     document = report_document(years, wanted)
@@ -85,7 +85,7 @@ def report_years(
     for sentence in document["notes"]:
         context.log.info(sentence)
     gate = document["gate"]
-    address = group_page(project.dashboard_url, walk_forward_names(names).pipeline)
+    address = group_page(project.dashboard_url, names.walk_forward.pipeline)
     return dg.MaterializeResult(
         metadata=report_page(years, document, path, {"dashboard": address}),
         check_results=[

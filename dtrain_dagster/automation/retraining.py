@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import Any
@@ -18,7 +18,7 @@ import dagster as dg
 
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
-from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died, planned_assets
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -35,7 +35,6 @@ from trainer.storage.open import open_storage
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
 TRAINED = "trained_checkpoint"
-_STOCK_TRAINED = STOCK_NAMES.key(TRAINED)
 CHAMPION_CHECK = "champion_holds"
 """The name of the check of ``sharded_dataset`` in `assets.champion_check`."""
 _REGISTRATIONS = 200
@@ -269,11 +268,13 @@ def _trainings(
     now: float,
     trained: dg.AssetKey,
 ) -> list[dg.DagsterRun]:
-    """Return the runs that train or are about to. A run that has died is marked as failed, so that it is told once and
-    holds no place in the queue of runs."""
+    """Return the runs that make this asset, or are about to. One that has died is marked as failed, so that it is told
+    once and holds no place in the queue of runs. Other runs of the instance are not touched."""
     found = []
     for record in context.instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
         run = record.dagster_run
+        if trained not in planned_assets(context.instance, run):
+            continue
         if has_died(context.instance, record, cluster, project.jobs_uri, now):
             why = (
                 f"run {run.run_id[:8]} has said nothing for {format_duration(ALIVE_SECONDS)}, and no job of it goes "
@@ -288,14 +289,9 @@ def _trainings(
                     f"{why}\n{project.run_url(run.run_id)}",
                     context.log,
                 )
-        elif trains(run.asset_selection, trained):
+        else:
             found.append(run)
     return found
-
-
-def trains(selection: Set[dg.AssetKey] | None, trained: dg.AssetKey = _STOCK_TRAINED) -> bool:
-    """Return whether a run of this selection (None for all assets) pays for a training that becomes this asset."""
-    return selection is None or trained in selection
 
 
 def run_config(budget_usd: float, names: GraphNames = STOCK_NAMES) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         due = [item for item in watched if is_pool_due(item.idling, item.pool, limit_seconds)]
         if due:
             turn = min(due, key=lambda item: item.idling.tries)
-            result = _scale_down(manager, turn, run_at_work(context.instance, now))
+            result = _scale_down(manager, turn, run_at_work(context.instance, keys, now))
             context.log.warning(describe_idle_pool(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
                 messages.append(describe_idle_pool(result, cluster))

@@ -64,7 +64,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         spared = {key: why_spared(orphan, _is_own(context.instance, orphan)) for key, orphan in due.items()}
         may_end = [key for key, orphan in due.items() if not spared[key]] if cancels else []
         computes = {key for key in may_end if due[key].kind == "compute"}
-        if computes and (run_id := run_at_work(context.instance, now)):  # it may be about to use any of them
+        if computes and (run_id := run_at_work(context.instance, keys, now)):  # it may be about to use any of them
             context.log.info(f"computes are left as they are: Dagster run {run_id} is at work")
             may_end = [key for key in may_end if key not in computes]
         turn = choose_orphan({key: known[key]["tried"] for key in may_end})

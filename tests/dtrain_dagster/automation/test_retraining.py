@@ -30,8 +30,8 @@ from dtrain_dagster.automation.retraining import (
     RetrainingCause,
     claim_retraining,
     staleness,
-    trains,
 )
+from dtrain_dagster.automation.run_liveness import planned_assets
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.job_notices import tell_of_end
 from dtrain_dagster.clusters.notice_claims import NOTICES
@@ -79,9 +79,12 @@ class World:
         self.cursors[name] = result.cursor
         return result
 
-    def add_run(self, request: dg.RunRequest, status: dg.DagsterRunStatus) -> dg.DagsterRun:
+    def add_run(
+        self, request: dg.RunRequest, status: dg.DagsterRunStatus, job: dg.JobDefinition | None = None
+    ) -> dg.DagsterRun:
         """As the daemon makes one of a request."""
-        run = self.instance.add_run(dg.DagsterRun(job_name="retraining", status=status, tags=dict(request.tags)))
+        job = job or self.defs.resolve_job_def("retraining")
+        run = self.instance.create_run_for_job(job, status=status, tags=dict(request.tags))
         self.instance.report_engine_event("launched", run)
         return run
 
@@ -363,11 +366,51 @@ def test_a_champion_that_a_baseline_beats_is_trained_again_once(
         assert isinstance(decided, str)
 
 
-def test_what_counts_as_a_training():
-    assert trains(None)
-    assert trains({dg.AssetKey("trained_checkpoint"), dg.AssetKey("gpu_cluster")})
-    assert not trains({dg.AssetKey("scaling_study")})
-    assert not trains(frozenset())
+@dg.op
+def copy_files() -> None:
+    """A step of another team."""
+
+
+@dg.job
+def nightly_copy() -> None:
+    """A plain job of another code location."""
+    copy_files()
+
+
+@dg.asset
+def foreign_table() -> None:
+    """An asset of another code location."""
+
+
+FOREIGN = {
+    "a job of ops": nightly_copy,
+    "a job of assets": dg.Definitions(
+        assets=[foreign_table], jobs=[dg.define_asset_job("tables")]
+    ).resolve_job_def("tables"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_runs_of_others_are_left_alone(world: tuple[World, list[dict[str, Any]]], name: str):
+    """They are in the same instance, and neither block a retraining nor are ended, however long they are silent."""
+    here, heard = world
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.clock.now += 31 * DAY
+    run = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.STARTED, FOREIGN[name])
+    [request] = here.tick("staleness").run_requests
+    assert here.tick("staleness", minutes=31).run_requests == [request]
+    assert here.instance.get_run_by_id(run.run_id).status is dg.DagsterRunStatus.STARTED
+    assert not heard
+
+
+def test_what_a_run_makes(world: tuple[World, list[dict[str, Any]]]):
+    here, _ = world
+    started = dg.DagsterRunStatus.STARTED
+    whole = here.add_run(dg.RunRequest(), started)
+    assert {dg.AssetKey("trained_checkpoint"), dg.AssetKey("cost_estimate")} <= planned_assets(here.instance, whole)
+    part = whole._replace(asset_selection=frozenset({dg.AssetKey("scaling_study")}))
+    assert planned_assets(here.instance, part) == {dg.AssetKey("scaling_study")}
+    assert planned_assets(here.instance, here.add_run(dg.RunRequest(), started, nightly_copy)) == set()
 
 
 @pytest.mark.parametrize(
@@ -402,9 +445,8 @@ def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_wa
         [request] = tick(1).run_requests
         assert request.run_key == "weekly-20260307T1100Z"
         assert request.run_config["ops"]["cost_estimate"]["config"] == {"budget_usd": 3}
-        run = instance.add_run(
-            dg.DagsterRun(job_name="retraining", status=dg.DagsterRunStatus.STARTED, tags=dict(request.tags))
-        )
+        job = build_defs(settings).resolve_job_def("retraining")
+        run = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, tags=dict(request.tags))
         assert "was started for that" in tick(1).skip_message
         assert f"waits for run {run.run_id[:8]}" in tick(2).skip_message
 

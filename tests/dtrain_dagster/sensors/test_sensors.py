@@ -151,11 +151,32 @@ def test_a_run_that_is_about_to_submit_keeps_the_cluster_while_it_shows_life(
     manager: GPUClusterManager, daemon: Daemon
 ):
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    run = daemon.instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.STARTED))
+    asked = frozenset({dg.AssetKey("trained_checkpoint")})
+    run = daemon.instance.add_run(
+        dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.STARTED, asset_selection=asked)
+    )
     held = daemon.ticks(12)[-1]
     assert run.run_id in held["idle"]
     assert not held["scaled_down"]
     assert any(item["scaled_down"] for item in daemon.ticks(30)), "a run that died without a word keeps nothing"
+
+
+@pytest.mark.parametrize(
+    ("status", "asset"),
+    [
+        (dg.DagsterRunStatus.STARTED, None),
+        (dg.DagsterRunStatus.STARTED, "somebody_elses_table"),
+        (dg.DagsterRunStatus.STARTED, "stock_prices"),
+        (dg.DagsterRunStatus.NOT_STARTED, "trained_checkpoint"),
+    ],
+)
+def test_runs_that_do_not_use_the_cluster_do_not_keep_it(
+    manager: GPUClusterManager, daemon: Daemon, status: dg.DagsterRunStatus, asset: str | None
+):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    asked = None if asset is None else frozenset({dg.AssetKey(asset)})
+    daemon.instance.add_run(dg.DagsterRun(job_name="job", status=status, asset_selection=asked))
+    assert any(item["scaled_down"] for item in daemon.ticks(12))
 
 
 def test_a_scale_down_that_fails_is_tried_again_told_once_and_told_when_it_is_done(
