@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import math
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
@@ -48,6 +51,43 @@ OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
 date."""
+
+
+@contextmanager
+def cancelling_where_asked(
+    context: dg.AssetExecutionContext, manager: GPUClusterManager, job_id: str
+) -> Iterator[None]:
+    """Cancel the job where a person ends the run within the block: by *Terminate*, or by Ctrl-C at the command that
+    runs it. A process that is ended for another reason (a drained machine, systemd, a container that is stopped) leaves
+    the paid job running: the next run of the asset takes it over."""
+    terminated = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        terminated.append(number)
+        assert callable(before)  # Dagster's, which raises
+        before(number, frame)
+
+    before = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread() and callable(before)
+    if in_main:  # Dagster raises the same for SIGTERM and SIGINT
+        signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    except dg.DagsterExecutionInterruptedError:
+        run = context.instance.get_run_by_id(context.run.run_id) or context.run
+        is_of_command = run.remote_job_origin is None  # no server launched it
+        if run.status is dg.DagsterRunStatus.CANCELING or (is_of_command and not terminated):
+            context.log.warning(f"terminated: cancelling job {job_id}")
+            manager.cancel_job(job_id)
+        else:
+            context.log.warning(
+                f"this run's process was ended, and nobody asked for the end of the run: job {job_id} goes on. "
+                f"Materialize {context.asset_key.to_user_string()} again to follow it, or `dtrain cancel {job_id}`"
+            )
+        raise
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 class LaunchpadOptions(dg.Config):

@@ -17,7 +17,15 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import LaunchpadOptions, best_rows, head_of_page, links, page_of, refusing_mistakes
+from dtrain_dagster.assets.common import (
+    LaunchpadOptions,
+    best_rows,
+    cancelling_where_asked,
+    head_of_page,
+    links,
+    page_of,
+    refusing_mistakes,
+)
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training import totals_metadata
@@ -112,15 +120,11 @@ def run_program(
         )  # fmt: skip
     got = provision(context, manager, cluster, project, cluster.sku, nodes)
     tier = tier_of(got.tier or cluster.first_tier)
-    try:
+    with cancelling_where_asked(context, manager, job_id):
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
         with queueing(context, project):
             follow_program(context, manager, spec, tier, lambda: leave_queue(context, project, got))
-    except dg.DagsterExecutionInterruptedError:
-        context.log.warning(f"terminated: cancelling job {job_id}")
-        manager.cancel_job(job_id)
-        raise
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),
         metadata={

@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import read_finished, sentences
+from dtrain_dagster.assets.common import cancelling_where_asked, read_finished, sentences
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
@@ -161,29 +161,28 @@ def carry_out(
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
     plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
     try:
-        rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
-        context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
-        if choice.action in ("start", "restart"):
-            refuse_dearer_nodes(context, project, plan, got)
-            study = pipeline.names.pipeline if context.has_partition_key else ""
-            job = planned_job(plan, choice, cluster, project, context.run.run_id, study)
-            job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
-            rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
-            env = cluster.node_env(project)
-            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
-        elif choice.action == "attach":
-            context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-        with queueing(context, project):
-            follow_training(
-                context, manager, rundir, choice.job_id, plan, project.notify_urls(),
-                cache(lambda: leave_queue(context, project, got)),
-            )  # fmt: skip
+        with cancelling_where_asked(context, manager, choice.job_id):
+            rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
+            context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
+            if choice.action in ("start", "restart"):
+                refuse_dearer_nodes(context, project, plan, got)
+                study = pipeline.names.pipeline if context.has_partition_key else ""
+                job = planned_job(plan, choice, cluster, project, context.run.run_id, study)
+                job.training.max_node_seconds = (
+                    node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
+                )
+                rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
+                env = cluster.node_env(project)
+                start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
+            elif choice.action == "attach":
+                context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
+            with queueing(context, project):
+                follow_training(
+                    context, manager, rundir, choice.job_id, plan, project.notify_urls(),
+                    cache(lambda: leave_queue(context, project, got)),
+                )  # fmt: skip
     except BudgetSpentError as error:
         raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
-    except dg.DagsterExecutionInterruptedError:
-        context.log.warning(f"terminated: cancelling job {choice.job_id}")
-        manager.cancel_job(choice.job_id)
-        raise
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
     finished = FinishedJob(
