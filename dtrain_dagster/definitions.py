@@ -7,6 +7,7 @@ No I/O and no heavy import happens here.
 import gc
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import dagster as dg
 
@@ -42,7 +43,7 @@ def build_defs(
     warn_of_unknown_variables()
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
-        build_graph(STOCK, settings, resources),
+        build_graph(replace(STOCK, cluster=settings.place), settings, resources),
         # Why in one process: `dtrain_dagster.pipelines.build_graph`.
         dg.Definitions(executor=dg.in_process_executor, loggers={"console": console}),
     )

@@ -154,6 +154,11 @@ class GPUClusterResource(dg.ConfigurableResource):
         return GPUClusterResource(**fields)
 
     @property
+    def place(self) -> str:
+        """The name of the cluster among those of all kinds."""
+        return f"{self.kind}.{self.cluster_name}"
+
+    @property
     def ranks_per_node(self) -> int:
         """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
         from dtrain_dagster.clusters.ranks import ranks_per_node

@@ -97,7 +97,7 @@ def measure_pace(
         return probe_cost.left_node_seconds(limit_usd, paid, price, tier)
 
     try:
-        with queueing(context, project):
+        with queueing(context, project, cluster):
             forecast = probe.forecast(
                 manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
                 history.learned("probe", price.sku), context.log.info, left,

@@ -123,7 +123,7 @@ def run_program(
     with cancelling_where_asked(context, manager, job_id):
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
-        with queueing(context, project):
+        with queueing(context, project, cluster):
             follow_program(context, manager, spec, tier, lambda: leave_queue(context, project, got))
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),

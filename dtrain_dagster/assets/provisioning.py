@@ -42,7 +42,7 @@ def provision(
 ) -> ClusterConfig:
     """Get the cluster's nodes ready, or the cloud's word that they may come, and return them. Raise `dagster.Failure`
     where there is no capacity: the run gets a place in the queue, and the sensor ``queue`` starts it again."""
-    with queueing(context, project):
+    with queueing(context, project, cluster):
         config = manager.provision_cluster(node_count, sku)
     if not manager.brings_nodes_later:
         leave_queue(context, project, config)
@@ -50,13 +50,15 @@ def provision(
 
 
 @contextmanager
-def queueing(context: dg.AssetExecutionContext, project: ProjectResource) -> Iterator[None]:
+def queueing(
+    context: dg.AssetExecutionContext, project: ProjectResource, cluster: GPUClusterResource
+) -> Iterator[None]:
     """Let a lack of capacity within the block give the run a place in the queue, which is its old one if it has had
     one. Raise `dagster.Failure`, which names the place, instead of `NoCapacityError`."""
     try:
         yield
     except NoCapacityError as error:
-        waiting = WaitingList(project.shared_uri)
+        waiting = WaitingList(project.shared_uri, cluster.place)
         raise _queued(context, project, waiting, _ticket_of(context, waiting), error) from error
 
 
@@ -122,6 +124,7 @@ def _queued(
             error.retry_at,
             tags={name: run.tags[name] for name in (CAUSE_TAG, PARTITION_TAG) if name in run.tags},
             since=error.since,
+            cluster=waiting.cluster,
         )
         if TICKET_TAG in run.tags:  # it had left the queue when its first nodes came: its place is kept
             ticket = replace(ticket, ticket=run.tags[TICKET_TAG], attempt=int(run.tags[ATTEMPT_TAG]) + 1)

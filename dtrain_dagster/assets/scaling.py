@@ -115,7 +115,7 @@ def study_scaling(
     for mode, nodes in runs:
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, is_this_machine)
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
-        with queueing(context, project):
+        with queueing(context, project, cluster):
             env, command = cluster.node_env(project), plan.command
             probe.run_probe(manager, job, nodes, plan.processes_per_node, env, context.log.info, command)
         rundir = RunDir(job.run_dir)

@@ -176,7 +176,7 @@ def carry_out(
                 start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
             elif choice.action == "attach":
                 context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-            with queueing(context, project):
+            with queueing(context, project, cluster):
                 follow_training(
                     context, manager, rundir, choice.job_id, plan, project.notify_urls(),
                     cache(lambda: leave_queue(context, project, got)),

@@ -47,6 +47,8 @@ class Ticket:
     run_config: Mapping[str, Any] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags of each of its runs, such as the cause of the run."""
+    cluster: str = ""
+    """The cluster that it waits for (`GPUClusterResource.place`); "" of a version that knew one only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +94,20 @@ def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
 _TICKET = schemas.record(
     {"ticket": schemas.text, "queued_at": schemas.moment, "deadline_at": schemas.moment, "retry_at": schemas.moment,
      "attempt": schemas.count, "run_id": schemas.text, "reason": schemas.text, "assets": schemas.many(schemas.text)},
-    run_config=schemas.obj, tags=schemas.mapping(schemas.text),
+    run_config=schemas.obj, tags=schemas.mapping(schemas.text), cluster=schemas.text,
 )  # fmt: skip
 
 
 class WaitingList:
-    """The queue's storage: tickets as files in ``<storage>/queue``."""
+    """The queue's storage: tickets as files in ``<storage>/queue``. Each cluster has a queue of its own: nodes that are
+    not to be had on one keep nobody waiting for another."""
 
-    def __init__(self, storage_uri: str) -> None:
-        self.storage = open_storage(f"{storage_uri}/queue")
+    def __init__(self, storage_uri: str, cluster: str = "") -> None:
+        """``cluster``: the one whose queue it is; "" for those of all."""
+        self.storage, self.cluster = open_storage(f"{storage_uri}/queue"), cluster
 
     def tickets(self) -> list[Ticket]:
-        """Return all tickets, in order of arrival. A damaged ticket is left out with a warning."""
+        """Return the tickets, in order of arrival. A damaged ticket is left out with a warning."""
         found = []
         for name in self.storage.list():
             try:
@@ -114,7 +118,7 @@ class WaitingList:
             if data is not None:  # else given back meanwhile
                 known = {field.name: data[field.name] for field in fields(Ticket) if field.name in data}
                 found.append(Ticket(**{**known, "assets": tuple(data["assets"])}))
-        return found
+        return [item for item in found if not self.cluster or item.cluster in ("", self.cluster)]
 
     def put(self, ticket: Ticket) -> int:
         """Write or replace a ticket; return its position in the queue, counted from 1."""
@@ -145,7 +149,7 @@ class WaitingList:
 def new_ticket(
     run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
     deadline_seconds: float, not_before: float = 0.0, tags: Mapping[str, str] | None = None,
-    since: float | None = None,
+    since: float | None = None, cluster: str = "",
 ) -> Ticket:  # fmt: skip
     """Return the ticket of a run that was refused for the first time. ``not_before``: the cloud's time for the next
     try. ``since``: the time from which it has waited for nodes in the cloud's own queue; it stands before whoever came
@@ -162,6 +166,7 @@ def new_ticket(
         assets=tuple(assets),
         run_config=dict(run_config),
         tags=dict(tags or {}),
+        cluster=cluster,
     )
 
 

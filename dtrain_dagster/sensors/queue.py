@@ -22,7 +22,7 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.resources import project_resource
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
@@ -38,7 +38,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
 
     @dg.sensor(
         name=names.unique("queue"),
-        required_resource_keys={names.project},
+        required_resource_keys=names.resources,
         asset_selection=dg.AssetSelection.all(),  # no target: for one Dagster makes a job, and it has one partitioning
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -48,10 +48,10 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         project = project_resource(context, names)
-        waiting, now = WaitingList(project.shared_uri), time.time()
+        waiting, now = WaitingList(project.shared_uri, cluster_resource(context, names).place), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
         reading = clock.reading()
-        tickets = waiting.tickets()
+        tickets = [item for item in waiting.tickets() if _is_of(context.repository_def, item)]
         if seconds := clock.set_by(said.get("clock"), reading):
             context.log.warning(f"the clock was set by {seconds:,.0f} s: runs go on waiting for as long as before")
             tickets = waiting.shift(tickets, seconds, now)
@@ -98,6 +98,14 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         )
 
     return queue
+
+
+def _is_of(repository: dg.RepositoryDefinition | None, ticket: Ticket) -> bool:
+    """Return whether this code location has the assets that a ticket's run makes: another one starts the run else."""
+    if repository is None:  # in a test
+        return True
+    known = repository.asset_graph.get_all_asset_keys()
+    return all(dg.AssetKey.from_user_string(name) in known for name in ticket.assets)
 
 
 def _in_time(key: dg.AssetKey, expired: Sequence[Ticket]) -> dg.AssetCheckEvaluation:

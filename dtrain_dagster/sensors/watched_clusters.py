@@ -15,10 +15,10 @@ def watched_clusters(context: dg.SensorEvaluationContext, names: GraphNames) -> 
     of them by name; none for those of the others, so that nobody is told twice and nothing is ended twice. Graphs are
     defined one by one, and know nothing of each other: the code location that ticks knows them all."""
     own = names.key("gpu_cluster")
-    if not names.pipeline:
+    if context.repository_def is None:  # not of a daemon
         return [own]
-    assert context.repository_def is not None  # a daemon's tick always has it
     graph = context.repository_def.asset_graph
     mine = graph.get(own).tags[CLUSTER_TAG]
-    alike = sorted(key for key in graph.get_all_asset_keys() if graph.get(key).tags.get(CLUSTER_TAG) == mine)
+    alike = [key for key in graph.get_all_asset_keys() if graph.get(key).tags.get(CLUSTER_TAG) == mine]
+    alike.sort(key=lambda key: (len(key.path), key))  # the graph without a name is first
     return alike if alike[0] == own else []

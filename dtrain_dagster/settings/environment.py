@@ -285,6 +285,11 @@ class Settings(EnvironmentSettings):
         return self
 
     @property
+    def place(self) -> str:
+        """The name of the cluster among those of all kinds."""
+        return f"{self.cluster}.{self.cluster_name}"
+
+    @property
     def kind(self) -> ClusterKind:
         """What this kind of cluster is and can do."""
         return KINDS[self.cluster]

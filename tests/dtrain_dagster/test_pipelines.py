@@ -157,8 +157,8 @@ def test_of_graphs_on_one_cluster_one_sensor_acts_and_reports_for_all(location: 
         with dg.build_sensor_context(repository_def=repository) as context:
             found[name] = [key.to_user_string() for key in watched_clusters(context, GraphNames(name))]
     assert found == {
-        "": ["gpu_cluster"],
-        "features": ["features/gpu_cluster", "folder/gpu_cluster", "quotes/gpu_cluster"],
+        "": ["gpu_cluster", "features/gpu_cluster", "folder/gpu_cluster", "quotes/gpu_cluster"],
+        "features": [],
         "folder": [],
         "quotes": [],
         "vision": ["vision/gpu_cluster"],  # it has a cluster of its own

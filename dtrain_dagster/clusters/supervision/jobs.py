@@ -44,6 +44,7 @@ from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.node.line_log import last_lines, logs_of, text_of
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
+from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
 NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
@@ -67,17 +68,28 @@ class LaunchSettings:
     successor_lead_seconds: float = 0.0
     """Seconds before a node's time limit at which its successor is submitted."""
 
+    @property
+    def place(self) -> str:
+        """The name of the cluster among those of all kinds that share a home."""
+        return f"{self.engine}.{self.cluster_name}"
+
+    def has(self, launch: Mapping[str, Any]) -> bool:
+        """Return whether this is the launch of a job of this cluster."""
+        return all(launch.get(name, getattr(self, name)) == getattr(self, name) for name in ("engine", "cluster_name"))
+
 
 class SupervisedJobs:
-    """The jobs of one cluster, in ``<home>/storage/jobs/<job_id>``."""
+    """The jobs of one cluster, in ``<home>/storage/jobs/<job_id>``. Those of other clusters are there, too: each can be
+    looked at and ended by its name, and is in no list of this one."""
 
     def __init__(
-        self, home: Path, settings: LaunchSettings, use: ClusterUse, engine_options: Mapping[str, Any] | None = None
+        self, home: Path, settings: LaunchSettings, state: Storage, engine_options: Mapping[str, Any] | None = None
     ) -> None:
-        """``engine_options``: those of the engine, which the supervisor gets and no job can change."""
-        self.home, self.settings, self.use, self.engine_options = home, settings, use, engine_options
+        """``state``: the folder of the cluster. ``engine_options``: those of the engine, which the supervisor gets and
+        no job can change."""
+        self.home, self.settings, self.engine_options = home, settings, engine_options
         self.folder = home / "storage" / "jobs"
-        self.active = ActiveJobs(str(home / "storage" / "active"))
+        self.use, self.active = ClusterUse(state), ActiveJobs(f"{state.uri}/active")
 
     def submit(self, spec: JobSpec) -> None:
         """Start the job, as `GPUClusterManager.submit_job` says."""
@@ -176,10 +188,10 @@ class SupervisedJobs:
         wait_for_change(self.rundir(seen.job_id), seen.state, seconds)
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
-        """Return all jobs whose id begins with ``prefix``, newest first."""
+        """Return all jobs of this cluster whose id begins with ``prefix``, newest first."""
         jobs = []
         for name in open_storage(str(self.folder)).list():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and self._is_own(name):
                 with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
                     jobs.append(self._peek(name))
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
@@ -188,8 +200,15 @@ class SupervisedJobs:
         """Return the ids of the jobs that have not ended; every run directory is opened, whatever the marks say."""
         return [job.job_id for job in self.list_jobs() if not job.state.is_final]
 
+    def _is_own(self, job_id: str) -> bool:
+        """Return whether a job was launched here last. One whose launch cannot be read may be."""
+        with contextlib.suppress(DamagedError, ClusterError, OSError):
+            return self.settings.has(self.rundir(job_id).read_json(LAUNCH) or {})
+        return True
+
     def list_active(self) -> list[JobStatus]:
-        """Return the jobs that have not ended, newest first, in a time that does not depend on the ended ones."""
+        """Return this cluster's jobs that have not ended, newest first, in a time that does not depend on the ended
+        ones."""
         if (marks := self.active.marks()) is None:
             marks = self.running()
             for job_id in marks:
@@ -202,7 +221,9 @@ class SupervisedJobs:
             except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
                 self._forget(job_id, None)
             else:
-                if status.state.is_final:
+                if not self._is_own(job_id):  # it goes on elsewhere
+                    self._forget(job_id, None)
+                elif status.state.is_final:
                     self._forget(job_id, status.ended_at)
                 else:
                     jobs.append(status)

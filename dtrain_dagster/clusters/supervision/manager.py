@@ -26,7 +26,6 @@ from dtrain_dagster.clusters.base import (
     NodePool,
     Orphan,
 )
-from dtrain_dagster.clusters.job_marks import ClusterUse
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings, SupervisedJobs
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents import schemas
@@ -46,7 +45,7 @@ _CONFIG = schemas.record(
 
 
 class SupervisedClusterManager(GPUClusterManager):
-    """A cluster whose state is ``<home>/clusters/<cluster_name>/cluster.json``. Any number of manager objects, in any
+    """A cluster whose state is in ``<home>/clusters/<kind>.<cluster_name>``. Any number of manager objects, in any
     process, see the same cluster and jobs."""
 
     def __init__(
@@ -58,9 +57,9 @@ class SupervisedClusterManager(GPUClusterManager):
     ) -> None:
         self.home, self.cluster_name = Path(home).absolute(), settings.cluster_name
         self.processes_per_node = processes_per_node
-        self.state = open_storage(str(self.home / "clusters" / settings.cluster_name))
-        self.use = ClusterUse(self.state)
-        self.jobs = SupervisedJobs(self.home, settings, self.use, engine_options)
+        self.state = open_storage(str(self.home / "clusters" / settings.place))
+        self.jobs = SupervisedJobs(self.home, settings, self.state, engine_options)
+        self.use = self.jobs.use
 
     @abstractmethod
     def check_size(self, node_count: int, processes_per_node: int) -> None:

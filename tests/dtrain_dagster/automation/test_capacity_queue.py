@@ -106,7 +106,8 @@ def repository() -> dg.RepositoryDefinition:
 
 
 def tick(settings: Settings, instance: dg.DagsterInstance, cursor: str | None = None) -> Any:
-    sensor, resources = build_queue_sensor(settings), {"project": build_resources(settings)["project"]}
+    sensor, resources = build_queue_sensor(settings), build_resources(settings)
+    del resources["io_manager"]
     with dg.build_sensor_context(instance, cursor, repository_def=repository(), resources=resources) as made:
         return sensor.evaluate_tick(made)
 
@@ -231,6 +232,30 @@ def test_a_run_that_has_succeeded_without_asking_for_nodes_just_leaves(
         tick(settings, instance)
     assert not queue.tickets()
     assert not heard
+
+
+def test_each_cluster_has_a_queue_of_its_own(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    """What is not to be had on one keeps nobody waiting for another, and the sensor of one starts no run of another."""
+    here, there = Settings(home=tmp_path), Settings(home=tmp_path, cluster_name="there")
+    full, late = (
+        new_ticket(run, ["cost_estimate"], {}, "no quota", 1e9 + at, 1e10, cluster=cluster.place, not_before=retry_at)
+        for run, at, cluster, retry_at in (("0123456789", 0, there, 2e10), ("9876543210", 1, here, 0.0))
+    )
+    everywhere = WaitingList(here.shared_uri)
+    everywhere.put(full)
+    assert WaitingList(here.shared_uri, here.place).put(late) == 1, "the first in its own queue"
+    [request] = tick(here, instance).run_requests
+    assert request.tags[TICKET_TAG] == late.ticket
+    assert not tick(there, instance).run_requests
+    assert len(everywhere.tickets()) == 2
+
+
+def test_a_run_of_another_code_location_is_left_to_its_sensor(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    settings = Settings(home=tmp_path)
+    queue = WaitingList(settings.shared_uri)
+    queue.put(new_ticket("0123456789", ["theirs/trained_checkpoint"], {}, "no quota", 1e9, 60.0))
+    assert not tick(settings, instance).asset_events
+    assert len(queue.tickets()) == 1
 
 
 class SoldOut(LocalClusterManager):
