@@ -13,6 +13,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, hardware_mark
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
+from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
@@ -97,11 +98,12 @@ def study_scaling(
     if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * LOG_EVERY:
         raise dg.Failure(
             f"scaling_study: nodes = {config.nodes} and steps = {config.steps} cannot be measured; nodes go from 1 to "
-            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}",
+            f"{plan.node_count} (those of the plan), steps from {3 * LOG_EVERY}",
             allow_retries=False,
         )
+    cluster = of_plan(cluster, plan)
     manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, plan.sku, cluster.node_count)
+    got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
     usd_per_node_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
     mark = plan.fingerprint + hardware_mark(cluster, got.gpu_type)
     runs = short_runs(counts, plan.job["training"]["gradient_accumulation_steps"])

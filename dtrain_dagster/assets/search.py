@@ -16,6 +16,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
@@ -136,8 +137,9 @@ def search_space(
     from dtrain_dagster.search.run import open_search
     from dtrain_dagster.search.space import parse_space
 
+    cluster = of_plan(cluster, plan)
     with refusing_mistakes():
-        request = request_of(config, cluster, project, dataset, plan)
+        request = request_of(config, project, dataset, plan)
         space = parse_space(config.space, "launchpad: space")
         ranks = request.least_nodes * request.processes_per_node
         for sentence in check_space(
@@ -203,17 +205,13 @@ def follow_search(
 
 
 def request_of(
-    config: SearchOptions,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    dataset: BuiltDataset,
-    plan: TrainingPlan,
+    config: SearchOptions, project: ProjectResource, dataset: BuiltDataset, plan: TrainingPlan
 ) -> "SearchRequest":
     """Return what is searched. Raise `ConfigError` for what cannot be."""
     from dtrain_dagster.search.run import SearchRequest
     from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
 
-    nodes = cluster.node_count
+    nodes = plan.node_count
     settings = SearchSettings(
         trials=config.trials,
         parallel=config.parallel or max(1, nodes // config.least_nodes),

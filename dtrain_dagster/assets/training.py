@@ -215,10 +215,11 @@ def carry_out(
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
-    """Return the cluster with the nodes that were planned, where its launchpad asked for others than the
-    environment's."""
+    """Return the cluster with the nodes, their SKU and their tier that were planned: the launchpad of the plan may have
+    asked for others than the environment's."""
     sku = plan.sku if plan.sku != cluster.sku else None
-    return cluster.with_hardware(None, sku, plan.tier if plan.tier != cluster.first_tier else None)
+    tier = plan.tier if plan.tier != cluster.first_tier else None
+    return cluster.with_hardware(plan.node_count, sku, tier)
 
 
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
