@@ -220,9 +220,11 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
     limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
     try:
         usd = CostTracker("", manager.node_usage(job_id), plan.tier).total_usd
-    except PriceError as error:  # the training is done, whatever it has cost
+    except PriceError as error:  # the training is done, whatever it has cost; nobody can say that it was within limits
         metadata = {"cost": f"not known: {error}", "estimated_usd": round_figures(estimated)}
-        return dg.AssetCheckResult(check_name=COST_CHECK, passed=True, metadata=metadata)
+        return dg.AssetCheckResult(
+            check_name=COST_CHECK, passed=False, severity=dg.AssetCheckSeverity.WARN, metadata=metadata
+        )
     over = overrun(usd, estimated)
     return dg.AssetCheckResult(
         check_name=COST_CHECK,

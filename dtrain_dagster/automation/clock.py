@@ -17,8 +17,10 @@ NOTICEABLE_SECONDS = 60.0
 
 
 def reading() -> dict[str, Any]:
-    """Return the clock's state for a cursor: the boot id, and the Unix time at which the kernel's count was 0."""
-    return {"boot": _boot(), "origin": time.time() - clock.elapsed()}
+    """Return the clock's state for a cursor: the boot id, the kernel's count of seconds, and the Unix time at which
+    that was 0."""
+    counted = clock.elapsed()
+    return {"boot": _boot(), "origin": time.time() - counted, "count": counted}
 
 
 def count() -> float:
@@ -38,6 +40,13 @@ def set_by(before: Any, now: Mapping[str, Any]) -> float:
         return 0.0
     seconds = float(now["origin"]) - origin
     return seconds if NOTICEABLE_SECONDS <= abs(seconds) < float("inf") else 0.0
+
+
+def elapsed_between(before: Any, now: Mapping[str, Any]) -> float | None:
+    """Return the seconds between two readings by the kernel's count; None where it cannot tell, see `set_by`. Pure."""
+    known = isinstance(before, Mapping) and before.get("boot") == now["boot"] and now["boot"]
+    counted = before.get("count") if known else None
+    return None if isinstance(counted, bool) or not isinstance(counted, int | float) else now["count"] - counted
 
 
 def _boot() -> str:

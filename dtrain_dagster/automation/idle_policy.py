@@ -1,7 +1,8 @@
 """The idle policy: how long nodes have stood without work, what that has cost, and when to scale them down. Pure.
 
-Time is added up from look to look, never taken from the clock alone. So the sum survives a restart of the observer, and
-a clock that is set forward or back shifts it by `LONGEST_LOOK_SECONDS` at most. Unobserved time is not counted.
+Time is added up from look to look, by the kernel's count and never by the clock alone. So the sum survives a restart of
+the observer, is whole where it looks seldom, and a clock that is set does not change it. Where the count cannot tell
+(the observer's machine was started again, or is another one), `LONGEST_LOOK_SECONDS` at most are added.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 from dtrain_dagster.clusters.base import NodePool
 
 LONGEST_LOOK_SECONDS = 180.0
-"""The longest time between two looks that is counted; the sensor looks each minute."""
+"""The longest time between two looks that is added where only the clock tells it; the sensor looks each minute."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
 """The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
 LEAVING_SECONDS = 300.0
@@ -42,13 +43,16 @@ class Idling:
     """Whether a person has been told of this idle interval."""
 
 
-def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float) -> Idling:
+def look(
+    before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float, elapsed: float | None = None
+) -> Idling:
     """Return a pool's idle state after one more look. A job that began and ended since the last look ends the interval
-    too."""
+    too. ``elapsed``: the seconds since then by the kernel's count; None where it cannot tell."""
     fresh = Idling(seen_at=now, used_at=pool.used_at)
     if before is None or pool.work or not pool.node_count:
         return fresh
-    passed = min(max(now - before.seen_at, 0.0), LONGEST_LOOK_SECONDS)
+    passed = min(now - before.seen_at, LONGEST_LOOK_SECONDS) if elapsed is None else elapsed
+    passed = max(passed, 0.0)
     if pool.used_at is not None and pool.used_at != before.used_at:
         idle, since = fresh, min(max(now - pool.used_at, 0.0), passed)
     else:

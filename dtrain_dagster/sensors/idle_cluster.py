@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_over, is_pool_due, look, takes_force, tried
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
@@ -60,6 +61,8 @@ class Cursor:
     facts: Sequence[Any] = ()
     """The last recorded states, see `idle_state_of`."""
     recorded_at: float = 0.0
+    clock: Mapping[str, Any] = field(default_factory=dict)
+    """The clock's state (`automation.clock`)."""
 
     def written(self) -> str:
         """Return the cursor as text."""
@@ -81,9 +84,9 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         cluster, project = cluster_resource(context, names), project_resource(context, names)
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
-        manager, now = cluster.manager(), time.time()
+        manager, now, reading = cluster.manager(), time.time(), clock.reading()
         cursor = read_cursor(context.cursor)
-        before = cursor.pools
+        before, elapsed = cursor.pools, clock.elapsed_between(cursor.clock, reading)
         try:
             pools = manager.pools()
         except (ClusterError, OSError) as error:  # the idle time so far is kept
@@ -91,7 +94,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         watched = []
         for pool in pools:
             usd = _usd_per_node_hour(pool, cluster)
-            idling = look(before.get(pool.name), pool, usd or 0.0, now)
+            idling = look(before.get(pool.name), pool, usd or 0.0, now, elapsed)
             over = is_over(idling, pool, limit_seconds)
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
         messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
@@ -120,6 +123,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
                 pools={item.pool.name: item.idling for item in watched},
                 facts=facts,
                 recorded_at=now if is_news else cursor.recorded_at,
+                clock=reading,
             ).written(),
         )
 

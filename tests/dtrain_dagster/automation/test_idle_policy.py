@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain_dagster.automation.clock import elapsed_between
 from dtrain_dagster.automation.idle_policy import (
     LONGEST_LOOK_SECONDS,
     Idling,
@@ -61,6 +62,16 @@ def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_se
     idling = replace(IDLE, idle_seconds=idle_seconds)
     assert is_over(idling, pool, LIMIT) is over
     assert is_pool_due(idling, pool, LIMIT) is over
+
+
+def test_seldom_looks_count_all_the_time_between_them():
+    assert look(IDLE, POOL, USD, 1000.0 + 7200, elapsed=7200.0).idle_seconds == 540.0 + 7200
+    assert look(IDLE, POOL, USD, 1000.0 + 7200, elapsed=60.0).idle_seconds == 600.0, "the clock was set forward"
+    assert look(IDLE, POOL, USD, 10.0, elapsed=60.0).idle_seconds == 600.0, "it was set back"
+    before = {"boot": "a", "count": 5.0, "origin": 0.0}
+    assert elapsed_between(before, {"boot": "a", "count": 65.0}) == 60.0
+    assert elapsed_between(before, {"boot": "b", "count": 65.0}) is None, "the machine was started again"
+    assert elapsed_between({}, {"boot": "a", "count": 65.0}) is None
 
 
 def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_force():
