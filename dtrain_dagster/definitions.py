@@ -1,6 +1,6 @@
 """The code location of the stock prices: one graph of `dtrain_dagster.pipelines`, whose names have no prefix.
 
-No I/O and no heavy import happens here.
+No heavy import happens here, and no I/O but that the trainer's sources are read for the code version of assets.
 """
 
 # ruff: noqa: E402

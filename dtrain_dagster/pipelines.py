@@ -1,7 +1,7 @@
 """Training graphs for any code location: `build_training_assets` gives one under a name, as often as it is called.
 
 The graph of the stock prices (`dtrain_dagster.definitions`) is built of the same parts. What an asset does belongs in
-`dtrain_dagster.assets`. No I/O and no heavy import happens here.
+`dtrain_dagster.assets`. No heavy import happens here, and no I/O but for the code version of assets.
 """
 
 from __future__ import annotations

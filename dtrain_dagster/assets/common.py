@@ -48,9 +48,6 @@ hyphens."""
 _NO_TARGET = re.compile(r"[<>\\\s]")
 """What may not be in the target of a Markdown link."""
 OWNERS = ["team:ml-platform"]
-CODE_VERSION = "1"
-"""The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
-date."""
 
 
 @contextmanager

@@ -14,12 +14,21 @@ from typing import Any, Literal
 import dagster as dg
 from pydantic import create_model
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, LaunchpadOptions
+from dtrain_dagster.assets.common import OWNERS, LaunchpadOptions
+from dtrain_dagster.data import prices, sharding
+from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
 STUDIES = "studies"
 """The group of assets that train besides the graph itself, and are no part of a retraining."""
 SourceKind = Literal["prices", "folder", "asset", "script"]
+
+
+def code_version_of(asset: str) -> str:
+    """Return the version of the code that makes an asset, by which Dagster marks older results as out of date: of data
+    that of their conversion, which their ids contain, too; of the rest that of the trainer's sources."""
+    conversions = {"stock_prices": prices.SCHEMA_VERSION, "sharded_dataset": sharding.CODE_VERSION}
+    return str(conversions.get(asset) or code_version())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +74,7 @@ class Pipeline:
             "key": self.names.key(name),
             "group_name": self.study_of.unique(STUDIES) if self.study_of else self.names.pipeline or group,
             "owners": list(self.owners),
-            "code_version": CODE_VERSION,
+            "code_version": code_version_of(name),
             "ins": {item: dg.AssetIn(key=self.names.key(item)) for item in inputs},
             "io_manager_key": self.names.values,
             "partitions_def": self.partitions,

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import best_rows, charts, head_of_page, links, page_of, sentences, table_file
-from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
+from dtrain_dagster.assets.pipeline import STUDIES, Pipeline, code_version_of
 from dtrain_dagster.assets.walk_forward import TrainedYear
 from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path
 from dtrain_dagster.resources import ProjectResource, project_resource
@@ -34,7 +34,7 @@ def build_walk_forward_report(pipeline: Pipeline, partitions: dg.PartitionsDefin
         key=names.key(REPORT),
         group_name=names.unique(STUDIES),
         owners=list(pipeline.owners),
-        code_version="1",
+        code_version=code_version_of(REPORT),
         kinds={"python"},
         required_resource_keys={names.project},
         ins={

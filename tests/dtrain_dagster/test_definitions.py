@@ -12,6 +12,7 @@ import dagster as dg
 import pytest
 import yaml
 
+from dtrain_dagster.data import sharding
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import Settings
 
@@ -73,6 +74,24 @@ def test_an_endpoint_is_checked_where_one_is_named_and_blocks_nothing():
     assert not graph.get_check_spec(key).blocking
 
 
+def test_assets_are_out_of_date_when_the_code_that_makes_them_changes(monkeypatch: pytest.MonkeyPatch):
+    """Dagster compares code versions. Those of data are in their ids, so the same code gives the same dataset."""
+
+    def versions() -> dict[str, str | None]:
+        graph = build_defs(Settings()).resolve_asset_graph()
+        return {key.to_user_string(): graph.get(key).code_version for key in graph.materializable_asset_keys}
+
+    before = versions()
+    monkeypatch.setattr(sharding, "CODE_VERSION", sharding.CODE_VERSION + 1)
+    after = versions()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"sharded_dataset", "walk_forward/sharded_dataset"}
+    monkeypatch.setattr("dtrain_dagster.assets.pipeline.code_version", lambda: "of another trainer")
+    changed = {name for name, version in versions().items() if version != after[name]}
+    assert {"trained_checkpoint", "cost_estimate", "registered_model"} <= changed
+    assert "stock_prices" not in changed
+
+
 def loaded(program: str, first: str = "sys") -> set[str]:
     """Modules that a program imports beyond those of ``first``, in a process of its own."""
     code = f"import json, sys, {first}; before = set(sys.modules); {program}; "
@@ -93,7 +112,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv"}
     own = {name for name in found if name.startswith(("dtrain_dagster", "trainer"))}
     assert len(found - own) <= 45
-    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 100  # modules, not packages
+    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 102  # modules, not packages
     bodies = ["dtrain_dagster.reports", "dtrain_dagster.dashboard", "dtrain_dagster.costs.ledger"]
     bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "scaling", "strategies")]
     bodies += [f"dtrain_dagster.planning.{name}" for name in ("optimizer", "tuned_settings")]
