@@ -47,7 +47,7 @@ def scaling_page(
     return {
         **head_of_page(
             f"{fastest_and_cheapest(points)} {study.verdict.removesuffix(study.withheld).rstrip()}",
-            small_curves(curves, same_scale=True),
+            small_curves(curves),
             {
                 "speed_up": round(most.samples_per_second / least.samples_per_second, 3),
                 "samples_per_second": round(most.samples_per_second, 1),

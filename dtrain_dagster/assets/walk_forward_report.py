@@ -116,7 +116,7 @@ def report_page(
     rows, title = year_rows(document), "Gain over each baseline, year by year"
     head = head_of_page(
         document["notes"][0],
-        small_curves(gained, same_scale=True),
+        small_curves(gained),
         {
             "nll": round(together["nll"], 6),
             f"gain_over_{best}": round(together["gains"][best]["nats"], 6) if best else None,

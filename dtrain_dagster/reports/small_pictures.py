@@ -28,17 +28,16 @@ MOST_POINTS = 44
 Points = Sequence[tuple[float, float]]
 
 
-def small_curves(curves: Mapping[str, Points], *, same_scale: bool = False) -> str:
-    """Return Markdown with lines over a common horizontal axis, each with its first and last value; "" where no curve
-    has two points. ``same_scale``: whether they share the vertical axis, and only their ends are told; else each is
-    scaled to its own height."""
+def small_curves(curves: Mapping[str, Points]) -> str:
+    """Return Markdown with lines on common axes, each with its last value, and up to two of them also with their first;
+    "" where no curve has two points."""
     finite = {name: _finite(points) for name, points in curves.items()}
     # Long names and figures leave less room for points.
-    pictures = (_curves(finite, most // max(2, len(curves)), same_scale) for most in (MOST_POINTS, MOST_POINTS // 2))
+    pictures = (_curves(finite, most // max(2, len(curves))) for most in (MOST_POINTS, MOST_POINTS // 2))
     return next(filter(None, pictures), "")
 
 
-def _curves(curves: Mapping[str, Points], most: int, same_scale: bool) -> str:
+def _curves(curves: Mapping[str, Points], most: int) -> str:
     """Return `small_curves` with at most this many points of each curve."""
     drawn = {name: _merged(points, most) for name, points in curves.items()}
     drawn = {name: points for name, points in drawn.items() if len(points) > 1}
@@ -47,11 +46,10 @@ def _curves(curves: Mapping[str, Points], most: int, same_scale: bool) -> str:
     left = min(points[0][0] for points in drawn.values())
     right = max(points[-1][0] for points in drawn.values())
     everything = [value for points in drawn.values() for _, value in points]
+    low, high = min(everything), max(everything)
     parts: list[str] = []
     words: list[tuple[str, str]] = []
     for (name, points), colour in zip(drawn.items(), COLOURS, strict=False):
-        scale = everything if same_scale else [value for _, value in points]
-        low, high = min(scale), max(scale)
         places = [
             (
                 round(WIDTH * (at - left) / ((right - left) or 1.0)),
@@ -61,18 +59,25 @@ def _curves(curves: Mapping[str, Points], most: int, same_scale: bool) -> str:
         ]
         line = ",".join(f"{x},{y}" for x, y in places)
         parts.append(f"<polyline points='{line}' stroke='{colour}' fill='none'/>")
-        last = f"{points[-1][1]:.3g}"  # with a scale of their own, lines say where they begin
-        words.append((f"{name} {last}" if same_scale else f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}", colour))
+        first = f"{points[0][1]:.4g} → " if len(drawn) < 3 else ""  # of more there is no room for it
+        words.append((f"{name} {first}{points[-1][1]:.4g}", colour))
     return _markdown(parts, words, ", ".join(text for text, _ in words))
 
 
 def small_bar(parts: Mapping[str, float], unit: str = "") -> str:
     """Return Markdown with one bar that is divided in these parts, the largest named with their shares; "" where they
     are nothing."""
+    # Long names leave less room for parts.
+    pictures = (_bar(parts, unit, most) for most in range(len(COLOURS) - 1, 0, -1))
+    return next(filter(None, pictures), "")
+
+
+def _bar(parts: Mapping[str, float], unit: str, most: int) -> str:
+    """Return `small_bar` with at most this many parts of their own."""
     whole = sum(parts.values())
     if not whole > 0:
         return ""
-    order = sorted(parts, key=lambda name: -parts[name])[: len(COLOURS) - 1]
+    order = sorted(parts, key=lambda name: -parts[name])[:most]
     rest = whole - sum(parts[name] for name in order)
     shown = {name: parts[name] for name in order} | ({"other": rest} if rest > 0.005 * whole else {})
     drawn: list[str] = []

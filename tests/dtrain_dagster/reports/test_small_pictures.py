@@ -50,18 +50,20 @@ def test_a_curve_ends_at_its_last_value_and_leaves_out_what_is_no_number() -> No
     assert "loss 4 → 1" in "".join(picture.itertext())
 
 
-def test_curves_of_one_scale_are_as_high_as_their_values() -> None:
+def test_curves_are_as_high_as_their_values() -> None:
+    """A line that hardly moves looks like one: no line has a scale of its own that the picture does not tell."""
     steep, flat = [(0.0, 0.0), (1.0, 4.0)], [(0.0, 0.0), (1.0, 2.0)]
-
-    def ends(same_scale: bool) -> list[int]:
-        picture = read(small_curves({"steep": steep, "flat": flat}, same_scale=same_scale))
-        return [int(line.attrib["points"].rpartition(",")[2]) for line in picture.findall("{*}polyline")]
-
-    assert ends(same_scale=False) == [2, 2]
-    top, middle = ends(same_scale=True)
-    assert (top, middle) == (2, 34)
-    three = read(small_curves({name: LONG for name in ("one", "two", "three")}, same_scale=True))
+    picture = read(small_curves({"steep": steep, "flat": flat}))
+    ends = [int(line.attrib["points"].rpartition(",")[2]) for line in picture.findall("{*}polyline")]
+    assert ends == [2, 34]
+    three = read(small_curves({name: LONG for name in ("one", "two", "three")}))
     assert len(three.findall("{*}polyline")) == 3
+
+
+def test_long_names_leave_less_room_and_no_empty_place() -> None:
+    """The causes of a training without a probe were too long: the page of its cost had no picture."""
+    causes = {name: 1.0 for name in NAMES} | {"waiting for a straggler in a step with a long name": 9.0}
+    assert read(small_bar(causes)).findall("{*}path")
 
 
 def test_there_is_no_picture_of_nothing() -> None:
