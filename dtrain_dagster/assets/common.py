@@ -1,8 +1,8 @@
 """Parts that all assets share: owners, code version, and helpers that build metadata.
 
 The page of an asset is in the order in which one reads: the verdict in a sentence, a picture, three figures, the ten
-best rows, links, the large charts, and the rest. Dagster shows metadata in the order in which it is given, about 480
-pixels wide beside its keys: tables have few columns, and files have all of them.
+best rows, links, the large charts, and the rest. Dagster shows metadata in the order in which it is given;
+`dtrain_dagster.support.page_entries` says how much of it is in sight.
 
 Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
 value, and a parametrised one does not go together with check specs.
@@ -42,8 +42,8 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 """Pydantic's names of a number's bounds, and their words."""
 MOST_ROWS = 10
 """The most rows of a table on a page."""
-MOST_UNBROKEN = 48
-"""The most letters of an address that a page shows in one line at a width of 1500 pixels. Browsers break addresses at
+MOST_UNBROKEN = 30
+"""The most letters of an address that a page shows in one line at a width of 1280 pixels. Browsers break addresses at
 hyphens."""
 _NO_TARGET = re.compile(r"[<>\\\s]")
 """What may not be in the target of a Markdown link."""
@@ -209,7 +209,8 @@ def page_of(head: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def best_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> dg.TableMetadataValue:
-    """Return the first rows as a table. ``columns``: those that are shown; all, where none are given."""
+    """Return the first rows as a table. ``columns``: those that are shown, the most telling first; all, where none are
+    given."""
     shown = [{name: row[name] for name in columns or row if name in row} for row in rows[:MOST_ROWS]]
     records = [dg.TableRecord(row) for row in shown]
     return dg.TableMetadataValue(records, table_schema(records))

@@ -20,6 +20,7 @@ from dtrain_dagster.resources import GPUClusterResource, cluster_resource, proje
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.graph_names import GraphNames
+from dtrain_dagster.support.page_entries import fit_page, read_entries
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
@@ -102,7 +103,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
         estimate."""
         made = bill_training(cluster_resource(context, pipeline.names), cost_estimate, trained_checkpoint)
-        add_bill_to_mlflow(context, pipeline.names, trained_checkpoint, made.metadata or {})
+        add_bill_to_mlflow(context, pipeline.names, trained_checkpoint, read_entries(made.metadata or {}))
         return made
 
     return cost_breakdown
@@ -154,7 +155,7 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
     account = cluster.manager().describe_account(job.job_id)
     by_cluster = {"accounting": dg.MarkdownMetadataValue(in_block("\n".join(account)))} if account else {}
     return dg.MaterializeResult(
-        metadata=_page(rundir, bill) | by_cluster,
+        metadata=fit_page(_page(rundir, bill) | by_cluster),
         check_results=[_estimate_check(bill), _ledger_check(tracker, found)],
     )
 

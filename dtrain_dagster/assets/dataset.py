@@ -29,6 +29,7 @@ from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.storage.open import open_storage
 
 LEAKAGE_CHECK_SECONDS = 300
@@ -129,7 +130,7 @@ def read_prices(
     return dg.MaterializeResult(
         value=ref,
         data_version=dg.DataVersion(ref.prices_id),
-        metadata=metadata,
+        metadata=fit_page(metadata),
         check_results=[_asset_check(check) for check in validation.checks],
     )
 
@@ -202,24 +203,29 @@ def show_dataset(
     return dg.MaterializeResult(
         value=built,
         data_version=dg.DataVersion(built.dataset_id),
-        metadata={
-            **dataset_head(built, "" if built.built else "; it was there already"),
-            "preview": _preview(rows),
-            "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
-            "dagster/row_count": built.rows,
-            "dagster/column_schema": dg.TableSchema(
-                [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
-            ),
-            "dataset_id": built.dataset_id,
-            "splits": dg.JsonMetadataValue(manifest["splits"]),
-            "shards": len(manifest["shards"]),
-            "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
-            "excluded_tickers": dg.JsonMetadataValue(built.excluded),
-            "rebuilt": built.built,
-            "data_engine": engine if built.built else "not asked: it was there already",
-            "dataset_folder": dg.MetadataValue.path(built.uri),
-            "read_by_nodes_at": shared_uri,
-        },
+        metadata=fit_page(
+            {
+                **dataset_head(built, "" if built.built else "; it was there already"),
+                "preview": _preview(rows),
+                "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
+                "dagster/row_count": built.rows,
+                "dagster/column_schema": dg.TableSchema(
+                    [
+                        dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})")
+                        for c in manifest["columns"]
+                    ]
+                ),
+                "dataset_id": built.dataset_id,
+                "splits": dg.JsonMetadataValue(manifest["splits"]),
+                "shards": len(manifest["shards"]),
+                "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
+                "excluded_tickers": dg.JsonMetadataValue(built.excluded),
+                "rebuilt": built.built,
+                "data_engine": engine if built.built else "not asked: it was there already",
+                "dataset_folder": dg.MetadataValue.path(built.uri),
+                "read_by_nodes_at": shared_uri,
+            }
+        ),
     )
 
 

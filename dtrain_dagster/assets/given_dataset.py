@@ -12,6 +12,7 @@ from dtrain_dagster.assets.dataset import dataset_head
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource, project_resource
+from dtrain_dagster.support.page_entries import fit_page
 
 
 class FolderConfig(LaunchpadOptions):
@@ -90,14 +91,16 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
     return dg.MaterializeResult(
         value=taken,
         data_version=dg.DataVersion(taken.dataset_id),
-        metadata={
-            **dataset_head(taken, f"; a dataset of {manifest.get('kind', 'windows')}"),
-            **({"dagster/row_count": taken.rows} if taken.rows else {}),
-            "dataset_id": taken.dataset_id,
-            "kind": manifest.get("kind", "windows"),
-            "dataset_folder": dg.MetadataValue.path(taken.uri),
-            "read_by_nodes_at": taken.shared_uri,
-        },
+        metadata=fit_page(
+            {
+                **dataset_head(taken, f"; a dataset of {manifest.get('kind', 'windows')}"),
+                **({"dagster/row_count": taken.rows} if taken.rows else {}),
+                "dataset_id": taken.dataset_id,
+                "kind": manifest.get("kind", "windows"),
+                "dataset_folder": dg.MetadataValue.path(taken.uri),
+                "read_by_nodes_at": taken.shared_uri,
+            }
+        ),
     )
 
 

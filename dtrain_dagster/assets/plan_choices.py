@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
-SHOWN = ("mark", "usd", "seconds", "choice")
+SHOWN = ("choice", "usd", "mark", "seconds")
 """The columns of the table on the page; the file has all."""
 
 

@@ -23,6 +23,7 @@ from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.spec import REGISTERED, WINDOWS
 
 if TYPE_CHECKING:
@@ -170,15 +171,17 @@ def plan_training(
     return dg.MaterializeResult(
         value=plan,
         data_version=dg.DataVersion(plan.fingerprint),
-        metadata={
-            **plan_head(plan, table),
-            **choices_metadata(table, plan.fingerprint, project.storage_uri),
-            **plan_metadata(plan, forecast),
-            **probe_metadata(pace, manager),
-            "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
-            **provisioning(manager),
-            "training": dg.JsonMetadataValue(plan.job["training"]),
-        },
+        metadata=fit_page(
+            {
+                **plan_head(plan, table),
+                **choices_metadata(table, plan.fingerprint, project.storage_uri),
+                **plan_metadata(plan, forecast),
+                **probe_metadata(pace, manager),
+                "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
+                **provisioning(manager),
+                "training": dg.JsonMetadataValue(plan.job["training"]),
+            }
+        ),
     )
 
 

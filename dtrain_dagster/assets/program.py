@@ -38,6 +38,7 @@ from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
 from dtrain_dagster.jobs.work_record import note_job
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
@@ -127,11 +128,13 @@ def run_program(
             follow_program(context, manager, spec, tier, lambda: leave_queue(context, project, got))
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),
-        metadata={
-            **program_page(rundir, config, nodes, processes, paid(manager, job_id, tier), project.job_url(job_id)),
-            "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
-            **provisioning(manager),
-        },
+        metadata=fit_page(
+            {
+                **program_page(rundir, config, nodes, processes, paid(manager, job_id, tier), project.job_url(job_id)),
+                "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
+                **provisioning(manager),
+            }
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -164,22 +165,24 @@ def register(
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata={
-            **head_of_page(
-                f"{model.name} version {model.version} is {decision.alias}: {decided}.",
-                _ranks(evaluation),
-                {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
-            ),
-            **({"earned": worth} if worth else {}),
-            **links(**mlflow_pages(project.mlflow_url, model)),
-            "model": model.name,
-            "reason": decision.reason,
-            "replaced_champion": replaced or "none",
-            "uri": model.uri,
-            "mlflow_run_id": model.run_id,
-            "model_card": dg.MarkdownMetadataValue(card),
-            "tags": dg.JsonMetadataValue({**model.tags, **digests}),
-        },
+        metadata=fit_page(
+            {
+                **head_of_page(
+                    f"{model.name} version {model.version} is {decision.alias}: {decided}.",
+                    _ranks(evaluation),
+                    {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
+                ),
+                **({"earned": worth} if worth else {}),
+                **links(**mlflow_pages(project.mlflow_url, model)),
+                "model": model.name,
+                "reason": decision.reason,
+                "replaced_champion": replaced or "none",
+                "uri": model.uri,
+                "mlflow_run_id": model.run_id,
+                "model_card": dg.MarkdownMetadataValue(card),
+                "tags": dg.JsonMetadataValue({**model.tags, **digests}),
+            }
+        ),
         check_results=check_results(verdict, evaluation, serving),
     )
 

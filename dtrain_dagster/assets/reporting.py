@@ -27,6 +27,7 @@ from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import GraphNames
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
@@ -165,7 +166,7 @@ def report_performance(
     }
     if optimization.utilization:
         metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
-    return dg.MaterializeResult(metadata=metadata), charts
+    return dg.MaterializeResult(metadata=fit_page(metadata)), charts
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
@@ -136,7 +137,7 @@ def study_scaling(
     open_storage(folder).write(f"{mark}.json", text.encode())
     addresses = {"dashboard": group_page(project.dashboard_url, mark, "scaling study")}
     return dg.MaterializeResult(
-        metadata=scaling_page(study, folder, mark, uneven, addresses),
+        metadata=fit_page(scaling_page(study, folder, mark, uneven, addresses)),
         check_results=[model_check(study)],
     )
 

@@ -23,6 +23,7 @@ from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import run_page
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
@@ -257,5 +258,5 @@ def show_search(
     result, seconds = search.result(source), time.time() - search.began_at
     return dg.MaterializeResult(
         value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},
-        metadata=search_page(search, source, plan.price_words, seconds, addresses),
+        metadata=fit_page(search_page(search, source, plan.price_words, seconds, addresses)),
     )

@@ -40,6 +40,7 @@ from dtrain_dagster.jobs.progress import (
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
@@ -195,12 +196,20 @@ def carry_out(
     outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=training_page(
-            rundir, events, result, evaluation, plan, totals_metadata(usage, plan.tier), project.job_url(choice.job_id)
-        )
-        | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-        | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
-        | provisioning(manager),
+        metadata=fit_page(
+            training_page(
+                rundir,
+                events,
+                result,
+                evaluation,
+                plan,
+                totals_metadata(usage, plan.tier),
+                project.job_url(choice.job_id),
+            )
+            | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
+            | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
+            | provisioning(manager)
+        ),
         check_results=[
             _weights_check(result),
             _samples_check(result, plan),

@@ -51,7 +51,7 @@ def training_page(
         },
     )
     if model.get("nll") is not None:
-        metadata["scores"] = best_rows(_score_rows(evaluation))
+        metadata["scores"] = best_rows(_score_rows(evaluation), ("name", "nll", "t"))
     elif has_kind_scores(evaluation):
         metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
         if text := written_text(evaluation):

@@ -27,6 +27,7 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluste
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
+from dtrain_dagster.support.page_entries import fit_page, read_entries
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
@@ -178,7 +179,7 @@ def start_of(instance: dg.DagsterInstance, key: dg.AssetKey, year: str) -> dict[
     made = records[0].asset_materialization if records else None
     if made is None:
         raise dg.Failure(f"warm_start: the year before, {year}, was not trained; {remedy}", allow_retries=False)
-    run_dir = str(made.metadata["run_dir"].value)
+    run_dir = str(read_entries(made.metadata)["run_dir"])
     try:
         model = RunDir(run_dir).read_json("model/model.json")
     except (DamagedError, OSError) as error:
@@ -248,7 +249,7 @@ def judge_year(
         is_warm=plan.job["training"].get("start_from") is not None,
         settings=settings_of(plan, dataset.manifest()),
     )
-    return dg.MaterializeResult(value=found, metadata=year_page(found, project.job_url(job.job_id)))
+    return dg.MaterializeResult(value=found, metadata=fit_page(year_page(found, project.job_url(job.job_id))))
 
 
 def year_page(year: TrainedYear, job_url: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dtrain_dagster.assets.walk_forward_gate import REPORT, flat, report_path
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
+from dtrain_dagster.support.page_entries import fit_page
 from trainer.evaluation.gate import is_beyond_chance
 from trainer.storage.open import open_storage
 
@@ -87,7 +88,7 @@ def report_years(
     gate = document["gate"]
     address = group_page(project.dashboard_url, names.walk_forward.pipeline)
     return dg.MaterializeResult(
-        metadata=report_page(years, document, path, {"dashboard": address}),
+        metadata=fit_page(report_page(years, document, path, {"dashboard": address})),
         check_results=[
             dg.AssetCheckResult(
                 check_name="walk_forward_gate",

@@ -24,6 +24,7 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
+from dtrain_dagster.support.page_entries import read_entries
 from trainer.data.manifest import NoDatasetError, load_manifest
 from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
@@ -385,4 +386,4 @@ def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
 
 
 def _metadata(event: dg.AssetMaterialization | dg.AssetCheckEvaluation | None) -> dict[str, Any]:
-    return {name: entry.value for name, entry in event.metadata.items()} if event else {}
+    return read_entries(event.metadata) if event else {}

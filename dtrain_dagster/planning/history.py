@@ -21,6 +21,7 @@ from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.page_entries import read_entries
 from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
@@ -356,7 +357,7 @@ def _materializations(
     """Return (when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
     records = instance.fetch_materializations(asset, limit=limit).records
     return [
-        (record.timestamp, record.run_id, {name: value.value for name, value in made.metadata.items()})
+        (record.timestamp, record.run_id, read_entries(made.metadata))
         for record in records
         if (made := record.asset_materialization) is not None
     ]

@@ -13,9 +13,11 @@ from urllib.parse import quote
 
 SHOWN_IN_PLACE = 1000
 """Dagster's UI shows Markdown in place where it has fewer characters."""
-WIDTH, HEIGHT = 400, 84
+WIDTH, HEIGHT = 260, 84
 FOOT = 12
-"""The height of the line of text below."""
+"""The height of a line of text below."""
+LETTERS = 46
+"""The letters of a line."""
 COLOURS = ("#4c8dff", "#e8793a", "#2fa55d", "#a475f9", "#e5534b", "#b08800", "#8b949e")
 INK = "#8b949e"
 _SAFE = "/:,=';"
@@ -139,9 +141,18 @@ def small_ranks(scores: Mapping[str, float], mine: str) -> str:
 
 
 def _markdown(parts: Sequence[str], words: Sequence[tuple[str, str]], title: str, height: int = HEIGHT) -> str:
-    """Return the picture with a line of words below, in Markdown; "" where it would not be shown in place."""
-    spans = "".join(f"<tspan fill='{colour}' dx='6'>{_text(text)}</tspan>" for text, colour in words)
-    text = f"<text y='{height - 3}' font-size='11' font-family='sans-serif'>{spans}</text>"
+    """Return the picture with words below, in lines as they fit, in Markdown; "" where it would not be shown in
+    place."""
+    lines, spans = 0, ""
+    room = 0
+    for text, colour in words:
+        room -= len(text) + 1
+        if is_new := room < 0:
+            lines, room = lines + 1, LETTERS - len(text) - 1
+        place = f"x='0' y='{height - 3 + FOOT * (lines - 1)}'" if is_new else "dx='6'"
+        spans += f"<tspan fill='{colour}' {place}>{_text(text)}</tspan>"
+    height += FOOT * (lines - 1)
+    text = f"<text font-size='11' font-family='sans-serif'>{spans}</text>"
     body = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{''.join(parts)}{text}</svg>"
     markdown = f"![{_text(title)}](data:image/svg+xml,{quote(body, safe=_SAFE)})"
     return markdown if len(markdown) < SHOWN_IN_PLACE else ""

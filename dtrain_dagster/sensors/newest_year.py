@@ -10,6 +10,7 @@ import dagster as dg
 from dtrain_dagster.automation.retraining import CAUSE_TAG, budget_words, run_config
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
+from dtrain_dagster.support.page_entries import read_entries
 
 LEAST_DAYS = 30
 """The days that a year must have had: labels look ahead, and a test on fewer days says nothing."""
@@ -35,9 +36,10 @@ def build_newest_year(
     def newest_year(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
         record = context.instance.get_latest_materialization_event(graph.key("stock_prices"))
         made = record.asset_materialization if record else None
-        if made is None or "last_date" not in made.metadata:
+        entries = read_entries(made.metadata) if made else {}
+        if made is None or "last_date" not in entries:
             return dg.SkipReason("stock_prices was not made yet: materialize it, or switch a retraining on")
-        last = str(made.metadata["last_date"].value)
+        last = str(entries["last_date"])
         year = newest_test_year(last, years.get_partition_keys())
         if year is None:
             limits = "DTRAIN_WALK_FORWARD_FIRST_YEAR and DTRAIN_WALK_FORWARD_LAST_YEAR"

@@ -24,6 +24,7 @@ import requests
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.planning.probe import has_succeeded
 from dtrain_dagster.settings.environment import load_settings
+from tests.page import Page
 from tests.tables import copy_tables
 from trainer.rundir import RunDir
 
@@ -359,10 +360,7 @@ def whole_graph(job: dg.JobDefinition) -> list[dg.AssetKey]:
 
 def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
     [event] = [event for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(asset)]
-    return {
-        name: [record.data for record in value.records] if isinstance(value, dg.TableMetadataValue) else value.value
-        for name, value in event.materialization.metadata.items()
-    }
+    return Page(event.materialization.metadata)
 
 
 def evaluations(result: dg.ExecuteInProcessResult) -> list[dg.AssetCheckEvaluation]:

@@ -16,6 +16,7 @@ import torch
 
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
+from tests.page import Page
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -103,15 +104,15 @@ def test_the_graph_ends_well_though_a_node_is_preempted(
     monkeypatch.setenv("DAGSTER_HOME", project.env["DAGSTER_HOME"])
     with dg.DagsterInstance.get() as instance:
 
-        def metadata(asset: str) -> dict[str, dg.MetadataValue]:
+        def metadata(asset: str) -> Page:
             event = instance.get_latest_materialization_event(dg.AssetKey(asset))
             assert event is not None
             assert event.asset_materialization is not None
-            return dict(event.asset_materialization.metadata)
+            return Page(event.asset_materialization.metadata)
 
-        assert metadata("registered_model")["version"].value
+        assert metadata("registered_model")["version"]
         cost = metadata("cost_breakdown")
         paid = sum(stay.seconds(stay.ended_at or 0.0) for stay in stays) / 3600
         trained = metadata("trained_checkpoint")
-        assert float(str(trained["node_hours"].value)) == pytest.approx(paid, rel=0.01), stays
-        assert float(str(cost["node_hours"].value)) > paid, "and the probe's"
+        assert float(str(trained["node_hours"])) == pytest.approx(paid, rel=0.01), stays
+        assert float(str(cost["node_hours"])) > paid, "and the probe's"

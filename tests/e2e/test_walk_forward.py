@@ -11,6 +11,7 @@ import pytest
 
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import load_settings
+from tests.page import Page
 from trainer.rundir import RunDir
 
 from .conftest import Dagster, metadata, small_prices, wait_for
@@ -28,9 +29,7 @@ def of_year(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
         for event in result.get_asset_materialization_events()
         if event.asset_key == dg.AssetKey(["walk_forward", asset])
     ]
-    return {"partition": event.partition} | {
-        name: value.value for name, value in event.materialization.metadata.items() if hasattr(value, "value")
-    }
+    return {**Page(event.materialization.metadata), "partition": event.partition}
 
 
 @pytest.mark.long

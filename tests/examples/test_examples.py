@@ -13,6 +13,7 @@ import pytest
 from dagster import AssetKey, DagsterInstance
 
 from tests.docs.blocks import ROOT, Part, script_of
+from tests.page import Page
 
 TABLE = Part("examples/table/README.md")
 LANGUAGE_MODEL = Part("examples/language_model/README.md", slice(0, 1))
@@ -71,9 +72,9 @@ def test_a_language_model_as_a_graph_whose_page_shows_what_it_has_written(tmp_pa
         made = instance.get_latest_materialization_event(AssetKey(["python_bytes", "trained_checkpoint"]))
     assert made is not None
     assert made.asset_materialization is not None
-    page = made.asset_materialization.metadata
-    assert "the model has written" in str(page["written_text"].value)
-    found = re.search(r"perplexity \| ([\d.]+) \| ([\d.]+)", str(page["scores"].value))
+    page = Page(made.asset_materialization.metadata)
+    assert "the model has written" in str(page["written_text"])
+    found = re.search(r"perplexity \| ([\d.]+) \| ([\d.]+)", str(page["scores"]))
     assert found
     assert float(found[1]) < float(found[2])
-    assert str(page["curves"].value).startswith("![Training curves]")
+    assert str(page["curves"]).startswith("![Training curves]")

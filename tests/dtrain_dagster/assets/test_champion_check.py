@@ -23,6 +23,7 @@ from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
+from tests.page import Page
 from tests.trained import record_training
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
 from trainer.data.shards import DataShardManager
@@ -50,7 +51,7 @@ def save_untrained_model(run_dir: str, dataset_uri: str) -> None:
 
 def latest_dataset_id(instance: dg.DagsterInstance) -> str:
     event = instance.get_latest_materialization_event(dg.AssetKey("sharded_dataset"))
-    return str(event.asset_materialization.metadata["dataset_id"].value)  # type: ignore[union-attr]
+    return str(Page(event.asset_materialization.metadata)["dataset_id"])  # type: ignore[union-attr]
 
 
 def check_alone(instance: dg.DagsterInstance, settings: Settings, uri: str) -> dg.AssetCheckResult:

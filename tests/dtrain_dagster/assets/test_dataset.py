@@ -13,6 +13,7 @@ import pytest
 from dtrain_dagster.assets.dataset import sharded_dataset, stock_prices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
+from tests.page import Page
 
 NO_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'dtrain[ray]'")
 
@@ -27,7 +28,7 @@ def materialized(home: Path, engine: str) -> dict[str, Any]:
         patch.setenv("DTRAIN_DATA_STORE_MB", "80")
         result = dg.materialize([stock_prices, sharded_dataset], resources=build_resources(load_settings()))
     [made] = result.asset_materializations_for_node("sharded_dataset")
-    found = {name: value.value for name, value in made.metadata.items()}
+    found = Page(made.metadata)
     return {**found, "version": (made.tags or {})["dagster/data_version"]}
 
 
@@ -59,7 +60,7 @@ def test_what_was_made_of_columns_and_what_is_masked_is_told_where_the_command_i
     monkeypatch.setenv("DTRAIN_CALENDAR", "none")
     result = dg.materialize([stock_prices], resources=build_resources(load_settings()))
     [made] = result.asset_materializations_for_node("stock_prices")
-    assert "there is no adjusted close: 'close' is taken" in str(made.metadata["columns"].value)
+    assert "there is no adjusted close: 'close' is taken" in Page(made.metadata)["columns"]
     said = capfd.readouterr().err
     assert "WARNING" in said
     assert "there is no adjusted close: 'close' is taken" in said

@@ -18,6 +18,7 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.told_events import START, told, write_run
+from tests.page import Page
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
@@ -61,7 +62,7 @@ def broken_down(instance: dg.DagsterInstance, home: Path, rundir: RunDir) -> dic
     )
     [made] = found.asset_materializations_for_node("cost_breakdown")
     [scored] = [item for item in found.get_asset_check_evaluations() if item.check_name == "estimate_scored"]
-    return {name: item.value for name, item in [*made.metadata.items(), *scored.metadata.items()]}
+    return Page({**made.metadata, **scored.metadata})
 
 
 def test_a_job_is_held_against_the_plan_that_it_carried_out(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def test_links_are_pages_of_the_web_only() -> None:
 
 def test_an_address_that_would_make_the_page_too_wide_is_behind_its_name() -> None:
     run = f"http://127.0.0.1:5000/#/runs/{'ab' * 16}"
-    found = links(run_page=run, dashboard="http://127.0.0.1:8060/jobs/train-1b75bd08-2d456224")
+    found = links(run_page=run, dashboard="http://127.0.0.1:8060/jobs/one")
     assert found["run_page"].value == f"[run page](<{run}>)"
-    assert found["dashboard"] == dg.MetadataValue.url("http://127.0.0.1:8060/jobs/train-1b75bd08-2d456224")
+    assert found["dashboard"] == dg.MetadataValue.url("http://127.0.0.1:8060/jobs/one")
     hostile = f"http://127.0.0.1/{'a' * 60}>) [x](javascript:alert(1))"
     assert links(run_page=hostile)["run_page"] == dg.MetadataValue.url(hostile), "as Dagster shows any address"
 

@@ -17,6 +17,7 @@ from dtrain_dagster.assets.common import MOST_ROWS
 from dtrain_dagster.assets.program import Engine, ProgramOptions, program_page
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset, build_training_assets
+from tests.page import Page
 from trainer.frameworks.catalogue import FRAMEWORKS
 from trainer.rundir import RunDir
 
@@ -47,7 +48,7 @@ def run(program: dg.Definitions, instance: dg.DagsterInstance, **config: Any) ->
 
 def metadata_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     [event] = result.get_asset_materialization_events()
-    return {name: value.value for name, value in event.materialization.metadata.items()}
+    return Page(event.materialization.metadata)
 
 
 def test_the_engines_of_the_launchpad_are_those_that_there_are():
@@ -65,7 +66,7 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
         told = metadata_of(first)
         assert told["engine"] == "torchrun"
         assert "rank 1 of 2 --epochs 3" in told["log"]
-        assert {"file": "weights.txt", "bytes": 1} in [record.data for record in told["largest_files"].records]
+        assert {"file": "weights.txt", "bytes": 1} in told["largest_files"]
         assert told["cost_usd"] > 0
         assert told["node_hours"] > 0
         again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))

@@ -25,6 +25,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
 from tests.dtrain_dagster.told_events import told, write_run
+from tests.page import Page
 from trainer.data.coverage import digest_of_all
 from trainer.documents.presences import NodePresence
 from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir, event
@@ -105,7 +106,7 @@ def test_what_a_job_took_is_told_of_all_its_launches(tmp_path: Path, rundir: Run
     )
     found, _ = adopt(tmp_path)
     [made] = found.get_asset_materialization_events()[1:]
-    said = {name: value.value for name, value in made.materialization.metadata.items()}
+    said = Page(made.materialization.metadata)
     assert (said["launches"], said["wall_seconds"], said["last_launch_seconds"]) == (2, 602.0, 132.0)
     assert said["node_hours"] == pytest.approx(3 * 602 / 3600, abs=1e-5)
     assert said["last_launch_node_hours"] == pytest.approx(3 * 132 / 3600, abs=1e-5)

@@ -11,6 +11,7 @@ import pytest
 
 from dtrain_dagster.reports.small_pictures import (
     SHOWN_IN_PLACE,
+    WIDTH,
     small_bar,
     small_curves,
     small_dots,
@@ -34,7 +35,7 @@ def test_the_largest_ones_are_shown_in_place() -> None:
     assert len(curves.findall("{*}polyline")) == 2
     bar = read(small_bar({name[:24]: 1.0 + number for number, name in enumerate(NAMES)}))
     widths = [float(path.attrib["d"].rpartition("h")[2]) for path in bar.findall("{*}path")]
-    assert sum(widths) == pytest.approx(400, abs=len(widths))
+    assert sum(widths) == pytest.approx(WIDTH, abs=len(widths))
     dots = read(small_dots([(1.0 + number, 2.0 * number + 1) for number in range(200)], (3.0, 5.0), "time → , cost ↑"))
     assert len(dots.findall("{*}path")) == 2
     ranks = read(small_ranks({name: float(number) for number, name in enumerate(["mine", *NAMES])}, "mine"))
@@ -45,7 +46,7 @@ def test_a_curve_ends_at_its_last_value_and_leaves_out_what_is_no_number() -> No
     picture = read(small_curves({"loss": [(0.0, 4.0), (1.0, math.nan), (2.0, 2.0), (4.0, 1.0)]}))
     [line] = picture.findall("{*}polyline")
     places = list(map(int, line.attrib["points"].split(",")))
-    assert places[0::2] == [0, 200, 400], "the x of three points, over the whole width"
+    assert places[0::2] == [0, WIDTH / 2, WIDTH], "the x of three points, over the whole width"
     assert places[1] < places[3] < places[5], "it falls"
     assert "loss 4 → 1" in "".join(picture.itertext())
 
