@@ -35,7 +35,7 @@ import sqlalchemy
 
 from benchmarks.checkpoint import RESULTS, _cpu
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
-from dtrain_dagster.automation.retraining import RETRAINING
+from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.definitions import build_defs
@@ -49,6 +49,11 @@ SIZES = (10, 1000, 10000)
 """Numbers of past jobs."""
 SKU, NODES, HOUR = "Standard_NC6s_v3", 2, 3600.0
 LIVE_JOB = "train-11111111-live0000"
+
+
+def _add_run(instance: dg.DagsterInstance, status: dg.DagsterRunStatus) -> dg.DagsterRun:
+    asked = frozenset({dg.AssetKey("trained_checkpoint")})
+    return instance.add_run(dg.DagsterRun(job_name=TRAIN_JOB, status=status, asset_selection=asked))
 
 
 def write_past_job(settings: Settings, number: int, run_id: str, now: float) -> None:
@@ -87,7 +92,7 @@ def plan(**more: Any) -> dict[str, Any]:
 
 def write_past_run(instance: dg.DagsterInstance, number: int) -> str:
     """Add a finished run of the whole graph and its materialization of a checkpoint, and return the run's id."""
-    run = instance.add_run(dg.DagsterRun(job_name=RETRAINING, status=dg.DagsterRunStatus.SUCCESS))
+    run = _add_run(instance, dg.DagsterRunStatus.SUCCESS)
     metadata = {"synthetic": True, "job_id": f"train-{number:08x}"}
     instance.report_runless_asset_event(dg.AssetMaterialization("trained_checkpoint", metadata=metadata))
     return str(run.run_id)
@@ -98,7 +103,7 @@ def at_work(settings: Settings, instance: dg.DagsterInstance) -> Iterator[GPUClu
     """Yield a cluster with one job, which a live run follows, while another run waits for capacity."""
     manager = build_resources(settings)["cluster"].manager()  # type: ignore[attr-defined]
     manager.provision_cluster(NODES, SKU)
-    run = instance.add_run(dg.DagsterRun(job_name=RETRAINING, status=dg.DagsterRunStatus.STARTED))
+    run = _add_run(instance, dg.DagsterRunStatus.STARTED)
     rundir = RunDir(f"{settings.jobs_uri}/{LIVE_JOB}")
     rundir.write_json(PLAN, plan())
     rundir.write_json(OWNER, {"dagster_run_id": run.run_id})

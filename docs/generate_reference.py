@@ -209,7 +209,7 @@ def graph_page() -> str:
     graph = defs.resolve_asset_graph()
     text = (
         "# The graph: assets, checks, schedules, sensors\n\n"
-        "`make run` and the job `retraining` materialize all groups but `studies`, whose assets are made on demand. A "
+        "`make run` and the job `train` materialize all groups but `studies`, whose assets are made on demand. A "
         "check that is *blocking* stops what comes after it; any other is a warning. Options of assets are on the page "
         "[Launchpad](launchpad.md).\n\n![The graph in Dagster](../pictures/lineage.png)\n"
     )

@@ -30,7 +30,7 @@ from dtrain_dagster.assets import (
 )
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
-from dtrain_dagster.automation.retraining import RETRAINING
+from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -273,10 +273,11 @@ def build_graph(
         checks += [dataset.build_leakage_checks(pipeline)]
         checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
     assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]
-    retraining = dg.define_asset_job(
-        names.unique(RETRAINING),
+    train = dg.define_asset_job(
+        names.unique(TRAIN_JOB),
         selection=dg.AssetSelection.assets(*(item.key for item in assets)),
-        description="The whole graph but the studies: data, plan, training, registration, reports.",
+        description="The whole graph but the studies: data, plan, training, registration, reports. In its launchpad, "
+        "ops.cost_estimate.config has the settings of the training: model, epochs, nodes, limits.",
         # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
         # The training itself runs in processes of its own, under a supervisor that outlives this one.
         executor_def=dg.in_process_executor,
@@ -294,7 +295,7 @@ def build_graph(
         ],
         asset_checks=checks,
         resources=resources,
-        jobs=[retraining],
+        jobs=[train],
         schedules=[weekly_retraining(settings, names, schedule)],
         sensors=[*build_sensors(settings, names, resources[names.project]), *(automatic if of_prices else [])],
     )

@@ -53,7 +53,7 @@ def build_scaling_study(pipeline: Pipeline) -> dg.AssetsDefinition:
         description=(
             "Weak and strong scaling of the planned training, measured by short runs on one node up to all. A model of "
             "it for up to 256 ranks is shown, with its error, only if it predicts a measured world that it has not "
-            "seen. It trains: not part of `retraining`."
+            "seen. It trains: not part of the job `train`."
         ),
         check_specs=[
             dg.AssetCheckSpec(

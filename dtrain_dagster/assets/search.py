@@ -104,7 +104,7 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
         description=(
             "Trials of the planned training over a space, several at once under one budget, ended early by successive "
             "halving, or when what they would still cost exceeds what they can still gain. Its file is for "
-            "`settings_file` of `cost_estimate`. It trains: not part of `retraining`."
+            "`settings_file` of `cost_estimate`. It trains: not part of the job `train`."
         ),
     )
     def hyperparameter_search(

@@ -87,7 +87,8 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         deps=[pipeline.gpu_cluster],
         description=(
             "The checkpoint that the cluster's nodes train together, as planned. While it trains, progress is recorded "
-            "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
+            "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found "
+            "again. Its settings are those of the plan: see the launchpad of `cost_estimate`."
         ),
         check_specs=training_checks(key),
     )

@@ -33,7 +33,8 @@ from trainer.errors import DamagedError
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
-RETRAINING = "retraining"
+TRAIN_JOB = "train"
+"""The job of a graph that a person, the schedule and the sensors start: all but the studies."""
 CAUSE_TAG = "dtrain/cause"
 TRAINED = "trained_checkpoint"
 CHAMPION_CHECK = "champion_holds"
@@ -225,7 +226,7 @@ def next_try(
     left = keys[max(keys.index(run.tags[CAUSE_TAG]) for run in runs) + 1 :]
     is_failed = runs[0].status is dg.DagsterRunStatus.FAILURE
     if not is_failed or not left or any(has_trained(instance, run.run_id, names) for run in runs):
-        return dg.SkipReason(f"{said}; to train once more, launch the job {names.unique(RETRAINING)} by hand")
+        return dg.SkipReason(f"{said}; to train once more, launch the job {names.unique(TRAIN_JOB)} by hand")
     rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
     if rest > 0:
         return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {format_duration(rest)}")

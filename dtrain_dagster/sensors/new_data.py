@@ -10,7 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.retraining import (
-    RETRAINING,
+    TRAIN_JOB,
     ask,
     at_clock,
     budget_words,
@@ -38,7 +38,7 @@ def build_new_data_sensor(
 
     @dg.sensor(
         name=names.unique("new_data"),
-        job_name=names.unique(RETRAINING),
+        job_name=names.unique(TRAIN_JOB),
         required_resource_keys=names.resources,
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on

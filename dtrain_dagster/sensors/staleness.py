@@ -8,7 +8,7 @@ import dagster as dg
 
 from dtrain_dagster.automation.retraining import (
     CHAMPION_CHECK,
-    RETRAINING,
+    TRAIN_JOB,
     ask,
     budget_words,
     judgement,
@@ -28,7 +28,7 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
 
     @dg.sensor(
         name=names.unique("staleness"),
-        job_name=names.unique(RETRAINING),
+        job_name=names.unique(TRAIN_JOB),
         required_resource_keys=names.resources,
         minimum_interval_seconds=600,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from dtrain_dagster.automation.retraining import RETRAINING, ask, budget_words, weekly
+from dtrain_dagster.automation.retraining import TRAIN_JOB, ask, budget_words, weekly
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -18,7 +18,7 @@ def weekly_retraining(
 
     @dg.schedule(
         name=names.unique("weekly_retraining"),
-        job_name=names.unique(RETRAINING),
+        job_name=names.unique(TRAIN_JOB),
         cron_schedule=cron or settings.retrain_cron,
         execution_timezone=settings.retrain_timezone,
         required_resource_keys=names.resources,

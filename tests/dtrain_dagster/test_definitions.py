@@ -140,7 +140,7 @@ def test_the_schedule_runs_weekly_and_waits_to_be_switched_on():
     schedule = defs.resolve_schedule_def("weekly_retraining")
     assert schedule.cron_schedule == "0 6 * * 6"
     assert schedule.default_status is dg.DefaultScheduleStatus.STOPPED
-    assert schedule.job_name == "retraining"
+    assert schedule.job_name == "train"
 
 
 def test_a_bad_cron_string_is_refused():

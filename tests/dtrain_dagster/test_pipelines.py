@@ -78,9 +78,7 @@ def test_each_graph_is_whole_under_its_own_prefix(location: dg.Definitions) -> N
 def test_no_name_of_a_graph_meets_another(location: dg.Definitions) -> None:
     dg.Definitions.validate_loadable(location)  # Dagster refuses two jobs, sensors, ops or keys of one name
     graph, repository = location.resolve_asset_graph(), location.get_repository_def()
-    assert {"retraining", "quotes_retraining", "features_retraining", "folder_retraining", "vision_retraining"} <= set(
-        repository.job_names
-    )
+    assert {"train", "quotes_train", "features_train", "folder_train", "vision_train"} <= set(repository.job_names)
     for kind in ("idle_cluster", "cost_overrun", "queue", "orphans", "retraining_failed"):
         for name in (kind, f"quotes_{kind}", f"vision_{kind}"):
             assert repository.has_sensor_def(name)
@@ -104,7 +102,7 @@ def test_the_job_of_a_graph_makes_that_graph_only(location: dg.Definitions) -> N
     made = location.resolve_job_def("quotes_retraining").asset_layer.selected_asset_keys
     assert {key.path[0] for key in made} == {"quotes"}
     assert not {dg.AssetKey(["quotes", name]) for name in ("scaling_study", "gpu_cluster")} & made
-    stock = location.resolve_job_def("retraining").asset_layer.selected_asset_keys
+    stock = location.resolve_job_def("train").asset_layer.selected_asset_keys
     assert {len(key.path) for key in stock} == {1}
 
 

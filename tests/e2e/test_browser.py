@@ -27,7 +27,7 @@ def runs(dagster: Dagster) -> list[dict[str, str]]:
 
 def test_press_materialize_and_watch(dagster: Dagster, page: Page):
     before = {run["runId"] for run in runs(dagster)}
-    page.goto(f"{dagster.url}/locations/dtrain/jobs/retraining")
+    page.goto(f"{dagster.url}/locations/dtrain/jobs/train")
     page.locator('button:has-text("Materialize all")').first.click()
     started = lambda: [run for run in runs(dagster) if run["runId"] not in before]  # noqa: E731
     [run] = wait_for(started, 30, "the run that the button starts")

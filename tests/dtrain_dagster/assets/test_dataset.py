@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import dagster as dg
 import pandas as pd
 import pytest
 
-from dtrain_dagster.assets.dataset import sharded_dataset, stock_prices
+from dtrain_dagster.assets.dataset import _asset_check, sharded_dataset, stock_prices
+from dtrain_dagster.data.sources import KNOWN, known_findings
+from dtrain_dagster.data.validation import CheckResult
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
 from tests.page import Page
@@ -65,3 +68,15 @@ def test_what_was_made_of_columns_and_what_is_masked_is_told_where_the_command_i
     assert "WARNING" in said
     assert "there is no adjusted close: 'close' is taken" in said
     assert f"1 masked, the first AAA, {days[20]} to {days[20]}: the price jumps by a ratio of 0.495" in said
+
+
+def test_what_is_known_of_bundled_prices_is_no_failure_and_anything_else_is():
+    """In the very first run nothing is to look broken; a file of the user's own is judged as it is."""
+    found = {"found": 11, "examples": ["AAPL 2000-09-29: -0.73"]}
+    check = CheckResult(name="large_moves", passed=False, severity="warning", description="", metadata=found)
+    known = known_findings(KNOWN["sp500_panel"].sha256)
+    assert _asset_check(check, known["large_moves"]).passed
+    assert not _asset_check(check, 10).passed, "one more than is known"
+    assert not _asset_check(check, 0).passed
+    assert known_findings("ab" * 32) == {}, "of a file of the user's own nothing is known"
+    assert _asset_check(replace(check, passed=True), 11).passed

@@ -268,7 +268,7 @@ class SoldOut(LocalClusterManager):
 def test_a_whole_job_that_waits_comes_back_as_that_job_for_the_same_cause(
     tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """`retraining` is the graph but the studies, within a budget: nothing else may come out of the queue."""
+    """`train` is the graph but the studies, within a budget: nothing else may come out of the queue."""
     settings = Settings(home=tmp_path)
     resources = build_resources(settings)
     manager = SoldOut(home=tmp_path, cluster_name="local", gpu_type="A", processes_per_node=1)

@@ -83,7 +83,7 @@ class World:
         self, request: dg.RunRequest, status: dg.DagsterRunStatus, job: dg.JobDefinition | None = None
     ) -> dg.DagsterRun:
         """As the daemon makes one of a request."""
-        job = job or self.defs.resolve_job_def("retraining")
+        job = job or self.defs.resolve_job_def("train")
         run = self.instance.create_run_for_job(job, status=status, tags=dict(request.tags))
         self.instance.report_engine_event("launched", run)
         return run
@@ -445,7 +445,7 @@ def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_wa
         [request] = tick(1).run_requests
         assert request.run_key == "weekly-20260307T1100Z"
         assert request.run_config["ops"]["cost_estimate"]["config"] == {"budget_usd": 3}
-        job = build_defs(settings).resolve_job_def("retraining")
+        job = build_defs(settings).resolve_job_def("train")
         run = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, tags=dict(request.tags))
         assert "was started for that" in tick(1).skip_message
         assert f"waits for run {run.run_id[:8]}" in tick(2).skip_message
