@@ -19,8 +19,8 @@ def main(url: str) -> None:
         page.get_by_text("registered_model").first.wait_for()
         page.wait_for_timeout(4000)
         page.screenshot(path=HERE / "lineage.png")
-        dialog(page, url, "trained_checkpoint", "skill", "checkpoint.png")
-        dialog(page, url, "performance_report", "pictures", "report.png")
+        dialog(page, url, "trained_checkpoint", "more", "checkpoint.png")
+        dialog(page, url, "performance_report", "more", "report.png")
 
 
 def dialog(page: Page, url: str, asset: str, entry: str, file: str) -> None:

@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -58,7 +58,7 @@ class BundledFile:
     distribution: str
     path: str
     sha256: str
-    findings: Mapping[str, int]
+    findings: Mapping[str, int] = field(default_factory=dict)
     """What the checks of `dtrain_dagster.data.validation` find in it, and how often: known, and no failure."""
 
     def local_file(self, scratch: Path) -> Path:
