@@ -65,8 +65,8 @@ run: setup  ## materialize the whole graph: prices to registered model (SELECT=�
 	@test "$$SELECT" != "not group:studies" || dtrain summary  # a part need not have trained
 	@echo "look at it: make ui"
 
-ui: setup  ## the Dagster UI on http://127.0.0.1:3000 (PORT=… for another)
-	@dtrain ui --workspace workspace.yaml --port $(PORT)
+ui: setup  ## the pages of Dagster, the dashboard and MLflow: it prints three links (PORT=… for another of Dagster)
+	@dtrain ui --all --workspace workspace.yaml --port $(PORT)
 
 # Twice as many as two cores, since many tests wait: for a node to be missed, for a server to come up. About 1.2 GB each.
 TEST_WORKERS ?= 4

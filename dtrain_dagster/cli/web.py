@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,11 @@ from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, read_settings, 
 if TYPE_CHECKING:
     from socket import socket
 
+    from dtrain_dagster.settings.environment import Settings
+
 HOST = "127.0.0.1"
+PAGES = {"dashboard": (8060, "DTRAIN_DASHBOARD_URL"), "mlflow": (5000, "DTRAIN_MLFLOW_URL")}
+"""The commands that serve further pages, their usual ports, and the variables that tell their addresses."""
 NAMES = click.option(
     "--allow-host", "names", multiple=True, metavar="NAME", help="A further name that browsers ask it by."
 )
@@ -73,11 +77,13 @@ def listening(host: str, port: int) -> Iterator[socket]:
     "--workspace", "-w", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path("workspace.yaml"),
     show_default=True, metavar="FILE", help="Code locations to load.",
 )  # fmt: skip
+@click.option("--all", "serves_all", is_flag=True, help="Serve the dashboard and MLflow's pages, too.")
 @refuses
-def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Path) -> None:
+def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Path, serves_all: bool) -> None:
     """Run Dagster's UI and daemon, for this machine alone.
 
-    They run as under `dagster dev`, but behind a guard that refuses other websites. Ctrl-C ends it.
+    They run as under `dagster dev`, but behind a guard that refuses other websites. Ctrl-C ends it. Links between the
+    pages follow their ports; with --all, a port that is taken gives way to a free one.
 
     It listens on 127.0.0.1 only: anyone who reaches it runs commands as you. From elsewhere: ssh -L
     3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
@@ -85,10 +91,12 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
 
     \b
     Examples:
-      dtrain ui
+      dtrain ui --all
       dtrain ui --port 3001
     """
+    from dtrain_dagster.settings.environment import Settings
     from dtrain_dagster.web.dagster_ui import run_ui
+    from dtrain_dagster.web.server import address
 
     settings = read_settings()
     if not os.environ.get("DAGSTER_HOME"):
@@ -97,12 +105,43 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
             raise Refusal(f"DAGSTER_HOME is not set and {home} has no dagster.yaml: `dtrain setup` makes it")
         os.environ["DAGSTER_HOME"] = str(home)
     allowed = user_ids(users)
-    with listening(HOST, port) as bound:
+    with listening(HOST, port) as bound, ExitStack() as stack:
+        if settings.dagster_url == Settings.model_fields["dagster_url"].default:
+            os.environ["DTRAIN_DAGSTER_URL"] = address(bound)
+        for name, (usual, variable) in PAGES.items() if serves_all else ():
+            if name != "mlflow" or _has_database(settings):
+                stack.enter_context(_served_beside(name, usual, variable))
         try:
             code = run_ui(workspace, bound, names, allowed)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     raise SystemExit(code)
+
+
+def _has_database(settings: Settings) -> bool:
+    """Return whether MLflow's runs are in a database, and not in a server that has pages of its own."""
+    from dtrain_dagster.support.secrets import resolve
+
+    return resolve(settings.tracking_uri).startswith(("sqlite:", "postgresql"))
+
+
+@contextmanager
+def _served_beside(name: str, usual: int, variable: str) -> Iterator[None]:
+    """Run a command of this module's kind as a process that ends with the block. ``usual``: its port, unless that is
+    taken; ``variable``: the one that tells its address to whoever makes links."""
+    from dtrain_dagster.web.dagster_ui import LEAVE_WITH_PARENT, running
+    from dtrain_dagster.web.server import address, listener
+
+    try:
+        bound = listener(HOST, usual)
+    except OSError:
+        bound = listener(HOST, 0)
+    with bound:  # until here nobody else takes it
+        url, port = address(bound), bound.getsockname()[1]
+    os.environ.setdefault(variable, url)
+    program = f"{LEAVE_WITH_PARENT}from dtrain_dagster.cli.main import main\nmain(sys.argv[1:])"
+    with running(program, name, "--port", str(port)):
+        yield
 
 
 @click.command()
@@ -126,7 +165,7 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
 
     settings = read_settings()
     tracking_uri = resolve(settings.tracking_uri)
-    if not tracking_uri.startswith(("sqlite:", "postgresql")):
+    if not _has_database(settings):
         raise Refusal(
             "DTRAIN_MLFLOW_TRACKING_URI names a server, which has pages of its own: open those, or unset it for the "
             "database under DTRAIN_HOME"

@@ -30,10 +30,13 @@ POLL_MILLISECONDS = 2000
 """The interval at which the page asks for news."""
 GRACE_SECONDS = 30.0
 GRAPHQL = "/graphql"
-_DAEMON = """
+LEAVE_WITH_PARENT = """
 import ctypes, runpy, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: never outlive a killed parent
+"""
+"""The beginning of a program that ends with the process that has started it."""
+_DAEMON = f"""{LEAVE_WITH_PARENT}
 sys.argv[0] = "dagster-daemon"
 runpy.run_module("dagster._daemon", run_name="__main__")
 """
@@ -66,7 +69,7 @@ def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozense
         code = stack.enter_context(ProxyServerManager(instance, target, code_server_log_level="warning"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-ui-")))
         shared = _write_workspace(folder, code.get_code_server_specs())
-        daemon = stack.enter_context(_daemon(shared))
+        daemon = stack.enter_context(running(_DAEMON, "run", "--workspace", str(shared)))
         app = stack.enter_context(web_app(instance, shared))
         web = server(Guard(app, ui_rules(names)), websockets=True, users=users)
         threading.Thread(target=_stop_after, args=(daemon, web), daemon=True).start()
@@ -103,9 +106,9 @@ def _write_workspace(folder: Path, specs: Sequence[Any]) -> Path:
 
 
 @contextmanager
-def _daemon(workspace: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield Dagster's daemon as a process, which ends in order with the block."""
-    process = subprocess.Popen([sys.executable, "-c", _DAEMON, "run", "--workspace", str(workspace)])
+def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a Python program as a process, which ends in order with the block."""
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments])
     try:
         yield process
     finally:

@@ -146,7 +146,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "cancel": ["job_id"],
         "summary": ["--json", "job_id"],
         "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port", "--read-only", "--token"],
-        "ui": ["--allow-host", "--allow-user", "--port", "--workspace", "-w"],
+        "ui": ["--all", "--allow-host", "--allow-user", "--port", "--workspace", "-w"],
         "mlflow": ["--allow-host", "--allow-user", "--port"],
         "tensorboard": ["--allow-host", "--allow-user", "--port"],
         "report": ["--output", "-o", "job_id"],
