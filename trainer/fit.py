@@ -88,7 +88,8 @@ class DistributedConfig(DistributedTrainingConfig):
     world_size: int = Field(default_factory=lambda: _launcher_facts().world_size, ge=1)
     """Ranks the batch is planned for; the ranks that the launcher tells."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Micro-batches per rank and optimizer step at the planned world size. More of them than ranks let nodes come."""
+    """Micro-batches per rank and optimizer step at the planned world size. If above 1, more nodes than planned may
+    join."""
     batch_size_per_gpu: int = Field(default=32, ge=1)
     """Samples in one micro-batch. A `DataLoader` brings its own, which wins."""
 

@@ -67,7 +67,7 @@ class SearchOptions(LaunchpadOptions):
     maximise: bool = False
     """Whether more of the metric is better."""
     trials: int = Field(default=16, ge=1)
-    """Trials at most."""
+    """The largest number of trials."""
     parallel: int = Field(default=0, ge=0)
     """Trials at once; 0: as many as there are nodes for."""
     least_nodes: int = Field(default=1, ge=1)
@@ -87,7 +87,7 @@ class SearchOptions(LaunchpadOptions):
     seed: int = Field(default=0, ge=0)
     """The same seed gives the same trials."""
     any_order: bool = False
-    """Let no trial wait for another: quicker, and not repeatable."""
+    """Do not let trials wait for each other: faster, but not repeatable."""
     name: str = ""
     """Name of the search; empty: made from all that it is, so that materializing again continues it."""
 

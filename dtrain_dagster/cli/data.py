@@ -26,14 +26,14 @@ SEED = "The same seed divides in the same way."
 def data() -> None:
     """Build datasets of rows and of tokens from files of your own.
 
-    A dataset is named after its content and its settings, so that the same is built once. It lies in the home
-    (DTRAIN_HOME/storage/datasets), and `dtrain train --dataset ID` trains on it.
+    A dataset is named after its content and its settings, so the same dataset is built only once. It is stored in the
+    home (DTRAIN_HOME/storage/datasets), and `dtrain train --dataset ID` trains on it.
     """
 
 
 @data.command()
 @click.argument("source", metavar="SOURCE", shell_complete=complete_files)
-@click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
+@click.option("--target", required=True, metavar="COLUMN", help="The column to predict.")
 @click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]),
               help="What kind of prediction it is.  [default: by the target]")  # fmt: skip
 @click.option("--drop", multiple=True, metavar="COLUMN", help="A column that is left out. May be repeated.")
@@ -47,7 +47,7 @@ def data() -> None:
     type=click.Choice(["refuse", "mean"]),
     default="refuse",
     show_default=True,
-    help="Numbers that are missing: refused, or counted as the mean, with an input that says so.",
+    help="Missing numbers: refuse them, or take the mean and add an input that says so.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help=SEED)
 @json_option(DATASET)
@@ -55,10 +55,10 @@ def data() -> None:
 def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Build a dataset of rows from Parquet or CSV files.
 
-    SOURCE is one file, or a folder, of which all Parquet files are taken, or all CSV files.
+    SOURCE is a file, or a folder whose Parquet files, or else CSV files, are all read.
 
-    Columns of numbers, of dates and of text are features. A date counts as days. Text is a category; a category that is
-    missing, or was not in the training split, is none of its values.
+    Columns of numbers, of dates and of text are features. A date counts as days. Text is a category: a missing one, or
+    one that the training split does not have, sets no input.
 
     \b
     Examples:
@@ -103,7 +103,7 @@ def tokens(
 ) -> None:
     """Build a dataset of tokens from documents.
 
-    SOURCE is a folder, of which each file is a document, or one file.
+    SOURCE is a file, or a folder in which each file is a document.
 
     By default a token is a byte. A tokenizer of your own is a function that returns the ids of a document (bytes); its
     module is allowed by DTRAIN_FACTORY_MODULES.

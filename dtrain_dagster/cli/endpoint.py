@@ -78,7 +78,7 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
     "--name",
     required=True,
     metavar="ENDPOINT",
-    help="Name of the endpoint; it is made where there is none. Unique in the region.",
+    help="Name of the endpoint, which is created if there is none. Unique in the region.",
 )
 @click.option(
     "--instance-type", default="Standard_DS3_v2", show_default=True, metavar="SKU", help="Kind of its machines."
@@ -92,7 +92,9 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
 @click.option("--identity", metavar="ID", help="Resource id of the endpoint's identity.  [default: one of its own]")
 @click.option("--keys", is_flag=True, help="Authorise callers by keys instead of identities.")
 @click.option("--public", is_flag=True, help="Let callers in from outside the virtual network.")
-@click.option("--keep-previous", is_flag=True, help="Keep what is replaced, for a way back; it goes on costing.")
+@click.option(
+    "--keep-previous", is_flag=True, help="Keep the deployment that is replaced, for a rollback; it still costs money."
+)
 @refuses
 def deploy(
     run_dir: str,
@@ -105,10 +107,10 @@ def deploy(
     public: bool,
     keep_previous: bool,
 ) -> None:
-    """Put the registered model of a job on Azure ML.
+    """Deploy the registered model of a job on Azure ML.
 
     JOB is a job, or the address of a run directory. The model gets traffic once it has answered correctly; if anything
-    fails, what was there before answers on.
+    fails, the deployment before it keeps answering.
 
     \b
     Examples:
@@ -143,7 +145,7 @@ def deploy(
 def delete(name: str) -> None:
     """Delete an endpoint of Azure ML.
 
-    All that is on it is deleted, and it costs nothing any more.
+    Everything on it is deleted, and it no longer costs anything.
 
     \b
     Examples:

@@ -143,9 +143,9 @@ def _say_that_jobs_go_on(name: str) -> None:
 @json_option(FLEET, "Print one JSON document: of NAME, or a list of those of all fleets.")
 @refuses
 def status(name: str | None, as_json: bool) -> None:
-    """Show the fleets, or how one of them stands.
+    """Show all fleets, or the state of one.
 
-    Of one it shows the jobs, their nodes, progress and cost. NAME may be `latest`, or the beginning of a name.
+    For one fleet it shows the jobs, their nodes, progress and cost. NAME may be `latest`, or the beginning of a name.
 
     \b
     Examples:
@@ -177,8 +177,8 @@ def status(name: str | None, as_json: bool) -> None:
 def cancel(name: str) -> None:
     """End a fleet.
 
-    Its jobs save a checkpoint and leave their nodes, and none is begun any more. The command returns when no node is
-    left.
+    Its jobs save a checkpoint and release their nodes, and no further job starts. The command returns when all nodes
+    are released.
 
     \b
     Examples:
@@ -204,7 +204,7 @@ def cancel(name: str) -> None:
 def cost(name: str, as_json: bool) -> None:
     """Show what all jobs of a fleet have cost together.
 
-    It is shown by cause and by job; the dollars of both are the same total.
+    The cost is shown by cause and by job; both add up to the same total.
 
     \b
     Examples:

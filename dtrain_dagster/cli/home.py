@@ -117,12 +117,12 @@ def clean(yes: bool) -> None:
     "--go-on-with",
     "go_on",
     metavar="COMMAND",
-    help="What a person is told to go on with after Ctrl-C.  [default: the same command]",
+    help="The command to suggest after Ctrl-C.  [default: the same command]",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
 def work(command: tuple[str, ...], go_on: str | None) -> None:
-    """Run a command while no other works on the home.
+    """Run a command while no other command uses the home.
 
     It exits with the command's code; `make run` is started by this. A second one at the same time is refused, in words.
     The command holds the home even if this process is killed. One that carries a password or key is refused as well,

@@ -102,7 +102,7 @@ for command in COMMANDS:
 def jobs(as_json: bool) -> None:
     """List the jobs of the cluster, newest first.
 
-    Times and dollars are of all launches of a job. A probe, which an estimate rests on, is a job of its own.
+    Times and dollars cover all launches of a job. A probe, which an estimate rests on, is a job of its own.
 
     \b
     Examples:
@@ -127,7 +127,7 @@ def jobs(as_json: bool) -> None:
 @json_option({**json_fields.STATUS, **also(json_fields.HEALTH, "without JOB")})
 @refuses
 def status(job_id: str | None, as_json: bool) -> None:
-    """Show how one job, or the cluster's nodes, stand now.
+    """Show the state of a job, or of the cluster's nodes.
 
     Without JOB it shows the nodes. `dtrain watch` follows a job.
 
@@ -164,15 +164,15 @@ def status(job_id: str | None, as_json: bool) -> None:
 
 @main.command()
 @job_argument()
-@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Of this node alone, counted from 0.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
+@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Only this node, counted from 0.")
+@click.option("--follow", "-f", is_flag=True, help="Keep printing until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
 @json_option(json_fields.LOG_LINE, "Print one JSON document for each line instead.")
 @refuses
 def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json: bool) -> None:
-    """Print what the processes of a job have printed.
+    """Print the output of a job's processes.
 
-    With --follow, Ctrl-C ends the following, not the job.
+    Ctrl-C ends --follow, not the job.
 
     \b
     Examples:
@@ -211,12 +211,12 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json:
 @job_argument()
 @refuses
 def cancel(job_id: str) -> None:
-    """Stop a job, which first writes a checkpoint.
+    """Stop a job after it has written a checkpoint.
 
-    One that does not end in time is ended by force. The command returns when no process is left, or when Azure ML says
+    A job that does not stop in time is killed. The command returns when no process is left, or when Azure ML says
     that the job has ended.
 
-    On the local cluster, by force means after 8 seconds, or DTRAIN_STOP_GRACE_SECONDS as it was set when the job was
+    On the local cluster it is killed after 8 seconds, or after DTRAIN_STOP_GRACE_SECONDS as it was set when the job
     started.
 
     \b
@@ -240,7 +240,7 @@ def cancel(job_id: str) -> None:
 def summary(job_id: str | None, as_json: bool) -> None:
     """Show the result of a training that has ended.
 
-    Without JOB it is the last one that Dagster materialized.
+    Without JOB it shows the last training that Dagster materialized.
 
     \b
     Examples:

@@ -42,7 +42,12 @@ if TYPE_CHECKING:
     help="Address to listen on. There is no password.",
 )
 @click.option(
-    "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
+    "--allow-host",
+    "--allow",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="A further host name that clients may use for it.",
 )
 @click.option(
     "--job", "job_id", metavar="JOB", shell_complete=complete_jobs,
@@ -121,7 +126,7 @@ def report(job_id: str, output: str | None) -> None:
 def watch(job_id: str) -> None:
     """Follow one job until it ends, as `dtrain train` does.
 
-    Ctrl-C ends the following, not the job.
+    Ctrl-C stops watching; the job continues.
 
     \b
     Examples:
@@ -187,11 +192,11 @@ def refuse_absent_ranks(asked: Collection[int], launch: Mapping[str, Any]) -> No
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="Seconds for the trace to come.",
+    help="Seconds to wait for the trace.",
 )
 @refuses
 def profile(job_id: str, steps: int, ranks: tuple[int, ...], python: bool, wait: float) -> None:
-    """Say which operations of a running job take the time.
+    """Show which operations of a running job take the time.
 
     The job's next steps are traced.
 

@@ -56,8 +56,10 @@ if TYPE_CHECKING:
     shell_complete=complete_files,
     help="The space: a file of JSON, or JSON itself, as above.",
 )
-@click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="Trials at most.")
-@click.option("--parallel", type=int, metavar="P", help="Trials at once.  [default: as many as there are nodes for]")
+@click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="The largest number of trials.")
+@click.option(
+    "--parallel", type=int, metavar="P", help="Trials that run at once.  [default: as many as there are nodes for]"
+)
 @click.option(
     "--nodes-per-trial", default="1", show_default=True, metavar="K or K-L",
     help="Nodes of one trial: its batches stay those of a training on all --nodes.",
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
     "--budget",
     type=float,
     metavar="USD",
-    help="Dollars for all of it.  [default: twice what all trials take to their ends]",
+    help="Dollars for the whole search.  [default: twice what all trials take to their ends]",
 )
 @click.option(
     "--sampler",
@@ -82,29 +84,29 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--worth", "worth_usd", type=float, metavar="USD",
-    help="The most dollars that an improvement of the metric by 1 is worth: then the search ends where none is.",
+    help="Dollars that an improvement of the metric by 1 is worth: the search ends when no trial is worth its cost.",
 )  # fmt: skip
 @click.option(
     "--metric",
     default="loss",
     show_default=True,
     metavar="NAME",
-    help="What is compared, of the validation split: loss, or one of the task's.",
+    help="The metric of the validation split to compare: loss, or one of the task's.",
 )
-@click.option("--maximise", is_flag=True, help="More of the metric is better.")
+@click.option("--maximise", is_flag=True, help="A higher metric is better.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed gives the same trials."
 )
-@click.option("--any-order", is_flag=True, help="Let no trial wait for another: quicker, and not repeatable.")
+@click.option("--any-order", is_flag=True, help="Do not let trials wait for each other: faster, but not repeatable.")
 @click.option(
     "--name",
     metavar="SEARCH",
     shell_complete=complete_searches,
-    help="Name of the search; one that is there is continued.  [default: from the time]",
+    help="Name of the search; an existing search continues.  [default: from the time]",
 )
-@click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search costs, and end.")
+@click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search would cost, and exit.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where the settings of the best trial go too."
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="A further file for the settings of the best trial."
 )
 @json_option({**SEARCH_RESULT, **SEARCH_PLAN}, "Print the result as one JSON document.")
 @refuses
@@ -136,10 +138,10 @@ def search(
 ) -> None:
     """Search hyperparameters, on as many nodes as there are.
 
-    The job of the options is varied over the space; each trial is a training on the cluster, which may lose nodes. Its
-    validation score decides whether it goes on. Killed or interrupted, the same command with the same --name continues
-    where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain fleet cancel
-    NAME` ends them, and `dtrain fleet cost NAME` has the bill of each.
+    The job that the options describe is varied over the space; each trial is a training on the cluster, which may lose
+    nodes. Its validation score decides whether it goes on. Killed or interrupted, the same command with the same --name
+    continues where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain fleet
+    cancel NAME` ends them, and `dtrain fleet cost NAME` has the bill of each.
 
     \b
     A space has a range, or a list of choices, for each field that varies:

@@ -63,7 +63,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
             "--dataset",
             metavar="FOLDER|ID|latest|FUNCTION",
             shell_complete=complete_datasets,
-            help="A dataset, instead of --config; or what makes one.",
+            help="A dataset, or a function that makes one, instead of --config.",
         ),
         click.option(
             "--model",
@@ -73,13 +73,13 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"
         ),
-        click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Times that all data is trained on."),
+        click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data."),
         click.option(
             "--set",
             "overrides",
             multiple=True,
             metavar="KEY=VALUE",
-            help="Any field, as training.epochs=2. May be repeated.",
+            help="Any field, such as training.epochs=2. May be repeated.",
         ),
         size_options,
     )
@@ -108,14 +108,14 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     "--name",
     metavar="JOB",
     shell_complete=complete_jobs,
-    help="Name of the job; one that is there goes on.  [default: that of --config, or from the time]",
+    help="Name of the job; an existing job continues.  [default: that of --config, or from the time]",
 )
 @click.option(
     "--change",
     "changes",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A field that is to be otherwise while a job goes on, as training.epochs=12. May be repeated.",
+    help="A setting to change when a job continues, such as training.epochs=12. May be repeated.",
 )
 @click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -139,15 +139,15 @@ def train(
 ) -> None:
     """Train a model on N nodes, without Dagster.
 
-    A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
-    and a dataset of this machine is copied to where they read it. Started again under the same name, a job that failed
-    or was cancelled goes on from its latest checkpoint, with what --change names, and one that runs is followed. Ctrl-C
-    cancels the job.
+    Your own model is looked up in the working directory and on PYTHONPATH. On Azure ML, its modules are sent to the
+    nodes, and a dataset on this machine is copied to where they can read it. With the name of a job that failed or was
+    cancelled, it continues from the job's latest checkpoint, with what --change names; a running job is followed.
+    Ctrl-C cancels the job.
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
-    The training is written to MLflow (`dtrain mlflow`); one that goes on, to the run in which it began. With
-    DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start of it is not.
+    The training is recorded in MLflow (`dtrain mlflow`), a continued one in the run in which it began. With
+    DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
 
     \b
     Examples:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     default=300.0,
     show_default=True,
-    help="What measuring may take, after start-up; compiling is hardly tried with less than 300.",
+    help="Seconds for measuring, after start-up; with less than 300, compiling is hardly tried.",
 )
 @click.option("--global-batch", is_flag=True, help="Try larger global batches too: that is another training.")
 @click.option(
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     default=Path("tuned.json"),
     show_default=True,
     metavar="FILE",
-    help="Where the settings go.",
+    help="File to write the settings to.",
 )
 @click.option("--name", metavar="JOB", help="Name of the job.  [default: made from the time]")
 @refuses
@@ -77,8 +77,8 @@ def tune(
     """Measure which settings train this model fastest.
 
     One job tries micro-batch and accumulation (of the same global batch), precision, threads, input, communication and
-    compiling, side by side and in whole real steps. What changes numbers counts only if as much is learned. FILE is for
-    `dtrain train --settings`. Ctrl-C ends the job and keeps the best so far.
+    compiling, side by side and in whole real steps. A setting that changes results is taken only if the model learns as
+    much. FILE is for `dtrain train --settings`. Ctrl-C ends the job and keeps the best so far.
 
     \b
     Examples:

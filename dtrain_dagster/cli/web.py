@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 PAGES = {"dashboard": (8060, "DTRAIN_DASHBOARD_URL"), "mlflow": (5000, "DTRAIN_MLFLOW_URL")}
 """The commands that serve further pages, their usual ports, and the variables that tell their addresses."""
 NAMES = click.option(
-    "--allow-host", "names", multiple=True, metavar="NAME", help="A further name that browsers ask it by."
+    "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
 )
 
 

@@ -108,8 +108,9 @@ def expected_find(settings: SearchSettings, past: Sequence[PastSearch]) -> str:
             f"{len(scores)} trials of earlier searches of this data"
         )
     return (
-        f"what it finds is not known in numbers before there was a search of this data; of {count} random trials the "
-        f"best is, with {SURE:.0%}, among the best {100 * _rank(count, SURE):.2g} % of the space"
+        "no score can be predicted until this data has been searched once; with "
+        f"{SURE:.0%} confidence, the best of {count} random trials is among the best "
+        f"{100 * _rank(count, SURE):.2g} % of the space"
     )
 
 

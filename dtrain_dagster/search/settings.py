@@ -19,7 +19,7 @@ class SearchSettings:
     """How a search draws and judges its trials."""
 
     trials: int = 32
-    """Trials at most."""
+    """The largest number of trials."""
     parallel: int = 2
     """Trials that may run at once."""
     sampler: Sampler = Sampler.MODEL

@@ -277,7 +277,7 @@ USELESS: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Identity()}, "Identity has no parameter that needs a gradient"),
     ({"model": nn.parallel.DataParallel(nn.Linear(2, 3))}, "give the module itself"),
     ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "no loss is usual for outputs of (3, 3)"),
-    ({"data": TensorDataset(torch.zeros(20, 2))}, "no pairs (inputs, target)"),
+    ({"data": TensorDataset(torch.zeros(20, 2))}, "not pairs (inputs, target)"),
     ({"metrics": {"loss": mean_loss}}, "a metric is named 'loss'"),
     ({"metrics": {"accuracy": mean_loss}}, "the metric 'accuracy' gave shape ()"),
     ({"early_stopping_patience": 2}, "training.early_stopping_patience needs a validation split"),

@@ -316,7 +316,7 @@ def choose_usual_loss(model: nn.Module, data: TrainingData) -> Callable[[Any, An
     with _trial_of(model) as device:
         batch = data.read("train", _first_positions(data), torch.device("cpu"))
         if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
-            raise ConfigError(f"batches are no pairs (inputs, target), so there is no usual loss for them: {remedy}")
+            raise ConfigError(f"batches are not pairs (inputs, target), so no loss can be chosen for them: {remedy}")
         target = batch[1]
         outputs = model(move_to(batch[0], device))
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

@@ -98,7 +98,7 @@ def test_fish_shows_whole_descriptions(home: Path) -> None:
     done = subprocess.run(
         ["fish", "--no-config", "-c", program], capture_output=True, text=True, env=env, check=True, timeout=120
     )
-    assert done.stdout == "--node\tOf this node alone, counted from 0.\n"
+    assert done.stdout == "--node\tOnly this node, counted from 0.\n"
 
 
 @pytest.mark.slow

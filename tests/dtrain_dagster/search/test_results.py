@@ -49,7 +49,7 @@ def test_the_plan_says_at_most_and_expected_and_is_honest_about_what_it_does_not
     assert plan.trial_usd == pytest.approx(USUAL.total)
     assert plan.at_most_usd == pytest.approx(10 * USUAL.total)
     assert plan.expected_usd < plan.at_most_usd
-    assert "of 10 random trials the best is, with 95%, among the best 26 % of the space" in plan.lines[2]
+    assert "with 95% confidence, the best of 10 random trials is among the best 26 % of the space" in plan.lines[2]
     assert plan_search(settings, USUAL, 3600.0, 2, 50.0).at_most_usd == 50.0
     everything = plan_search(replace(settings, pruner=Pruner.NONE), USUAL, 3600.0, 2, None)
     assert everything.expected_usd == everything.at_most_usd
