@@ -100,13 +100,14 @@ class RankReports:
         return left <= 0 or self.reporter.wait_until_open(min(seconds, left))
 
     def close_reporter(self, tracking_seconds: float = 60.0) -> None:
-        """Write all reports, and wait up to ``tracking_seconds`` for tracking servers; later events are lost."""
+        """Write all reports, the node's last sample among them, and wait up to ``tracking_seconds`` for tracking
+        servers; later events are lost."""
+        if self.monitor is not None:
+            self.monitor.stop()
         if self.reporter is not None:
             self.reporter.close(tracking_seconds)
 
     def close(self, tracking_seconds: float) -> None:
         """End all threads; all reports are on disk afterwards."""
         self.watchdog.stop()
-        if self.monitor is not None:
-            self.monitor.stop()
         self.close_reporter(tracking_seconds)
