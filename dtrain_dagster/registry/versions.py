@@ -260,12 +260,19 @@ def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
         get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
 
+DESCRIPTION_OF_ALL = (
+    "Models that dtrain has trained and judged. The alias `champion` is the version that passed its gate and beat the "
+    "champion before it on the same samples; `challenger` is the latest one that did not. Each version has a model "
+    "card with its data, its code, its scores beside those of baselines, and its cost."
+)
+
+
 def ensure_registered_model(client: MlflowClient, name: str) -> None:
-    """Make the registered model of this name, where it is missing."""
+    """Make the registered model of this name, where it is missing. One that is there keeps its description."""
     from mlflow.exceptions import MlflowException
 
     try:
-        client.create_registered_model(name)
+        client.create_registered_model(name, description=DESCRIPTION_OF_ALL)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise

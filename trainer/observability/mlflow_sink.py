@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import JobConfig
+from trainer.config import DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
 from trainer.observability.scalars import Scalars
@@ -152,13 +152,22 @@ def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str
     return str(experiment_id)
 
 
+READ_PARAMS = (
+    "world_size", "epochs", "max_steps", "batch_size_per_gpu", "gradient_accumulation_steps", "learning_rate",
+    "schedule", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed", "strategy",
+)  # fmt: skip
+"""The fields of a training by which runs are compared, whatever they are."""
+
+
 def params_of(job: JobConfig) -> dict[str, str]:
-    """Return the parameters of a job: data, model, loss, and each of their arguments and of the training's fields.
-    Pure."""
+    """Return the parameters of a job: data, model, loss and their arguments, `READ_PARAMS` of the training, and its
+    other fields where they are not as they begin; ``job.json`` in the run's artifacts has all. Pure."""
     values: dict[str, Any] = {"model": job.model.factory, "loss": job.loss.factory, "dataset": job.dataset.uri}
     for part, arguments in (("model", job.model.args), ("loss", job.loss.args), ("dataset", job.dataset.args)):
         values |= {f"{part}.{name}": value for name, value in arguments.items()}
-    values |= asdict(job.training)
+    usual = asdict(DistributedTrainingConfig())
+    fields = asdict(job.training)
+    values |= {name: value for name, value in fields.items() if name in READ_PARAMS or value != usual[name]}
     return {name: _in_words(value) for name, value in values.items()}
 
 

@@ -308,7 +308,9 @@ def test_the_card_says_what_it_is_and_what_it_is_not(
         "drawn, not observed",
     ):
         assert text in card
-    version = open_client(home.tracking_uri).get_model_version("forecaster", model.version)
+    client = open_client(home.tracking_uri)
+    assert "`champion` is the version" in client.get_registered_model("forecaster").description
+    version = client.get_model_version("forecaster", model.version)
     assert len(version.description) <= 5000
     assert version.description.startswith("# forecaster")
 

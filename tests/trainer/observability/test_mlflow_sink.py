@@ -9,7 +9,6 @@ import pytest
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
 from trainer.observability.mlflow_sink import (
     NOTE_TAG,
-    PARAMS_PER_REQUEST,
     SOURCE_TAG,
     VALUE_LENGTH,
     dataset_of,
@@ -39,7 +38,11 @@ def test_parameters_have_the_arguments_of_the_model_too() -> None:
     assert len(params["model.name"]) == VALUE_LENGTH
     assert {"loss", "dataset", "epochs", "learning_rate", "world_size"} <= params.keys()
     assert all(isinstance(value, str) for value in params.values())
-    assert len(params_of(job())) < PARAMS_PER_REQUEST
+    assert len(params_of(job())) <= 16, "what is as it begins is not listed, but for what runs are compared by"
+    changed = job()
+    changed.training.keep_checkpoints += 1
+    assert params_of(changed)["keep_checkpoints"] == str(changed.training.keep_checkpoints)
+    assert "keep_checkpoints" not in params_of(job())
 
 
 def test_a_run_says_what_was_trained_on_what_and_by_what() -> None:
