@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (SlowdownCause.HEALTHY, number) for number in range(options.healthy)
     ]
     cases += [(causes[number % len(causes)], number) for number in range(options.plants)]
-    cases += [(SlowdownCause.HEALTHY, number) for number in range(options.healthy)]
+    cases += [(None, number) for number in range(options.laptop)]
     random.Random(seed).shuffle(cases)  # whatever the machine does beside, no cause is hit more than others
     confusion: dict[str, Counter[str]] = {}
     wrong: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ from dtrain_dagster.costs.ledger import MEANINGS, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, Tier, price_words
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import describe_goodput, judge_job
@@ -45,6 +46,8 @@ class JobAccount:
     rows: tuple[AccountRow, ...] = ()
     """The costliest first; none where no price is known."""
     total: str = ""
+    lost_usd: float | None = None
+    """The dollars of what was lost to failures; None where no price is known."""
     duration: str = ""
     goodput: str = ""
     basis: str
@@ -108,6 +111,7 @@ def account_of(
         verdict = describe_diagnosis(judged.diagnosis, _advice(events, training), paid)
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
+        lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
         total=f"${total_shown([row.units for row in causes.values()], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
         goodput=f"{found.goodput:.0%} of the paid node-time was spent in steps that counted",

@@ -20,6 +20,7 @@ from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
+from dtrain_dagster.dashboard.losses import missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import last_step
@@ -151,11 +152,14 @@ class OpenJob:
         with self.lock:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
+            changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
+            loss = tell_losses(changes, self.nodes, self.row.state, now, usd)
             return {
                 **self.dashboard.changes(version, token),
                 **self._details[1],
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
+                "loss": asdict(loss) if loss else None,
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
@@ -378,12 +382,22 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
         ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps"),
-        ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
+        _nodes(job, there, now),
         ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
         if job.cost
         else ("cost", "–", "no price is known"),
     ]
     return [{"label": label, "value": value, "note": note} for label, value, note in figures]
+
+
+def _nodes(job: OpenJob, there: int, now: float) -> tuple[str, str, str]:
+    """Return the figure of the nodes: those that train, or have trained."""
+    if not job.row.running:
+        return "nodes used", str(there) if there else "–", ""
+    missing = missing_nodes(tuple(job.dashboard.changes_of_nodes), job.nodes, job.row.state)
+    returning = sum(node.node_id in missing and node.ended_at is None for node in job.nodes)
+    lost = f", {len(missing)} lost" if missing else ""
+    return "nodes alive", str(max(0, job.nodes_alive(now) - returning)), f"of {there}{lost}" if there else ""
 
 
 def format_number(value: float | None, digits: int) -> str:

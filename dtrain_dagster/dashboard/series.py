@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.dashboard.job_account import describe_diagnosis
+from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
 from dtrain_dagster.monitoring.alerts import best, describe_strategy
@@ -90,6 +91,8 @@ class PerformanceDashboard:
         self.link: dict[str, Any] | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
         self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
+        self.changes_of_nodes: deque[Change] = deque(maxlen=MARKS)
+        """The generations after the first that lost nodes or took some in."""
         self.counts: Counter[str] = Counter()
         """The number of events by kind, and ``nodes_lost``."""
 
@@ -124,6 +127,7 @@ class PerformanceDashboard:
             "learning": self.learning(),
             "news": list(self.news)[::-1],
             "marks": list(self.marks),
+            "changes": [asdict(change) for change in self.changes_of_nodes],
         }
 
     def ranks(self) -> dict[str, Any] | None:
@@ -282,6 +286,12 @@ class PerformanceDashboard:
         self.done.clear()
         self.lost = (self.lost | set(formed.lost)) - set(self.members)
         self.counts["nodes_lost"] += len(formed.lost)
+        if formed.generation > 1 and (formed.lost or formed.joined):
+            change = Change(
+                time=formed.time, step=formed.step, lost=tuple(formed.lost), joined=tuple(formed.joined),
+                seconds=formed.seconds, was_asked=formed.was_asked,
+            )  # fmt: skip
+            self.changes_of_nodes.append(change)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
 
     def _take_end(self, item: dict[str, Any]) -> None:

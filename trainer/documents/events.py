@@ -98,6 +98,10 @@ class FinishEvent(Event):
     stage: str
 
 
+LEAVING = "a node was asked to leave"
+"""The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent(Event):
     """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""
@@ -112,6 +116,11 @@ class MembershipEvent(Event):
     reason: str = ""
     step: int | None = None
     seconds: float = 0.0
+
+    @property
+    def was_asked(self) -> bool:
+        """Return whether its lost nodes left because they were asked to."""
+        return self.reason == LEAVING
 
     @property
     def has_parameter_server(self) -> bool:

@@ -22,6 +22,7 @@ from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
+from trainer.documents.events import LEAVING
 from trainer.elastic.generation import START
 from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.finalize import finalize
@@ -32,7 +33,6 @@ from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.recovery import (
-    LEAVING,
     rebuild,
     rebuild_sharded,
     recover,
