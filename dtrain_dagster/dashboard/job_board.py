@@ -50,12 +50,20 @@ class Cost:
     """A running or ended job's cost so far."""
 
     usd: float
+    """The dollars of its nodes alone: a probe is a job of its own in the list."""
     words: str
     """The basis of the dollars."""
+    probe_usd: float = 0.0
+    """The dollars of its probes, which the bill of the job's page has, too."""
     at_end: str = ""
     """The projected cost at the end, against the estimate; "" where the job has none."""
     usd_at_end: float | None = None
-    """The dollars of that projection: like ``usd``, with those of probes."""
+    """The dollars of that projection, without those of probes."""
+
+    @property
+    def with_probes(self) -> float:
+        """The bill of the job and its probes."""
+        return self.usd + self.probe_usd
 
 
 class OpenJob:
@@ -183,7 +191,7 @@ class OpenJob:
             made_for = (look, self.row.state, self.dashboard.counts["checkpoint"], places)
             if self._facts[0] != made_for:
                 saved_at = {mark["step"]: mark["time"] for mark in self.dashboard.marks if mark["kind"] == "checkpoint"}
-                usd = self.cost.usd if self.cost else None
+                usd = self.cost.with_probes if self.cost else None
                 self._facts = (made_for, read_facts(self.rundir, self.row.state, saved_at, usd, places))
             return self._facts[1]
 
@@ -337,14 +345,17 @@ def cost_so_far(
         return None
     words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
     at_end, usd_at_end = _at_end(tracker, whole, plan, pace) if running and plan else ("", None)
-    return Cost(usd=whole.total_usd, words=words, at_end=at_end, usd_at_end=usd_at_end)
+    probe_usd = whole.total_usd - tracker.total_usd
+    return Cost(
+        usd=tracker.total_usd, words=words, probe_usd=probe_usd, at_end=at_end, usd_at_end=usd_at_end,
+    )  # fmt: skip
 
 
 def _at_end(
     tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], pace: ProgressRate
 ) -> tuple[str, float | None]:
-    """Return the projection in words and in dollars. ``whole``: the cost so far with that of probes, which are paid
-    already and come on top of what is projected."""
+    """Return the projection in words, with the dollars of probes, which are paid already, and in dollars without
+    them. ``whole``: the cost so far with that of probes."""
     try:
         projection = project(tracker, plan, pace)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
@@ -352,7 +363,8 @@ def _at_end(
     if projection.at_end is None or projection.over_at_end is None:
         return "", None
     usd = projection.at_end.expected + whole.total_usd - tracker.total_usd
-    return f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; ", usd
+    words = f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; "
+    return words, projection.at_end.expected
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
@@ -381,9 +393,17 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
             f"has run for {took.words}" if row.running and took.seconds else took.of_which,
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
-        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps"),
+        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps")
+        if row.running
+        else ("samples/s", format_number(board.throughput.samples_per_second, 0), "all nodes, in all steps"),
         _nodes(job, there, now),
-        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
+        (
+            "cost so far" if row.running else "cost",
+            dollars(job.cost.with_probes),
+            (f"with {dollars(job.cost.probe_usd)} of its probe; " if job.cost.probe_usd else "")
+            + job.cost.at_end
+            + job.cost.words,
+        )
         if job.cost
         else ("cost", "–", "no price is known"),
     ]

@@ -88,7 +88,7 @@ def tell_losses(
 def _title(missing: Mapping[int, Change | NodePresence]) -> str:
     what = "Node" if len(missing) == 1 else "Nodes"
     asked = all(isinstance(item, Change) and item.was_asked for item in missing.values())
-    did = ("has" if len(missing) == 1 else "have") + (" left when asked to" if asked else " been lost")
+    did = "left when asked to" if asked else "was lost" if len(missing) == 1 else "were lost"
     return f"{what} {_listed(sorted(missing))} {did}"
 
 

@@ -99,7 +99,7 @@ function drawLoss(loss) {
   box.hidden = !loss;
   if (!loss) return;
   box.dataset.open = String(loss.is_open);
-  const said = [`${loss.title}${loss.is_open ? "," : ":"}`, loss.words]; // read aloud where it changes: so only then
+  const said = [`${loss.title}${loss.is_open ? "" : ":"}`, loss.words]; // read aloud where it changes: so only then
   ["strong", "span"].forEach((tag, at) => { if (box.querySelector(tag).textContent !== said[at]) box.querySelector(tag).textContent = said[at]; });
 }
 

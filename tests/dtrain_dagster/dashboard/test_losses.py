@@ -26,7 +26,7 @@ def test_a_lost_node_is_told_until_it_has_joined_again():
     at_once = tell_losses([], dead, "running", 101.0)
     assert at_once is not None
     assert at_once.is_open
-    assert at_once.title == "Node 2 has been lost"
+    assert at_once.title == "Node 2 was lost"
     assert at_once.words.startswith("2 s ago: killed by SIGKILL. The others are about to go on without it.")
     without = tell_losses([LOST], dead, "running", 105.0)
     assert without is not None
@@ -55,7 +55,7 @@ def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
     assert missing_nodes([], [died(1, 143), *NODES[:1]], "running") == {}, "all are asked to end, one after the other"
     evicted = tell_losses([asked], NODES, "running", 105.0)
     assert evicted is not None
-    assert evicted.title == "Node 1 has left when asked to"
+    assert evicted.title == "Node 1 left when asked to"
     left = membership(2, START, nodes=[0, 2], lost=[1], joined=[]) | {"reason": LEAVING}
     assert news([left])[0].startswith("generation 2 at step 40: node(s) 1 left when asked to; goes on with 2 rank(s)")
 
