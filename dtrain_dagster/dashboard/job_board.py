@@ -180,7 +180,7 @@ class OpenJob:
         with self.lock:
             made = self._account
             if made is None or not (self.settled or time.monotonic() - made[0] < self._keeps_seconds):
-                found = account_of(self.rundir, self.nodes, self.row.running, self._tier, self._training, now)
+                found = account_of(self.rundir, self.nodes, self.row.state, self._tier, self._training, now)
                 made = self._account = (time.monotonic(), found)
             return made[1]
 
@@ -298,6 +298,8 @@ def read_row(rundir: RunDir) -> JobRow:
     if step is None and (last := last_step(rundir)):
         step = last[0]
     state = state_of(status, {} if here else result, launch)
+    if state in ENDED and state != JobState.SUCCEEDED and is_number(step) and (kept := rundir.latest_checkpoint()):
+        step = max(step or 0, kept[1])  # not each step is reported
     ended_at = status.get("ended_at")
     if ended_at is None and state in ENDED:  # no process was left to record it
         ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
@@ -380,11 +382,12 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""
+    step = progress.step if row.running else max(progress.step, row.step or 0)
     there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
     took = sum_presences(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
-        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch}") if progress.step else ("step", "–", ""),
+        ("step", f"{step:,}", f"{of}epoch {progress.epoch}") if step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
             (left.words if left is not None else "–")

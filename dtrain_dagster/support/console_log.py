@@ -1,7 +1,8 @@
-"""The console of runs: a mistake that a person has to mend is one line, and a fault of the program has its stack trace.
+"""The console of runs: a mistake that a person has to mend is one line, as is a run that somebody ended; a fault of the
+program has its stack trace.
 
-`dagster.Failure` is raised for what its message explains completely; Dagster's own console prints two stack traces of
-Dagster below it. The event log keeps them.
+`dagster.Failure` is raised for what its message explains completely, and an interruption says how to go on; Dagster's
+own console prints two stack traces of Dagster below either. The event log keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dagster as dg
 
 
 class OneLineFailures(logging.Formatter):
-    """Formats records as another formatter does, but the failures of `dagster.Failure` without their stack traces."""
+    """Formats records as another formatter does, but a `dagster.Failure` and an interruption without stack traces."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -31,12 +32,15 @@ class OneLineFailures(logging.Formatter):
 
 
 def explain_failure(event: dg.DagsterEvent | None) -> str | None:
-    """Return the line for an event that tells of a `dagster.Failure`; None for any other event."""
+    """Return the line for an event that tells of a `dagster.Failure` or of an interruption; None for any other
+    event."""
     if event is None:
         return None
     if event.is_step_failure:
         described = _description(event)
         return None if described is None else f"{event.step_key}: {described}"
+    if event.event_type is dg.DagsterEventType.RUN_CANCELED:
+        return "the run was cancelled"
     if event.is_failure and event.is_job_event:
         data: Any = event.event_specific_data
         first = getattr(data, "first_step_failure_event", None)
@@ -47,7 +51,11 @@ def explain_failure(event: dg.DagsterEvent | None) -> str | None:
 
 
 def _description(event: dg.DagsterEvent) -> str | None:
-    failure = event.step_failure_data.user_failure_data
+    data = event.step_failure_data
+    if data.error_source is not None and data.error_source.value == "INTERRUPT":
+        said = (data.error.message if data.error else "").partition("DagsterExecutionInterruptedError: ")[2].strip()
+        return said or "interrupted"
+    failure = data.user_failure_data
     return failure.description if failure is not None else None
 
 
