@@ -27,6 +27,8 @@ class Change:
     """Seconds for which no rank trained."""
     was_asked: bool
     """Whether the node left because it was asked to: by an eviction, or as all are when the job is cancelled."""
+    is_start: bool = False
+    """Whether it is the first of a launch: the job was started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,9 @@ def missing_nodes(
     missing: dict[int, Change | NodePresence] = {}
     if state != JobState.RUNNING:
         return {}
-    for change in changes:
+    last = max((node.launch for node in nodes), default=0)
+    began = min((node.started_at for node in nodes if node.launch == last), default=0.0)
+    for change in (each for each in changes if each.time >= began):  # what an earlier launch lacked is no matter now
         missing |= dict.fromkeys(change.lost, change)
         for back in change.joined:
             missing.pop(back, None)
@@ -57,11 +61,14 @@ def missing_nodes(
 
 
 def losses_of(changes: Sequence[Change], state: str) -> list[Change]:
-    """Return the changes in which nodes were lost. Those with which a cancelled job ended are none."""
-    found = [change for change in changes if change.lost]
-    while state == JobState.CANCELLED and found and found[-1].was_asked:
-        found.pop()
-    return found
+    """Return the changes in which nodes were lost. Those with which a cancelled launch ended are none."""
+    found: list[Change] = []
+    ends = state == JobState.CANCELLED
+    for change in reversed(changes):
+        ends = change.is_start or (ends and change.was_asked)
+        if change.lost and not ends:
+            found.append(change)
+    return found[::-1]
 
 
 def tell_losses(

@@ -29,6 +29,7 @@ from dtrain_dagster.monitoring.throughput import Throughput
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
+    START,
     CheckpointEvent,
     CollectiveTiming,
     EndEvent,
@@ -293,7 +294,7 @@ class PerformanceDashboard:
         if formed.generation > 1 and (formed.lost or formed.joined):
             change = Change(
                 time=formed.time, step=formed.step, lost=tuple(formed.lost), joined=tuple(formed.joined),
-                seconds=formed.seconds, was_asked=formed.was_asked,
+                seconds=formed.seconds, was_asked=formed.was_asked, is_start=formed.reason == START,
             )  # fmt: skip
             self.changes_of_nodes.append(change)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")

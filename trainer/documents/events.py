@@ -98,6 +98,8 @@ class FinishEvent(Event):
     stage: str
 
 
+START = "start"
+"""The reason of the first generation of a launch."""
 LEAVING = "a node was asked to leave"
 """The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
 

@@ -15,8 +15,8 @@ import torch
 
 from trainer.checkpoint.manager import BEST, CheckpointError, FencedError
 from trainer.comm.group import GroupError
-from trainer.documents.events import LEAVING
-from trainer.elastic.generation import START, Generation
+from trainer.documents.events import LEAVING, START
+from trainer.elastic.generation import Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.budget import COMMIT_SECONDS

@@ -52,6 +52,10 @@ def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
     asked = Change(time=100.0, step=40, lost=(1,), joined=(), seconds=0.1, was_asked=True)
     assert losses_of([LOST, BACK, asked], "cancelled") == [LOST]
     assert tell_losses([asked], [died(1, 143)], "cancelled", 105.0) is None
+    resumed = Change(time=205.0, step=41, lost=(), joined=(0, 1, 2), seconds=6.0, was_asked=False, is_start=True)
+    assert losses_of([LOST, BACK, asked, resumed], "succeeded") == [LOST], "it was cancelled, and then gone on with"
+    again = [*NODES, *(NodePresence(node_id=node, launch=2, started_at=200.0) for node in range(3))]
+    assert missing_nodes([asked], again, "running") == {}, "its second launch has formed no generation yet"
     assert missing_nodes([], [died(1, 143), *NODES[:1]], "running") == {}, "all are asked to end, one after the other"
     evicted = tell_losses([asked], NODES, "running", 105.0)
     assert evicted is not None
