@@ -20,7 +20,7 @@ from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
-from dtrain_dagster.dashboard.losses import missing_nodes, tell_losses
+from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import last_step
@@ -168,6 +168,7 @@ class OpenJob:
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
                 "loss": asdict(loss) if loss else None,
+                "changes": [asdict(change) for change in changes_to_mark(changes, self.row.state)],
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],

@@ -49,7 +49,7 @@ def missing_nodes(
     if state != JobState.RUNNING:
         return {}
     last = max((node.launch for node in nodes), default=0)
-    began = min((node.started_at for node in nodes if node.launch == last), default=0.0)
+    began = min((node.started_at for node in nodes if node.launch == last > 1), default=0.0)
     for change in (each for each in changes if each.time >= began):  # what an earlier launch lacked is no matter now
         missing |= dict.fromkeys(change.lost, change)
         for back in change.joined:
@@ -69,6 +69,12 @@ def losses_of(changes: Sequence[Change], state: str) -> list[Change]:
         if change.lost and not ends:
             found.append(change)
     return found[::-1]
+
+
+def changes_to_mark(changes: Sequence[Change], state: str) -> list[Change]:
+    """Return the changes that are marked on a curve: losses, and what came back from one."""
+    lost = losses_of(changes, state)
+    return [change for change in changes if change in lost or (change.joined and not change.is_start)]
 
 
 def tell_losses(

@@ -130,7 +130,6 @@ class PerformanceDashboard:
             "learning": self.learning(),
             "news": list(self.news)[::-1],
             "marks": list(self.marks),
-            "changes": [asdict(change) for change in self.changes_of_nodes],
         }
 
     def ranks(self) -> dict[str, Any] | None:

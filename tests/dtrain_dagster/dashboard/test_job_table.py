@@ -192,6 +192,8 @@ def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path
     rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis})
     told_of = read_figures(rundir, ended, "dedicated", time.time()).verdict.words
     assert told_of == "checkpoint, 40% of training time: Saves are slow.", "the report knows all steps"
+    rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis | {"cause": "of another version"}})
+    assert read_figures(rundir, ended, "dedicated", time.time()).verdict == figures.verdict
     rundir.storage.write("nodes/l0001-n000-s001.json", b"{")
     assert "cannot be read" in read_figures(rundir, ended, "dedicated", time.time()).verdict.words
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.losses import Change, losses_of, missing_nodes, tell_losses
+from dtrain_dagster.dashboard.losses import Change, changes_to_mark, losses_of, missing_nodes, tell_losses
 from dtrain_dagster.jobs.progress import news
 from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
 from trainer.documents.events import LEAVING
@@ -54,6 +54,8 @@ def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
     assert tell_losses([asked], [died(1, 143)], "cancelled", 105.0) is None
     resumed = Change(time=205.0, step=41, lost=(), joined=(0, 1, 2), seconds=6.0, was_asked=False, is_start=True)
     assert losses_of([LOST, BACK, asked, resumed], "succeeded") == [LOST], "it was cancelled, and then gone on with"
+    assert changes_to_mark([LOST, BACK, asked, resumed], "succeeded") == [LOST, BACK]
+    assert changes_to_mark([asked], "cancelled") == []
     again = [*NODES, *(NodePresence(node_id=node, launch=2, started_at=200.0) for node in range(3))]
     assert missing_nodes([asked], again, "running") == {}, "its second launch has formed no generation yet"
     assert missing_nodes([], [died(1, 143), *NODES[:1]], "running") == {}, "all are asked to end, one after the other"
