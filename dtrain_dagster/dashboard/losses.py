@@ -85,7 +85,7 @@ def tell_losses(
     missing = missing_nodes(changes, nodes, state)
     if missing:
         there = {node.node_id for node in find_latest_presences(nodes) if node.ended_at is None} - missing.keys()
-        return LossNotice(is_open=True, title=_title(missing), words=_now(missing, nodes, len(there), now))
+        return LossNotice(is_open=True, title=_title(missing), words=_now(missing, changes, nodes, len(there), now))
     found = losses_of(changes, state)
     if not found:
         return None
@@ -106,9 +106,13 @@ def _title(missing: Mapping[int, Change | NodePresence]) -> str:
 
 
 def _now(
-    missing: Mapping[int, Change | NodePresence], nodes: Sequence[NodePresence], there: int, now: float
-) -> str:  # fmt: skip
-    latest = {node.node_id: node for node in nodes if node.node_id in missing and node.ended_at is None}
+    missing: Mapping[int, Change | NodePresence],
+    changes: Sequence[Change],
+    nodes: Sequence[NodePresence],
+    there: int,
+    now: float,
+) -> str:
+    replaced = {node.node_id for node in find_latest_presences(nodes) if _is_replacement(node, changes)}
     last = max(missing.values(), key=_when)
     ago = format_duration(max(0.0, now - _when(last)))
     if isinstance(last, Change):
@@ -117,9 +121,15 @@ def _now(
         words = f"{ago} ago: {', '.join(map(describe_exit, last.exit_codes))}. " + (
             "The others are about to go on without it." if there else "No other node is there to go on."
         )
-    if set(latest) >= missing.keys():
+    if replaced >= missing.keys():
         return f"{words} A replacement has started and has not joined yet."
     return f"{words} No replacement has started yet."
+
+
+def _is_replacement(node: NodePresence, changes: Sequence[Change]) -> bool:
+    """Return whether a node that is there has started since it trained last: one that froze is there, too."""
+    joined = [change.time for change in changes if node.node_id in change.joined]
+    return node.ended_at is None and (node.started_at > joined[-1] if joined else node.incarnation > 1)
 
 
 def _when(item: Change | NodePresence) -> float:

@@ -38,6 +38,9 @@ def test_a_lost_node_is_told_until_it_has_joined_again():
     assert coming is not None
     assert coming.is_open
     assert coming.words.endswith("2 of 3 nodes train. A replacement has started and has not joined yet.")
+    frozen = tell_losses([LOST], NODES, "running", 105.0)
+    assert frozen is not None
+    assert frozen.words.endswith("No replacement has started yet."), "its process is there, and does not answer"
     over = tell_losses([LOST, BACK], replaced, "running", 111.0)
     assert over is not None
     assert not over.is_open
