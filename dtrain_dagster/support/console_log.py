@@ -47,16 +47,25 @@ def explain_failure(event: dg.DagsterEvent | None) -> str | None:
         # The line of the step may be missing: what a step says last can be lost with the copy of its output.
         if first is not None and (described := _description(first)) is not None:
             return f"the run has failed at {first.step_key}: {described}"
+        if (words := _interruption(getattr(data, "error", None))) is not None:
+            return f"the run has ended: {words}"
     return None
 
 
 def _description(event: dg.DagsterEvent) -> str | None:
     data = event.step_failure_data
-    if data.error_source is not None and data.error_source.value == "INTERRUPT":
-        said = (data.error.message if data.error else "").partition("DagsterExecutionInterruptedError: ")[2].strip()
-        return said or "interrupted"
+    if (words := _interruption(data.error)) is not None:
+        return words
     failure = data.user_failure_data
     return failure.description if failure is not None else None
+
+
+def _interruption(error: Any) -> str | None:
+    """Return what an interruption says; None for another error, and for none."""
+    name = dg.DagsterExecutionInterruptedError.__name__
+    if error is None or error.cls_name != name:
+        return None
+    return error.message.partition(f"{name}: ")[2].strip() or "interrupted"
 
 
 def make_console(context: dg.InitLoggerContext) -> logging.Logger:

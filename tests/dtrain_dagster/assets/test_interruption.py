@@ -63,4 +63,5 @@ def test_a_job_is_cancelled_only_where_a_person_asked(
     kept = f"terminated, and job {JOB} was cancelled. The checkpoint of step 40 is kept in {rundir.uri}/checkpoints/"
     assert shown[0].startswith(f"follower: {kept}" if ends else "follower: this run's process was ended")
     assert not ends or shown[0].endswith(": materialize its asset again to resume from it")
+    assert len(shown) == 2, "the run's own end is a line, too"
     assert "Traceback" not in " ".join(shown)
