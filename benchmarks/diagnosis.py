@@ -1,14 +1,17 @@
 """Plant causes of slowness in real trainings, and count how often the report names the planted cause.
 
-Run `python -m benchmarks.diagnosis`. A plant is made from a seed (`benchmarks.diagnosis_plants`): twelve causes that
+Run `python -m benchmarks.diagnosis`. A plant is made from a seed (`benchmarks.diagnosis_plants`): thirteen causes that
 the diagnosis knows take turns, and there are trainings without a plant. Ranks really compute, on as many cores as there
 are ranks except where missing cores are planted, and in the plants that need three hosts. There, and where other work
-takes more than a fifth of a core before or after a training, «cores shared» is true besides, and the next cause that is
-named is judged. `--load 0.5` lets a process beside all of it take half a core.
+takes more than a fifth of a core before or after a training, missing cores are true besides, and the next cause that is
+named is judged. `--load 0.5` lets a process beside all of it take half a core, `--load 4` four of them one each. The
+default run of a laptop, one rank more than cores, is played beside it: there neither a rank nor the network may be
+accused, in the report or in an alert while it runs.
 
     plants, right_percent   planted causes; percent named right (the cause, and the rank where it is one rank's)
     healthy, false_alarms   trainings without a plant; those in which the report blamed something
     mild_right_percent      percent named right of the plants that cost less than 15 % of a step
+    laptop, accused         default runs of a laptop; those in which something but shared cores was named
     confusion               planted cause → named cause → number of plants
     wrong                   seed, planted cause, named cause, and the evidence given for it
     cores_elsewhere         mean of the cores that other work took, looked at before each training and after it
@@ -53,16 +56,21 @@ from benchmarks.diagnosis_plants import (  # noqa: E402
     STEPS,
     WINDOW,
     Plant,
+    make_laptop_run,
     make_plant,
     seconds_of_round,
 )
 from benchmarks.host import note  # noqa: E402
+from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts, keep  # noqa: E402
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 60.0
 """Longest time of one training."""
 HANG_SECONDS = 2.0
+MISSING_CORES = (SlowdownCause.CROWDED, SlowdownCause.CONTENTION)
+ACCUSATIONS = (*STRAGGLERS, SlowdownCause.SLOW_LINK, SlowdownCause.COMMUNICATION, SlowdownCause.SMALL_BATCHES)
+"""Causes that are a node's or the network's."""
 LOOK_SECONDS, BUSY_CORES = 0.3, 0.2
 """How long other work is looked at, and the cores that it must take to count."""
 ELASTIC = {"health_check_seconds": 0.5, "peer_timeout_seconds": 30.0, "collective_timeout_seconds": 12.0}
@@ -156,10 +164,10 @@ def cores_elsewhere() -> float:
 
 
 def named_cause(plant: Plant, found: Diagnosis, elsewhere: float) -> Diagnosis:
-    """Return the diagnosis to judge: the first, but for shared cores where those are true besides what is planted."""
-    if plant.cause is SlowdownCause.CONTENTION or not (elsewhere > BUSY_CORES or plant.is_crowded):
+    """Return the diagnosis to judge: the first, but for missing cores where those are true besides what is planted."""
+    if plant.cause in MISSING_CORES or not (elsewhere > BUSY_CORES or plant.is_crowded):
         return found
-    others = [item for item in (found, *found.also) if item.cause is not SlowdownCause.CONTENTION]
+    others = [item for item in (found, *found.also) if item.cause not in MISSING_CORES]
     return others[0] if others else replace(found, cause=SlowdownCause.HEALTHY, rank=None, node_id=None)
 
 
@@ -168,6 +176,17 @@ def is_right(plant: Plant, named: Diagnosis) -> bool:
     if named.cause is not plant.cause:
         return False
     return plant.node is None or named.node_id == plant.node
+
+
+def accusations(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what of these events' job is a node's or the network's fault, by the report and by alerts on the way."""
+    found, recent = diagnose(events), keep((), ())
+    told = [item.where for item in (found, *found.also) if item.cause in ACCUSATIONS]
+    for event in events:
+        recent = keep(recent, [event])
+        if event["kind"] == "timing":
+            told += [alert.title for alert in alerts(recent, told)]
+    return told
 
 
 def gradient_bytes(events: Sequence[dict[str, Any]]) -> int:
@@ -182,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--plants", type=int, default=96, help="number of plants; causes take turns")
     parser.add_argument("--healthy", type=int, default=40, help="trainings without a plant")
+    parser.add_argument("--laptop", type=int, default=4, help="default runs of a laptop, one rank more than cores")
     parser.add_argument("--seed", type=int, help="seed of everything that is drawn; by default drawn afresh")
     parser.add_argument("--only", metavar="CAUSE", help="only plants of this cause, such as «slow compute»")
     parser.add_argument("--load", type=float, default=0.0, help="cores that a process beside takes all the time")
@@ -193,8 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     causes = [SlowdownCause(options.only)] if options.only else list(CAUSES)
-    cases = [(SlowdownCause.HEALTHY, number) for number in range(options.healthy)]
+    cases: list[tuple[SlowdownCause | None, int]] = [
+        (SlowdownCause.HEALTHY, number) for number in range(options.healthy)
+    ]
     cases += [(causes[number % len(causes)], number) for number in range(options.plants)]
+    cases += [(None, number) for number in range(options.laptop)]
     random.Random(seed).shuffle(cases)  # whatever the machine does beside, no cause is hit more than others
     confusion: dict[str, Counter[str]] = {}
     wrong: list[dict[str, Any]] = []
@@ -202,7 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken: list[float] = []
     skipped = not_played = 0
     began = time.time()
-    beside = burn(options.load) if options.load else None
+    whole, rest = divmod(options.load, 1.0)
+    beside = [burn() for _ in range(int(whole))] + ([burn(rest)] if rest else [])
+    laptop: list[bool] = []
     with tempfile.TemporaryDirectory(prefix="diagnosis-") as temporary:
         folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,6 +239,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for cause, number in cases:
                 if time.time() - began > 60 * options.minutes:
                     not_played += 1
+                    continue
+                if cause is None:
+                    events = clinic.events(make_laptop_run(number), f"laptop-{number}")
+                    told, found = accusations(events), diagnose(events)
+                    laptop.append(found.cause is SlowdownCause.CROWDED and not told)
+                    if not laptop[-1]:
+                        wrong.append({"name": f"laptop-{number}", "named": found.where, "accused": told})
+                    if not options.json:
+                        note(f"laptop-{number}: {found.where}, {found.share:.1%}: {told or 'nobody is accused'}")
                     continue
                 plant = make_plant(1000 * seed + number, cause, pace, size)
                 name = f"{cause}-{number}".replace(" ", "-")
@@ -238,9 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     note(f"{name}: {plant} -> {named.where}, {named.share:.1%}{besides}: {verdict}")
         finally:
             clinic.close()
-            if beside is not None:
-                beside.kill()
-                beside.wait()
+            for rival in beside:
+                rival.kill()
+                rival.wait()
     planted = [good for plant, good in played if plant.cause is not SlowdownCause.HEALTHY]
     mild = [good for plant, good in played if plant.is_mild]
     healthy = [good for plant, good in played if plant.cause is SlowdownCause.HEALTHY]
@@ -252,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "mild_right_percent": _percent(mild),
         "healthy": len(healthy),
         "false_alarms": healthy.count(False),
+        "laptop": len(laptop),
+        "accused": laptop.count(False),
         "confusion": {cause: dict(named) for cause, named in confusion.items()},
         "wrong": wrong,
         "skipped": skipped,
@@ -269,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "diagnosis.json").write_text(line + "\n")
-    good_enough = sum(planted) >= 0.97 * len(planted) and sum(mild) >= 0.9 * len(mild) and all(healthy)
-    return 0 if played and good_enough and not not_played else 1
+    good_enough = sum(planted) >= 0.97 * len(planted) and sum(mild) >= 0.9 * len(mild) and all([*healthy, *laptop])
+    return 0 if (played or laptop) and good_enough and not not_played else 1
 
 
 def _percent(rights: Sequence[bool]) -> float | None:

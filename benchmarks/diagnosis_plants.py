@@ -1,7 +1,7 @@
 """The causes of slowness that `benchmarks.diagnosis` plants, each made from a seed. Pure, but for `seconds_of_round`.
 
-All twelve causes that the diagnosis knows, and no cause at all. Ranks really compute: products of matrices, of which a
-slow rank has more. What waits for a disk or a network sleeps or is throttled, as it would there.
+All thirteen causes that the diagnosis knows, and no cause at all. Ranks really compute: products of matrices, of which
+a slow rank has more. What waits for a disk or a network sleeps or is throttled, as it would there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CAUSES = (
     SlowdownCause.SMALL_BATCHES,
     SlowdownCause.CHECKPOINT,
     SlowdownCause.HANG,
+    SlowdownCause.CROWDED,
     SlowdownCause.CONTENTION,
     SlowdownCause.COMMUNICATION,
     SlowdownCause.MEMORY,
@@ -116,12 +117,20 @@ def make_plant(seed: int, cause: SlowdownCause, round_seconds: float, gradient_b
         return replace(plain, share=0.0, training={"gradient_accumulation_steps": 1}, faults=[lost])
     if cause is SlowdownCause.MEMORY:
         return replace(plain, share=0.0, model={**model, "fits": chance.choice((8, 16, 24))})
+    if cause is SlowdownCause.CROWDED:
+        return replace(plain, share=0.0, ranks=len(AVAILABLE) + 1, node=None)
     if cause is SlowdownCause.CONTENTION:
-        if chance.random() < 0.5:
-            return replace(plain, share=0.0, ranks=len(AVAILABLE) + 1)
         return replace(plain, share=0.0, rivals=1)
     hang = {"kind": "sleep", "at": "forward", "step": chance.randrange(20, 60), "node": node, "seconds": 3600}
     return replace(plain, share=0.0, node=node, faults=[hang])
+
+
+def make_laptop_run(seed: int) -> Plant:
+    """Return the training that `make run` begins with on a machine with one core less than nodes: the stock model, its
+    batch and its reports."""
+    batch = {"batch_size_per_gpu": 128, "gradient_accumulation_steps": 1, "log_frequency": 10}
+    often = dict.fromkeys(("max_steps", "eval_frequency", "checkpoint_frequency"), 3 * STEPS)
+    return Plant(seed=seed, cause=SlowdownCause.CROWDED, ranks=len(AVAILABLE) + 1, training={**batch, **often})
 
 
 def _pause(at: str, node: int, seconds: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -84,14 +85,31 @@ _ACCESSIBLE = (
 """What the theme's pages lack for screen readers (rules of axe), and what is written instead."""
 
 
+_TEXTS = "_static/page_texts.js"
+_SEARCHED_FROM_FILES = """
+if (location.protocol === "file:") {
+  window.fetch = async url => ({ text: async () => texts[url.replace(/^\\.\\//, "")] || "" });
+}
+"""
+"""What the search page does where it is a file: a browser lets no file read another, and the search reads each
+page that it has found for the lines around the word."""
+_SEARCH_TOOLS = '<script src="_static/searchtools.js'
+
+
 def complete_pages(app: Sphinx, error: Exception | None) -> None:
-    """Add to the finished pages what the theme lacks for screen readers."""
+    """Add to the finished pages what the theme lacks for screen readers, and to the search what it reads from files."""
     if error is None and app.builder.format == "html":
-        for page in Path(app.outdir).rglob("*.html"):
+        out, texts = Path(app.outdir), {}
+        for page in sorted(out.rglob("*.html")):
             text = page.read_text()
             for lacking, complete in _ACCESSIBLE:
                 text = text.replace(lacking, complete)
+            if found := re.search(r'<article role="main".*?</article>', text, re.DOTALL):
+                texts[page.relative_to(out).as_posix()] = found[0]
+            if page.name == "search.html" and _TEXTS not in text:
+                text = text.replace(_SEARCH_TOOLS, f'<script src="{_TEXTS}"></script>\n    {_SEARCH_TOOLS}')
             page.write_text(text)
+        (out / _TEXTS).write_text(f"{{\nconst texts = {json.dumps(texts)};{_SEARCHED_FROM_FILES}}}\n")
 
 
 def setup(app: Sphinx) -> None:

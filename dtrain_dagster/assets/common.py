@@ -24,6 +24,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.resources import GPUClusterResource
@@ -52,11 +53,12 @@ OWNERS = ["team:ml-platform"]
 
 @contextmanager
 def cancelling_where_asked(
-    context: dg.AssetExecutionContext, manager: GPUClusterManager, job_id: str
+    context: dg.AssetExecutionContext, manager: GPUClusterManager, rundir: RunDir, job_id: str
 ) -> Iterator[None]:
     """Cancel the job where a person ends the run within the block: by *Terminate*, or by Ctrl-C at the command that
     runs it. A process that is ended for another reason (a drained machine, systemd, a container that is stopped) leaves
-    the paid job running: the next run of the asset takes it over."""
+    the paid job running: the next run of the asset takes it over. The interruption then says which, and how to go
+    on."""
     terminated = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -76,12 +78,14 @@ def cancelling_where_asked(
         if run.status is dg.DagsterRunStatus.CANCELING or (is_of_command and not terminated):
             context.log.warning(f"terminated: cancelling job {job_id}")
             manager.cancel_job(job_id)
+            words = f"terminated, and job {job_id} was cancelled. {how_to_go_on(rundir, job_id)}"
         else:
-            context.log.warning(
+            words = (
                 f"this run's process was ended, and nobody asked for the end of the run: job {job_id} goes on. "
                 f"Materialize {context.asset_key.to_user_string()} again to follow it, or `dtrain cancel {job_id}`"
             )
-        raise
+        context.log.warning(words)
+        raise dg.DagsterExecutionInterruptedError(words) from None
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, before)

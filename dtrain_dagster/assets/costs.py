@@ -93,7 +93,8 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
                 "ledger_is_the_bill",
                 asset=key,
                 blocking=True,
-                description="Every paid node-second has one cause, and the causes sum to the bill exactly.",
+                description="Every paid node-second is in one row, and the rows sum to the bill exactly. What no "
+                "record explains is a row of its own.",
             ),
         ],
     )

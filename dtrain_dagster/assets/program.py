@@ -121,7 +121,7 @@ def run_program(
         )  # fmt: skip
     got = provision(context, manager, cluster, project, cluster.sku, nodes)
     tier = tier_of(got.tier or cluster.first_tier)
-    with cancelling_where_asked(context, manager, job_id):
+    with cancelling_where_asked(context, manager, rundir, job_id):
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
         with queueing(context, project, cluster):

@@ -163,7 +163,7 @@ def carry_out(
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
     plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
     try:
-        with cancelling_where_asked(context, manager, choice.job_id):
+        with cancelling_where_asked(context, manager, rundir, choice.job_id):
             rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
             context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
             if choice.action in ("start", "restart"):

@@ -242,9 +242,11 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
+    from dtrain_dagster.monitoring.contention import with_own_cores
 
     found = settled(windows(events))
     alert = communication_alert(found, training)
+    unjudged = "ranks share cores: their collectives wait for a core, which says nothing of a network"
     metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
     metadata |= _shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
     if alert:
@@ -253,7 +255,7 @@ def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str,
         check_name="communication_within_limits",
         passed=alert is None,
         severity=dg.AssetCheckSeverity.WARN,
-        description=alert.sentence if alert else None,
+        description=alert.sentence if alert else unjudged if found and not with_own_cores(found) else None,
         metadata=metadata,
     )
 

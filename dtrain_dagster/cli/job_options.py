@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.cli.common import ranks_of
+from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.planning.job_data import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
@@ -53,13 +53,14 @@ def read_file(path: str, named: str, what: str) -> str:
 def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False) -> str:
     """Return a job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last;
     or by the ``package.module:function`` that makes it. Model and loss are the usual ones for its kind.
-    ``has_own_model``: whether another model will be set."""
+    ``has_own_model``: whether another model will be set. What ``latest`` took is told."""
     if _FUNCTION.fullmatch(dataset):
         parts = {"model": {"factory": "(--model)"}, "loss": {"factory": "cross_entropy"}}
         return json.dumps({"dataset": {"uri": f"{FACTORY}:{dataset}"}, **parts})
     places = _dataset_places(settings)
     if dataset == "latest":
-        dataset = _latest_dataset(places)
+        dataset, words = _latest_dataset(places)
+        say(f"--dataset latest: {words}", err=True)
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
         if open_storage(uri).exists("manifest.json"):
@@ -86,7 +87,8 @@ def _dataset_places(settings: Settings) -> list[str]:
     return [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
 
 
-def _latest_dataset(places: Sequence[str]) -> str:
+def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
+    """Return the address of the dataset that was built last, and what it is, in words."""
     built = []
     for place in places:
         storage = open_storage(place)
@@ -94,12 +96,17 @@ def _latest_dataset(places: Sequence[str]) -> str:
             if storage.exists(f"{name}/manifest.json"):
                 try:
                     manifest = load_manifest(open_storage(f"{place}/{name}"))
-                    built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
+                    kind = " of ".join(filter(None, (manifest.get("task"), kind_of(manifest))))
+                    built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}", kind))
                 except (KeyError, TypeError, ValueError) as error:  # one that is damaged hides no other
                     _log.warning("%s", visible(f"{place}/{name} is no dataset that can be used: {error}"))
     if not built:
         raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
-    return max(built)[1]
+    at, uri, kind = max(built)
+    name = uri.rpartition("/")[2]
+    others = {each: f"{other.rpartition('/')[2]} ({each})" for _, other, each in sorted(built) if each != kind}
+    instead = f"; of another kind: {', '.join(others.values())}" if others else ""
+    return uri, f"{name} ({kind}), built {at:%Y-%m-%d %H:%M} {at:%Z}{instead}"
 
 
 def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:

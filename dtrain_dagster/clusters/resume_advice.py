@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.clusters.base import OWNER
+from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -16,13 +18,28 @@ GIB = 1 << 30
 
 
 def how_to_go_on(rundir: RunDir, job_id: str) -> str:
-    """Return a sentence that names the kept checkpoint and the command that resumes from it, or starts over."""
+    """Return a sentence that names the kept checkpoint and what resumes from it, or starts over: the command, or for a
+    job of a Dagster run its asset."""
     latest = rundir.latest_checkpoint()
     kept = "There is no checkpoint yet"
     if latest:
         kept = f"The checkpoint of step {latest[1]} is kept in {rundir.uri}/{latest[0]}"
-    again = f"materialize trained_checkpoint again, or run `dtrain train` with the same arguments and --name {job_id}"
-    return f"{kept}: {again}, to {'resume from it' if latest else 'start over'}"
+    from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR
+
+    owner, plan = _document(rundir, OWNER), _document(rundir, PLAN)
+    again = f"run `dtrain train --name {job_id}`"
+    if owner.get("dagster_run_id"):
+        again = f"materialize {plan.get(PLANNED_FOR, 'its asset')} again"
+    return f"{kept}: {again} to {'resume from it' if latest else 'start over'}"
+
+
+def _document(rundir: RunDir, name: str) -> Mapping[str, Any]:
+    """Return a file of the run directory; empty where it is missing or damaged, which others tell."""
+    try:
+        found = rundir.read_json(name)
+    except DamagedError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def memory_advice(result: Mapping[str, Any], launch: Mapping[str, Any]) -> str:

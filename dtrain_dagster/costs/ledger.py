@@ -1,4 +1,4 @@
-"""The ledger: every paid node-second has one cause, and the rows sum to the bill exactly. Pure.
+"""The ledger: every paid node-second is in one row, and the rows sum to the bill exactly. Pure.
 
 What nodes did while they were members of a generation is in `dtrain_dagster.costs.timeline`; here it is laid onto what
 was paid for. What no record explains is a row of its own.
@@ -27,7 +27,7 @@ MEANINGS = {
     CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
     CostCause.SCRIPT: "a program of one's own, which does not say what it does",
     CostCause.COMMUNICATION: "communication that no computation hides",
-    CostCause.WAITING: "for a slower node, in a step",
+    CostCause.WAITING: "for the rank that came last, in a step",
     CostCause.INPUT: "for the next batch",
     CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
     CostCause.EVALUATION: "of the validation split",

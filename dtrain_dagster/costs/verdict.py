@@ -58,15 +58,14 @@ def describe_performance(diagnosis: Diagnosis, good: Goodput) -> str:
     return f"{first} {describe_goodput(good)}".strip()
 
 
-def describe_goodput(good: Goodput) -> str:
-    """Return what took the paid time that did not train, in words; "" where most of it trained."""
+def describe_goodput(good: Goodput, succeeded: bool = True) -> str:
+    """Return what took the paid time that did not train, in words; "" where most of it trained. Of a training that did
+    not succeed, a longer one is not advised."""
     if good.share >= LOW_GOODPUT or not good.elsewhere:
         return ""
     name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
-    return (
-        f"Only {good.share:.0%} of the paid node-time trained: {name} took "
-        f"{seconds / good.paid_node_seconds:.0%}; a longer training makes that share smaller."
-    )
+    words = f"Only {good.share:.0%} of the paid node-time trained: {name} took {seconds / good.paid_node_seconds:.0%}"
+    return f"{words}; a longer training makes that share smaller." if succeeded else f"{words}."
 
 
 def goodput(found: Ledger) -> Goodput:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ledger import MEANINGS, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, Tier, price_words
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import describe_goodput, judge_job
@@ -45,6 +47,8 @@ class JobAccount:
     rows: tuple[AccountRow, ...] = ()
     """The costliest first; none where no price is known."""
     total: str = ""
+    lost_usd: float | None = None
+    """The dollars of what was lost to failures; None where no price is known."""
     duration: str = ""
     goodput: str = ""
     basis: str
@@ -73,12 +77,13 @@ def launched_usage(
 def account_of(
     rundir: RunDir,
     nodes: Sequence[NodePresence],
-    running: bool,
+    state: str,
     default_tier: Tier,
     training: Mapping[str, Any],
     now: float,
 ) -> JobAccount:
-    """Return the account of a job as it stands. It has no rows where the price of its nodes is not known."""
+    """Return the account of a job in ``state``. It has no rows where the price of its nodes is not known."""
+    running = state in (JobState.RUNNING, JobState.QUEUED)
     plan, launch = rundir.read_json(PLAN) or {}, rundir.read_json(LAUNCH) or {}
     events = [item for item in rundir.events() if item["kind"] != "node"]
     try:
@@ -104,10 +109,11 @@ def account_of(
     judged = judge_job(events, found)
     verdict = None
     if not running:
-        paid = describe_goodput(judged.goodput)
+        paid = describe_goodput(judged.goodput, state == JobState.SUCCEEDED)
         verdict = describe_diagnosis(judged.diagnosis, _advice(events, training), paid)
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
+        lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
         total=f"${total_shown([row.units for row in causes.values()], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
         goodput=f"{found.goodput:.0%} of the paid node-time was spent in steps that counted",

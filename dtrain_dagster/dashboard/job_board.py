@@ -20,6 +20,7 @@ from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
+from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import last_step
@@ -49,12 +50,20 @@ class Cost:
     """A running or ended job's cost so far."""
 
     usd: float
+    """The dollars of its nodes alone: a probe is a job of its own in the list."""
     words: str
     """The basis of the dollars."""
+    probe_usd: float = 0.0
+    """The dollars of its probes, which the bill of the job's page has, too."""
     at_end: str = ""
     """The projected cost at the end, against the estimate; "" where the job has none."""
     usd_at_end: float | None = None
-    """The dollars of that projection: like ``usd``, with those of probes."""
+    """The dollars of that projection, without those of probes."""
+
+    @property
+    def with_probes(self) -> float:
+        """The bill of the job and its probes."""
+        return self.usd + self.probe_usd
 
 
 class OpenJob:
@@ -151,11 +160,15 @@ class OpenJob:
         with self.lock:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
+            changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
+            loss = tell_losses(changes, self.nodes, self.row.state, now, usd)
             return {
                 **self.dashboard.changes(version, token),
                 **self._details[1],
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
+                "loss": asdict(loss) if loss else None,
+                "changes": [asdict(change) for change in changes_to_mark(changes, self.row.state)],
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
@@ -168,7 +181,7 @@ class OpenJob:
         with self.lock:
             made = self._account
             if made is None or not (self.settled or time.monotonic() - made[0] < self._keeps_seconds):
-                found = account_of(self.rundir, self.nodes, self.row.running, self._tier, self._training, now)
+                found = account_of(self.rundir, self.nodes, self.row.state, self._tier, self._training, now)
                 made = self._account = (time.monotonic(), found)
             return made[1]
 
@@ -179,7 +192,7 @@ class OpenJob:
             made_for = (look, self.row.state, self.dashboard.counts["checkpoint"], places)
             if self._facts[0] != made_for:
                 saved_at = {mark["step"]: mark["time"] for mark in self.dashboard.marks if mark["kind"] == "checkpoint"}
-                usd = self.cost.usd if self.cost else None
+                usd = self.cost.with_probes if self.cost else None
                 self._facts = (made_for, read_facts(self.rundir, self.row.state, saved_at, usd, places))
             return self._facts[1]
 
@@ -286,6 +299,8 @@ def read_row(rundir: RunDir) -> JobRow:
     if step is None and (last := last_step(rundir)):
         step = last[0]
     state = state_of(status, {} if here else result, launch)
+    if state in ENDED and state != JobState.SUCCEEDED and is_number(step) and (kept := rundir.latest_checkpoint()):
+        step = max(step or 0, kept[1])  # not each step is reported
     ended_at = status.get("ended_at")
     if ended_at is None and state in ENDED:  # no process was left to record it
         ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
@@ -333,14 +348,17 @@ def cost_so_far(
         return None
     words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
     at_end, usd_at_end = _at_end(tracker, whole, plan, pace) if running and plan else ("", None)
-    return Cost(usd=whole.total_usd, words=words, at_end=at_end, usd_at_end=usd_at_end)
+    probe_usd = whole.total_usd - tracker.total_usd
+    return Cost(
+        usd=tracker.total_usd, words=words, probe_usd=probe_usd, at_end=at_end, usd_at_end=usd_at_end,
+    )  # fmt: skip
 
 
 def _at_end(
     tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], pace: ProgressRate
 ) -> tuple[str, float | None]:
-    """Return the projection in words and in dollars. ``whole``: the cost so far with that of probes, which are paid
-    already and come on top of what is projected."""
+    """Return the projection in words, with the dollars of probes, which are paid already, and in dollars without
+    them. ``whole``: the cost so far with that of probes."""
     try:
         projection = project(tracker, plan, pace)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
@@ -348,7 +366,8 @@ def _at_end(
     if projection.at_end is None or projection.over_at_end is None:
         return "", None
     usd = projection.at_end.expected + whole.total_usd - tracker.total_usd
-    return f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; ", usd
+    words = f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; "
+    return words, projection.at_end.expected
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
@@ -364,11 +383,12 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""
+    step = progress.step if row.running else max(progress.step, row.step or 0)
     there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
     took = sum_presences(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
-        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch}") if progress.step else ("step", "–", ""),
+        ("step", f"{step:,}", f"{of}epoch {progress.epoch}") if step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
             (left.words if left is not None else "–")
@@ -377,13 +397,31 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
             f"has run for {took.words}" if row.running and took.seconds else took.of_which,
         ),
         ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
-        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps"),
-        ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
-        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
+        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps")
+        if row.running
+        else ("samples/s", format_number(board.throughput.samples_per_second, 0), "all nodes, in all steps"),
+        _nodes(job, there, now),
+        (
+            "cost so far" if row.running else "cost",
+            dollars(job.cost.with_probes),
+            (f"with {dollars(job.cost.probe_usd)} of its probe; " if job.cost.probe_usd else "")
+            + job.cost.at_end
+            + job.cost.words,
+        )
         if job.cost
         else ("cost", "–", "no price is known"),
     ]
     return [{"label": label, "value": value, "note": note} for label, value, note in figures]
+
+
+def _nodes(job: OpenJob, there: int, now: float) -> tuple[str, str, str]:
+    """Return the figure of the nodes: those that train, or have trained."""
+    if not job.row.running:
+        return "nodes used", str(there) if there else "–", ""
+    missing = missing_nodes(tuple(job.dashboard.changes_of_nodes), job.nodes, job.row.state)
+    returning = sum(node.node_id in missing and node.ended_at is None for node in job.nodes)
+    lost = f", {len(missing)} lost" if missing else ""
+    return "nodes alive", str(max(0, job.nodes_alive(now) - returning)), f"of {there}{lost}" if there else ""
 
 
 def format_number(value: float | None, digits: int) -> str:

@@ -115,8 +115,9 @@ def _read(
     status, launch = rundir.read_json(STATUS) or {}, rundir.read_json(LAUNCH) or {}
     result, plan = rundir.read_json(RESULT) or {}, rundir.read_json(PLAN)
     report = None if row.running else rundir.read_json(PERFORMANCE_REPORT)
+    reported = _diagnosis_of(report)
     is_first_of_running = row.running and before is None
-    windows = 0 if report else KEPT_WINDOWS if row.running else ENDED_WINDOWS
+    windows = 0 if reported else KEPT_WINDOWS if row.running else ENDED_WINDOWS
     events = _newest(rundir, windows, wants_evaluation=is_first_of_running)
     if row.running:
         events = sorted([*events, *_hangs_of_others(rundir)], key=lambda event: event["time"])
@@ -124,7 +125,7 @@ def _read(
     if row.running:  # nothing is left to be projected of another
         pace = pace.after(events)
     live = (shown or _settled(before.live if before else None, progress)) if row.running else None
-    found = live.shown if live else _diagnosis_of(report) or diagnose(events)
+    found = live.shown if live else reported or diagnose(events)
     nodes = rundir.nodes()
     cost = cost_so_far(rundir, nodes, row.running, tier, now, pace)
     planned = ((plan or {}).get("work") or {}).get("steps")

@@ -187,7 +187,7 @@ def _results_of(job: OpenJob, result: Mapping[str, Any]) -> dict[str, tuple[floa
             found[f"{TEST}{visible(str(name)).replace('_', ' ')}"] = _figure(test[name], directions.get(name, 0))
     found["steps"] = (None, f"{row.step:,}" if row.step is not None else "–", 0)
     found["took"] = (took, format_duration(took), 0) if took is not None else (None, "–", 0)
-    found["dollars"] = (job.cost.usd, dollars(job.cost.usd), 0) if job.cost else (None, "–", 0)
+    found["dollars"] = (job.cost.with_probes, dollars(job.cost.with_probes), 0) if job.cost else (None, "–", 0)
     return found
 
 

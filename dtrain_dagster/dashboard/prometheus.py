@@ -40,7 +40,10 @@ JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_step_seconds": ("Wall seconds of an optimizer step", lambda job: _last_step(job, "step_seconds")),
     "dtrain_time_left_seconds": ("Estimate of the time until the job ends", lambda job: _time_left(job)),
     "dtrain_nodes_alive": ("Nodes that are there", lambda job: job.nodes_alive(time.time())),
-    "dtrain_cost_dollars": ("Node-hours at the price of the plan, not a bill", lambda job: job.cost and job.cost.usd),
+    "dtrain_cost_dollars": (
+        "Node-hours at the price of the plan, without probes; not a bill",
+        lambda job: job.cost and job.cost.usd,
+    ),
 }
 NODE: dict[str, tuple[str, str, float]] = {
     "dtrain_node_samples_per_second": ("Of the node's ranks", "samples_per_second", 1.0),

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.dashboard.job_account import describe_diagnosis
+from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
 from dtrain_dagster.monitoring.alerts import best, describe_strategy
@@ -24,9 +25,11 @@ from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.throughput import Throughput
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
+    START,
     CheckpointEvent,
     CollectiveTiming,
     EndEvent,
@@ -90,6 +93,9 @@ class PerformanceDashboard:
         self.link: dict[str, Any] | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
         self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
+        self.throughput = Throughput()
+        self.changes_of_nodes: deque[Change] = deque(maxlen=MARKS)
+        """The generations after the first that lost nodes or took some in."""
         self.counts: Counter[str] = Counter()
         """The number of events by kind, and ``nodes_lost``."""
 
@@ -210,6 +216,7 @@ class PerformanceDashboard:
         if told.step_seconds and told.eta_seconds is not None:
             self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
+        self.throughput = self.throughput.after(told)
         self._add("steps", "step", {name: getattr(told, name) for name in names})
         if is_number(told.loss):
             self._loss_sum, self._loss_count = self._loss_sum + float(told.loss or 0.0), self._loss_count + 1
@@ -262,6 +269,7 @@ class PerformanceDashboard:
         if not segments:
             raise EventError("a 'timing' event without segments")
         self.windows.append(replace(window, segments=segments))
+        self.throughput = self.throughput.after(window)
         self.collectives = tuple(collective(entry) for entry in window.collectives)
         place = {"step": window.step, "time": window.time}
         means = {name: 1000 * window.mean(name) for name in segments}
@@ -282,6 +290,12 @@ class PerformanceDashboard:
         self.done.clear()
         self.lost = (self.lost | set(formed.lost)) - set(self.members)
         self.counts["nodes_lost"] += len(formed.lost)
+        if formed.generation > 1 and (formed.lost or formed.joined):
+            change = Change(
+                time=formed.time, step=formed.step, lost=tuple(formed.lost), joined=tuple(formed.joined),
+                seconds=formed.seconds, was_asked=formed.was_asked, is_start=formed.reason == START,
+            )  # fmt: skip
+            self.changes_of_nodes.append(change)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
 
     def _take_end(self, item: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a fleet: the sum of its jobs' ledgers, in which every node-second of every job has one cause. Pure."""
+"""The ledger of a fleet: the sum of its jobs' ledgers, in which every node-second of every job is in one row. Pure."""
 
 from __future__ import annotations
 

@@ -322,7 +322,8 @@ def _sentence(item: Mapping[str, Any]) -> str:
         formed = events.read_event(events.MembershipEvent, item)
         if formed.generation <= 1 or formed.world_size is None:
             return ""
-        change = [f"lost node(s) {_listed(formed.lost)}"] if formed.lost else []
+        went = "node(s) {} left when asked to" if formed.was_asked else "lost node(s) {}"
+        change = [went.format(_listed(formed.lost))] if formed.lost else []
         change += [f"took in node(s) {_listed(formed.joined)}"] if formed.joined else []
         mode = ", in parameter-server mode" if formed.has_parameter_server else ""
         return (

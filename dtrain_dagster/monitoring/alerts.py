@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain_dagster.monitoring.contention import with_own_cores
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
@@ -89,7 +90,8 @@ def _against(node_id: int | None, found: Sequence[TimingEvent]) -> list[Strategy
 def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:
     """Return an alert where communication takes more than its limit of these windows' time: the network, and waiting at
     collectives for ranks that come later. Its strategies are those against the larger of the two parts, then those
-    against the other one if that is above the limit by itself."""
+    against the other one if that is above the limit by itself. Windows in which ranks share cores are not judged."""
+    found = with_own_cores(found)
     if len(found) < FEWEST_WINDOWS or not exceeds_limit(found):
         return None
     cost, world = communication_cost(found), worlds(found)[0]

@@ -1,14 +1,15 @@
 """Cores that ranks share with each other or with other work, from windows of one world. Pure.
 
 A rank that is ready to compute and has no core is late without being slow: nobody gains if its node is replaced. The
-trainer reports for how long each rank was in that state, and by how much a step would be shorter without it. Where the
-kernel does not tell, ranks are known to share cores if a machine has more of them than cores.
+trainer reports for how long each rank was in that state, and by how much a step would be shorter without it.
+
+Ranks that are more than the cores of their machine share them (`ranks_that_share_cores`), as three local nodes do on
+two cores. Who comes late there, and how long a sum takes, is decided by the system's scheduler: neither is judged.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,9 @@ class Contention:
     """Cores that are missing."""
 
     share: float
-    """Share of the time of these windows by which they would be shorter with a core for each rank."""
+    """Share of the time of these windows by which they would be shorter with a core for each rank; 0: not known."""
     queued_seconds: float
-    """Seconds of a step for which the rank with fewest cores is ready and has none."""
+    """Seconds of a step for which the rank with fewest cores is ready and has none; 0: not known."""
     step_seconds: float
     rank: int
     """The rank that lacks cores most."""
@@ -38,11 +39,8 @@ class Contention:
     cores: int
     """Cores that these may use; 0: not known."""
     machines: int
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether the ranks alone are more than the cores."""
-        return 0 < self.cores < self.ranks
+    is_crowded: bool
+    """Whether the ranks alone are more than the cores."""
 
     @property
     def reason(self) -> str:
@@ -54,34 +52,45 @@ class Contention:
 
 
 def find_contention(world: Sequence[TimingEvent]) -> Contention | None:
-    """Return the cores that are missing in windows of one world; None where none are, or the trainer does not tell."""
-    told = [window for window in world if "held_up_seconds" in window.facts and window.queued]
-    if len(told) < FEWEST_CONTENDED:
+    """Return the cores that are missing in windows of one world; None where none are, or the trainer does not tell.
+    Ranks that share cores are told however little it costs, so that the verdict does not change with the noise."""
+    if len(world) < FEWEST_CONTENDED:
         return None
+    last, sharing = world[-1], ranks_that_share_cores(world[-1])
+    told = [window for window in world if "held_up_seconds" in window.facts and window.queued]
     held_up = [float(window.facts["held_up_seconds"]) for window in told]
-    if not is_steadily_above(CONTENTION_SHARE, [lost / row.seconds for lost, row in zip(held_up, told, strict=True)]):
+    costs = [lost / row.seconds for lost, row in zip(held_up, told, strict=True)]
+    if not sharing and (len(told) < FEWEST_CONTENDED or not is_steadily_above(CONTENTION_SHARE, costs)):
         return None
     queued = [statistics.median(column) for column in zip(*(window.queued for window in told), strict=True)]
-    rank = max(range(len(queued)), key=queued.__getitem__)
-    last = told[-1]
+    rank = max(sharing or range(last.world_size), key=lambda each: queued[each] if queued else 0.0)
     machines = last.machines or (0,) * last.world_size
+    lost = sum(seconds * window.steps for seconds, window in zip(held_up, told, strict=True))
     return Contention(
-        share=sum(lost * window.steps for lost, window in zip(held_up, told, strict=True)) / seconds_of(told),
-        queued_seconds=queued[rank],
-        step_seconds=statistics.median(window.seconds for window in told),
+        share=lost / seconds_of(told) if told else 0.0,
+        queued_seconds=queued[rank] if queued else 0.0,
+        step_seconds=statistics.median(window.seconds for window in world),
         rank=rank,
         ranks=machines.count(machines[rank]),
         cores=last.cores[rank] if last.cores else 0,
         machines=len(set(machines)),
+        is_crowded=bool(sharing),
     )
 
 
-def is_unexplained(window: TimingEvent, rank: int) -> bool:
-    """Return whether this rank shares cores with other ranks and nobody knows for how long it had none: then its
-    lateness is no sign of a slow node."""
-    if window.queued or not window.machines or not window.cores:
-        return False
-    return Counter(window.machines)[window.machines[rank]] > window.cores[rank]
+def ranks_that_share_cores(window: TimingEvent) -> tuple[int, ...]:
+    """Return the ranks on machines that have more ranks than cores; none where that is not known. Ranks that compute on
+    GPUs count only where the kernel does not tell for how long they had no core."""
+    on_cores = window.facts.get("device", "cpu") == "cpu"
+    if not window.machines or not window.cores or (window.queued and not on_cores):
+        return ()
+    rows = enumerate(zip(window.machines, window.cores, strict=True))
+    return tuple(rank for rank, (machine, cores) in rows if 0 < cores < window.machines.count(machine))
+
+
+def with_own_cores(found: Sequence[TimingEvent]) -> list[TimingEvent]:
+    """Return the windows in which no ranks share cores: only these tell what communication costs."""
+    return [window for window in found if not ranks_that_share_cores(window)]
 
 
 def _count(number: int, what: str) -> str:

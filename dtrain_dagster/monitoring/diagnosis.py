@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import find_contention
+from dtrain_dagster.monitoring.contention import find_contention, ranks_that_share_cores
 from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
 from dtrain_dagster.monitoring.noise import NOISE_FACTOR, is_steadily_above
 from dtrain_dagster.monitoring.stragglers import (
@@ -74,8 +74,10 @@ class SlowdownCause(StrEnum):
     SMALL_BATCHES = "small batches"
     CHECKPOINT = "checkpoint"
     MEMORY = "memory"
-    CONTENTION = "cores shared"
-    """Ranks are ready to compute and have no core: they are more than the cores, or other work takes some."""
+    CROWDED = "ranks share cores"
+    """Ranks are more than the cores of their machine."""
+    CONTENTION = "other work takes cores"
+    """Ranks are ready to compute and have no core, though there is one for each."""
     UNKNOWN = "unknown"
     """The records do not tell: no timing was recorded, or hardly any."""
 
@@ -176,18 +178,21 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
 
 def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     """Return a diagnosis of missing cores. It has a rank only where that one is alone on its machine: of several
-    machines, others have cores enough."""
+    machines, others have cores enough. Where the ranks are more than the cores, that is named, whatever else runs."""
     item = find_contention(world)
     if item is None:
         return []
     alone = item.machines > 1 and item.ranks == 1
-    text = (
-        f"{item.reason[0].upper()}{item.reason[1:]}: of a step of {_ms(item.step_seconds)}, rank {item.rank} is ready "
-        f"to compute for {_ms(item.queued_seconds)} and has no core; no node is slow for that."
-    )
+    text = f"{item.reason[0].upper()}{item.reason[1:]}: "
+    if item.queued_seconds:
+        text += f"of a step of {_ms(item.step_seconds)}, rank {item.rank} is ready to compute for "
+        text += f"{_ms(item.queued_seconds)} and has no core; no node is slow for that."
+    else:
+        text += "this kernel does not tell for how long a rank has none; no node is slow for that."
+    cause = SlowdownCause.CROWDED if item.is_crowded else SlowdownCause.CONTENTION
     rank = item.rank if alone else None
     node = world[-1].nodes[item.rank] if alone else None
-    return [Diagnosis(cause=SlowdownCause.CONTENTION, share=item.share, evidence=text, rank=rank, node_id=node)]
+    return [Diagnosis(cause=cause, share=item.share, evidence=text, rank=rank, node_id=node)]
 
 
 def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
@@ -224,6 +229,8 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
+    if ranks_that_share_cores(world[-1]):  # threads that wait for a core look like a network
+        return []
     network_times, rests = (shares_by_window(world, names) for names in (("communication",), ("optimizer", "other")))
     if exceeds_limit(world, ("communication",)) and is_steadily_above(COMMUNICATION_LIMIT, network_times):
         text = f"Communication takes {typical:.0%} of a step of {_ms(step)}"

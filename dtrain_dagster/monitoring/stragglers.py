@@ -2,7 +2,7 @@
 
 Lateness is the time that the others wait. It is judged window by window against the other ranks, so that a cause which
 slows all of them, and noise that hits now this one and now that one, is blamed on none. Nor is a rank blamed for the
-time in which it had no core (`contention`).
+time in which it had no core, and none is blamed that shares cores with other ranks (`contention`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dtrain_dagster.monitoring.contention import is_unexplained
+from dtrain_dagster.monitoring.contention import ranks_that_share_cores
 from dtrain_dagster.monitoring.noise import NOISE_FACTOR
 from dtrain_dagster.monitoring.windows import seconds_of, seconds_with_cores
 from trainer.documents.events import TimingEvent
@@ -71,18 +71,18 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
     """Return the ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
     if len(windows) < FEWEST_WINDOWS or windows[0].world_size < 2:
         return []
+    judged = set(range(windows[0].world_size)) - set(ranks_that_share_cores(windows[-1]))
     found: dict[int, Straggler] = {}
     for typically, lateness in ((True, _typically_late), (False, _late_on_average)):
         rows = [_against_others(lateness(window)) for window in windows]
         noise = _noise(
             [[value / seconds_with_cores(window) for value in row] for row, window in zip(rows, windows, strict=True)]
         )
-        for rank in range(windows[0].world_size):
-            if rank not in found and not is_unexplained(windows[-1], rank):
-                series = [row[rank] for row in rows]
-                straggler = _judge(windows, rank, series, noise if typically else MEANS_NOISE * noise, typically)
-                if straggler:
-                    found[rank] = straggler
+        for rank in sorted(judged - found.keys()):
+            series = [row[rank] for row in rows]
+            straggler = _judge(windows, rank, series, noise if typically else MEANS_NOISE * noise, typically)
+            if straggler:
+                found[rank] = straggler
     return sorted(found.values(), key=lambda item: item.lost_seconds, reverse=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import find_contention
+from dtrain_dagster.monitoring.contention import find_contention, ranks_that_share_cores
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
@@ -47,7 +47,7 @@ def strategies(
     world, training = groups[0], training or {}
     ranked = [*waiting_strategies(world), *contention_strategies(world)]
     ranked += [*_input(world), *_checkpoint(world, events, training)]
-    if exceeds_limit(world, ("communication",)):
+    if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)
     ranked += _memory(world, events, training)
     return sorted(ranked, key=lambda item: item.sort_key, reverse=True)
@@ -236,13 +236,16 @@ def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
     saved = item.share * now.seconds
     computing = max(0.0, now.computing - saved)
     waiting = max(0.0, now.waiting - (saved - (now.computing - computing)))
-    if item.is_crowded:
-        change = f"a machine with {item.ranks} cores, or {item.cores} ranks on this one: now {item.reason}"
-        note = "the gain is that of more cores; fewer ranks on these take as long for the same samples, and cost less"
-    else:
+    free = replace(now, computing=computing, waiting=waiting)
+    if not item.is_crowded:
         change = "end the other work on that machine, or give the training a machine of its own"
-        note = "at best: all of that time is won back"
-    return [now.to(replace(now, computing=computing, waiting=waiting), "a core for each rank", change, note)]
+        return [now.to(free, "a core for each rank", change, "at best: all of that time is won back")]
+    if item.machines > 1 or now.nodes != item.ranks:  # fewer ranks on the same nodes gain nothing
+        return []
+    fewer = replace(free.with_work(item.ranks / item.cores), waiting=waiting, nodes=item.cores)
+    change = f"{item.cores} node(s) instead of {now.nodes} (DTRAIN_NODES): now {item.reason}"
+    note = "about as fast, as the cores are the same, for fewer paid nodes"
+    return [now.to(fewer, "as many nodes as cores", change, note)]
 
 
 def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +15,18 @@ from dtrain_dagster.costs.verdict import Goodput, judge_job
 from dtrain_dagster.monitoring.diagnosis import Diagnosis
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.throughput import Throughput, samples_per_second_by_rank, throughput
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
     collective_link,
     communication_cost,
-    seconds_of,
     settled,
     shares,
     typical_collectives,
     windows,
     worlds,
 )
-from trainer.documents.events import CollectiveTiming, MembershipEvent, NodeEvent, StepEvent, TimingEvent, read_events
+from trainer.documents.events import CollectiveTiming, NodeEvent, StepEvent, TimingEvent, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 
@@ -90,7 +89,7 @@ class Performance:
     """The bottleneck in one sentence, with its evidence."""
     diagnosis: Diagnosis
     samples_per_second: float
-    """The rate over all nodes, in the training phase: median over the logged intervals."""
+    """The rate over all nodes while they trained (`dtrain_dagster.monitoring.throughput`)."""
     samples_per_second_per_rank: float
     step_milliseconds_median: float
     step_milliseconds_p95: float
@@ -129,14 +128,13 @@ def summarise_performance(
     phases["outside the trainer"] = max(0.0, paid_wall_seconds(mine) - sum(phases.values()))
     found = settled(timed)
     judged = judge_job(events, ledger(bill_usage(usage)[0], events, periods=1))
-    rated = [(step.time, step.samples_per_second) for step in steps if step.samples_per_second is not None]
-    rates = [rate for _, rate in rated]
-    ranks = ranks_at(events, [time for time, _ in rated], world_size)
+    pace = throughput(timed, steps)
+    rate = pace.samples_per_second or 0.0
     return Performance(
         verdict=judged.words,
         diagnosis=judged.diagnosis,
-        samples_per_second=statistics.median(rates),
-        samples_per_second_per_rank=statistics.median(rate / size for rate, size in zip(rates, ranks, strict=True)),
+        samples_per_second=rate,
+        samples_per_second_per_rank=rate / world_size if pace.per_rank is None else pace.per_rank,
         step_milliseconds_median=statistics.median(milliseconds),
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
@@ -145,17 +143,9 @@ def summarise_performance(
         goodput=judged.goodput,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         phase_seconds=phases,
-        ranks=_ranks(found),
-        nodes=tuple(_node(node, rows) for node, rows in sorted(by_node.items())),
+        ranks=_ranks(timed),
+        nodes=tuple(_node(node, rows, pace) for node, rows in sorted(by_node.items())),
     )
-
-
-def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final: int) -> list[int]:
-    """Return the number of ranks at each of these times; ``final`` where no change was recorded before it."""
-    changes = sorted((item.time, item.world_size or 1) for item in read_events(MembershipEvent, events))
-    since = [time for time, _ in changes]
-    places = [bisect_right(since, time) for time in times]
-    return [max(1, changes[place - 1][1] if place else final) for place in places]
 
 
 def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
@@ -164,12 +154,13 @@ def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
     groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
     nodes = len(set(groups[0][-1].nodes)) if groups else 0
     alone = [window for window in found if len(set(window.nodes)) == 1]
+    one = throughput(alone).samples_per_second
     if nodes == 1:
         words = "one node: nothing to compare"
-        return Scaling(nodes=1, efficiency=None, one_node_samples_per_second=_rate(alone), basis=words)
+        return Scaling(nodes=1, efficiency=None, one_node_samples_per_second=one, basis=words)
     if not groups:
         return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis="unknown: no timing")
-    one, rate = _rate(alone), _rate(groups[0])
+    rate = throughput(groups[0]).samples_per_second
     if one and rate:
         words = f"measured: {len(alone)} windows of this job were trained on one node"
         return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
@@ -198,12 +189,12 @@ def _communication(found: Sequence[TimingEvent]) -> Communication | None:
 
 
 def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
-    groups = worlds(found)
+    groups = worlds(settled(found))
     if not groups:
         return ()
-    world, seconds = groups[0], seconds_of(groups[0])
+    world = groups[0]
     steps = sum(window.steps for window in world)
-    known = all(len(window.samples) == window.world_size for window in world)
+    rates = samples_per_second_by_rank([window for window in found if window.nodes == world[-1].nodes])
 
     def mean(segment: str, rank: int) -> float:
         values = ((window.segments.get(segment) or (0.0,) * window.world_size)[rank] * window.steps for window in world)
@@ -213,25 +204,19 @@ def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
         RankPerformance(
             rank=rank,
             node_id=node,
-            samples_per_second=sum(window.samples[rank] for window in world) / seconds if known else None,
+            samples_per_second=rates[rank] if rates else None,
             milliseconds={segment: mean(segment, rank) for segment in SEGMENTS},
         )
         for rank, node in enumerate(world[-1].nodes)
     )
 
 
-def _rate(found: Sequence[TimingEvent]) -> float | None:
-    """Return the samples per second over windows."""
-    seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
-    return samples / seconds if seconds and samples else None
-
-
-def _node(node_id: int, rows: Sequence[NodeEvent]) -> NodePerformance:
+def _node(node_id: int, rows: Sequence[NodeEvent], pace: Throughput) -> NodePerformance:
     memory = _mean(row.memory_used_bytes for row in rows)
     return NodePerformance(
         node_id=node_id,
         samples=len(rows),
-        samples_per_second=_mean(row.samples_per_second or None for row in rows),
+        samples_per_second=pace.of_node(node_id),
         cpu_percent=_mean(row.cpu_percent for row in rows),
         memory_used_gib=memory / 2**30 if memory is not None else None,
         gpu_utilization=_mean(row.gpu_utilization for row in rows),

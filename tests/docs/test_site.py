@@ -80,6 +80,21 @@ def test_pages_break_no_rule_of_accessibility(site: Path, scheme: Literal["light
         assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+def test_the_search_of_a_site_that_is_a_folder_shows_the_lines_that_it_has_found(site: Path):
+    """A browser lets no file read another, so that the search would list bare titles."""
+    with chromium() as browser:
+        page = browser.new_page()
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(f"{(site / 'search.html').as_uri()}?q=checkpoint")
+        page.locator("#search-results p.context", has_text="checkpoint").first.wait_for()
+        assert page.locator("#search-results li").count() > 10
+        assert wrong == []
+
+
 def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
     assert spec is not None

@@ -12,7 +12,7 @@ from playwright.sync_api import Page
 
 from benchmarks.dashboard_load import write_jobs
 from tests.dtrain_dagster.small_job import write_dataset
-from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
+from tests.dtrain_dagster.told_events import HOSTILE, START, event, membership, told, write_run
 
 from .chromium import BROWSER_TEST, chromium, patient_page, shot
 from .conftest import Project, dashboard_of, make_project, wait_for
@@ -118,6 +118,29 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     page.get_by_text("waiting for the first step").first.wait_for()
     shutil.rmtree(project.jobs / "coming")
     page.get_by_text("there is no job of that name; the figures are old").wait_for()
+
+
+def test_a_lost_node_is_the_first_thing_that_a_page_says(project: Project, url: str, page: Page):
+    """A banner above the figures while it lasts, a line once the job is over, and marks on the curve of the loss."""
+    lost = [*told(40), membership(2, START + 41, nodes=[0, 1], lost=[2], joined=[])]
+    write_run(project.jobs, "lacks", lost)
+    page.goto(f"{url}jobs/lacks")
+    banner = page.locator("#loss")
+    banner.get_by_text("Node 2 was lost").wait_for()
+    assert banner.get_attribute("data-open") == "true"
+    above = page.evaluate("document.querySelector('#loss').getBoundingClientRect().top")
+    assert above < page.evaluate("document.querySelector('#headline').getBoundingClientRect().top")
+    assert figure(page, "nodes alive") == "2"
+    wait_for(lambda: 1 in points(page, "loss"), 20, "the mark on the curve")
+    shot(page, "dashboard-lost-node")
+
+    back = membership(3, START + 45, nodes=[0, 1, 2], lost=[], joined=[2])
+    write_run(project.jobs, "survived", [*lost, back], state="succeeded")
+    page.goto(f"{url}jobs/survived")
+    banner.get_by_text("1 loss survived, 1.25 s without a step").wait_for()
+    assert banner.get_attribute("data-open") == "false"
+    assert figure(page, "nodes used") == "3"
+    assert page.complaints == []  # type: ignore[attr-defined]
 
 
 def test_any_of_many_jobs_is_found(project: Project, url: str, page: Page):

@@ -1,4 +1,4 @@
-"""Real ranks that share cores: the report says so and calls no node slow, but who really computes more is found."""
+"""Real ranks that share cores: the report says so, calls no node slow, and advises nothing that is not there."""
 
 from __future__ import annotations
 
@@ -34,22 +34,13 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
 @pytest.mark.long
 def test_more_ranks_than_cores_are_told_and_no_node_is_to_be_replaced(clinic: Clinic) -> None:
     rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
-    plant = Plant(seed=0, cause=SlowdownCause.CONTENTION, ranks=RANKS, model={"rounds": rounds})
+    plant = Plant(seed=0, cause=SlowdownCause.CROWDED, ranks=RANKS, model={"rounds": rounds})
     events = clinic.events(plant, "crowded")
     found = diagnose(events)
-    assert found.cause is SlowdownCause.CONTENTION
+    assert found.cause is SlowdownCause.CROWDED
     assert f"{RANKS} ranks share {len(AVAILABLE)} core" in found.evidence
     assert not [item for item in (found, *found.also) if item.cause in STRAGGLERS]
-    told = alerts(keep((), events))
-    advice = [*strategies(settled(windows(events))), *(item for alert in told for item in alert.strategies)]
-    assert "a core for each rank" in {item.name for item in advice}
-    assert not [item.name for item in advice if "node" in item.name and not item.name.startswith("fewer nodes")]
-
-
-@pytest.mark.long
-def test_a_rank_that_computes_twice_as_much_is_found_among_ranks_that_share_cores(clinic: Clinic) -> None:
-    rounds = round(COMPUTE_SECONDS / MICRO_BATCHES / seconds_of_round())
-    model = {"rounds": rounds, "slow_node": 1, "more": rounds}
-    plant = Plant(seed=0, cause=SlowdownCause.SLOW_COMPUTE, ranks=RANKS, node=1, model=model)
-    found = diagnose(clinic.events(plant, "slow"))
-    assert [item.node_id for item in (found, *found.also) if item.cause in STRAGGLERS] == [1]
+    assert not alerts(keep((), events))
+    advice = {item.name for item in strategies(settled(windows(events)))}
+    assert "as many nodes as cores" in advice
+    assert not [name for name in advice if name.startswith(("replace", "go on without"))]

@@ -98,6 +98,12 @@ class FinishEvent(Event):
     stage: str
 
 
+START = "start"
+"""The reason of the first generation of a launch."""
+LEAVING = "a node was asked to leave"
+"""The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent(Event):
     """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""
@@ -112,6 +118,11 @@ class MembershipEvent(Event):
     reason: str = ""
     step: int | None = None
     seconds: float = 0.0
+
+    @property
+    def was_asked(self) -> bool:
+        """Return whether its lost nodes left because they were asked to."""
+        return self.reason == LEAVING
 
     @property
     def has_parameter_server(self) -> bool:

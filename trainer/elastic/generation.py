@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trainer.documents.events import START
 from trainer.elastic.overlay import is_partial
 from trainer.errors import ConfigError
 
-START = "start"
-"""The reason of a launch's first generation."""
 TOLD = "told by"
 """The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]

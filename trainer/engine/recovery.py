@@ -15,7 +15,8 @@ import torch
 
 from trainer.checkpoint.manager import BEST, CheckpointError, FencedError
 from trainer.comm.group import GroupError
-from trainer.elastic.generation import START, Generation
+from trainer.documents.events import LEAVING, START
+from trainer.elastic.generation import Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.budget import COMMIT_SECONDS
@@ -33,10 +34,7 @@ from trainer.runtime.malloc import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
 STOP_SECONDS = 3.0
-"""Seconds for which a regroup may keep a process that was asked to end from its checkpoint; but see `LEAVING`."""
-LEAVING = "a node was asked to leave"
-"""The reason of a regroup for which `STOP_SECONDS` does not apply: the leaving node may be writing a checkpoint, and
-the one that stays last writes how the job ended."""
+"""Seconds for which a regroup may keep a process that was asked to end from its checkpoint."""
 LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
 """The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
 UNWRITTEN_SECONDS = LONGEST_REMOTE_FLUSH + 30.0
@@ -63,6 +61,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     """
     assert session.elastic is not None
     elastic, progress, began = session.elastic, session.progress, time.monotonic()
+    # A leaving node may be writing a checkpoint, and the one that stays last writes how the job ended.
     patience = STOP_SECONDS + COMMIT_SECONDS * (reason == LEAVING)
     old = elastic.generation
     if old is not None and session.step.has_parts:

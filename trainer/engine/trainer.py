@@ -22,7 +22,7 @@ from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
-from trainer.elastic.generation import START
+from trainer.documents.events import LEAVING, START
 from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.finalize import finalize
 from trainer.engine.job_problem import JobProblemMaker
@@ -32,7 +32,6 @@ from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.recovery import (
-    LEAVING,
     rebuild,
     rebuild_sharded,
     recover,

@@ -83,6 +83,7 @@ function drawHeadline() {
     figure.append(make("span", "label", label), make("span", value.length > 14 ? "value long" : "value", value), text);
     return figure;
   }));
+  drawLoss(job.look.loss);
   drawVerdict(job.look.verdict, job.look.is_whole);
   drawLearning(job.look.learning);
   element("news-section").hidden = !news.length;
@@ -93,12 +94,21 @@ function drawHeadline() {
   }));
 }
 
+function drawLoss(loss) {
+  const box = element("loss");
+  box.hidden = !loss;
+  if (!loss) return;
+  box.dataset.open = String(loss.is_open);
+  const said = [`${loss.title}${loss.is_open ? "" : ":"}`, loss.words]; // read aloud where it changes: so only then
+  ["strong", "span"].forEach((tag, at) => { if (box.querySelector(tag).textContent !== said[at]) box.querySelector(tag).textContent = said[at]; });
+}
+
 function drawVerdict(verdict, isWhole) {
   const box = element("verdict");
   box.hidden = !verdict;
   if (!verdict) return;
   const lines = [...verdict.also.map(text => `also: ${text}`), ...verdict.advice];
-  box.dataset.cause = verdict.cause;
+  box.dataset.cause = verdict.cause === "healthy" && job.look.loss?.is_open ? "" : verdict.cause;
   box.querySelector("small").textContent = isWhole ? "Over the whole training." : "In the latest steps.";
   box.querySelector("strong").textContent = `${verdict.title}:`;
   box.querySelector("span").textContent = verdict.evidence;

@@ -197,6 +197,21 @@ function bestTraces(panel) {
   }];
 }
 
+// Where nodes were lost and came back, on the curve of the loss.
+function changeTraces(panel) {
+  const rows = panel.key === "loss" ? rowsOf("steps").filter(row => row.loss !== undefined) : [];
+  const near = step => rows.reduce((best, row) => (Math.abs(row.step - step) < Math.abs(best.step - step) ? row : best));
+  const kinds = [["lost", "x", "--bad", "lost"], ["joined", "triangle-up", "--good", "joined"]];
+  return !rows.length ? [] : kinds.flatMap(([field, symbol, colour, word]) => {
+    const found = job.look.changes.filter(change => change[field].length && change.step !== null);
+    return !found.length ? [] : [{
+      type: "scatter", mode: "markers", name: `node ${word}`, x: found.map(change => change.step), y: found.map(change => near(change.step).loss),
+      marker: { symbol, size: 11, color: css(colour), line: { width: 1, color: css("--card") } }, cliponaxis: false,
+      text: found.map(change => `node ${escaped(change[field].join(", "))} ${field === "lost" && change.was_asked ? "left when asked to" : word} at step ${change.step}`), hovertemplate: "%{text}<extra></extra>",
+    }];
+  });
+}
+
 function shapesOf(panel, traces) {
   const learning = panel.key === "loss" ? job.look.learning : null;
   if (!learning || learning.state !== "overfitting") return [];
@@ -224,7 +239,7 @@ function draw(changed) {
     changed = null;
   }
   for (const panel of PANELS) {
-    const traces = [...TRACES[panel.kind](panel), ...bestTraces(panel)];
+    const traces = [...TRACES[panel.kind](panel), ...bestTraces(panel), ...changeTraces(panel)];
     const box = element(`panel-${panel.key}`);
     box.hidden = panel.optional && !traces.length;
     if (box.hidden || (changed && !uses(panel, changed))) continue;

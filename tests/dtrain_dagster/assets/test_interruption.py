@@ -11,8 +11,9 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.common import cancelling_where_asked
-from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.support.console_log import explain_failure
 
 JOB = "train-00000000-11111111"
 
@@ -38,18 +39,29 @@ def test_a_job_is_cancelled_only_where_a_person_asked(
 ) -> None:
     @dg.asset
     def follower(context: dg.AssetExecutionContext) -> None:
-        with cancelling_where_asked(context, manager, JOB):
+        with cancelling_where_asked(context, manager, rundir, JOB):
             if is_terminated_in_ui:  # what Dagster's launchers do before they send the signal
                 context.instance.report_run_canceling(context.run)
             os.kill(os.getpid(), number)
             time.sleep(30)
 
+    rundir = manager.jobs.rundir(JOB)
+    rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000040", "step": 40})
+    rundir.write_json(OWNER, {"dagster_run_id": "mine"})
     before = signal.getsignal(signal.SIGINT)
     with dg.DagsterInstance.ephemeral() as instance:
         with pytest.raises(dg.DagsterExecutionInterruptedError):
             dg.materialize([follower], instance=instance)
         [run] = instance.get_runs()
-        said = " ".join(entry.message for entry in instance.all_logs(run.run_id))
+        entries = instance.all_logs(run.run_id)
+        said = " ".join(entry.message for entry in entries)
+        told = [entry.get_dagster_event() for entry in entries if entry.is_dagster_event]
+        shown = [line for event in told if (line := explain_failure(event))]
     assert manager.job_status(JOB).state.is_final is ends
     assert (f"`dtrain cancel {JOB}`" in said) is not ends
     assert signal.getsignal(signal.SIGINT) is before
+    kept = f"terminated, and job {JOB} was cancelled. The checkpoint of step 40 is kept in {rundir.uri}/checkpoints/"
+    assert shown[0].startswith(f"follower: {kept}" if ends else "follower: this run's process was ended")
+    assert not ends or shown[0].endswith(": materialize its asset again to resume from it")
+    assert len(shown) == 2, "the run's own end is a line, too"
+    assert "Traceback" not in " ".join(shown)

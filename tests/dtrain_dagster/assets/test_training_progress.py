@@ -149,6 +149,9 @@ def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():
     assert waits.metadata["communication_and_waiting_percent"].value == pytest.approx(both, abs=0.02)
     assert "replace node 11" in str(waits.metadata["strategies"].value)
     assert "waiting at collectives" in waits.description
+    crowded = communication_check(Simulation(windows=8, cores=2, late_compute={1: 0.2}).events(), TRAINING)
+    assert crowded.passed
+    assert crowded.description.startswith("ranks share cores")
     unknown = communication_check([], TRAINING)
     assert unknown.passed
     assert "not known" in str(unknown.metadata["communication_percent"].value)

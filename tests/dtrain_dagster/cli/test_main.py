@@ -519,7 +519,7 @@ class TestPlanJob:
             dataset_config(settings, "nope")
 
 
-def test_the_latest_dataset_is_the_one_built_last(tmp_path: Path):
+def test_the_latest_dataset_is_the_one_built_last_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = Settings(home=tmp_path)
     with pytest.raises(ConfigError, match="--dataset latest: there is no dataset"):
         dataset_config(settings, "latest")
@@ -533,6 +533,13 @@ def test_the_latest_dataset_is_the_one_built_last(tmp_path: Path):
     (datasets / "pipe").mkdir()
     os.mkfifo(datasets / "pipe" / "manifest.json")
     assert json.loads(dataset_config(settings, "latest")) == {"dataset": {"uri": str(datasets / "aaa")}, **USUAL_PARTS}
+    assert capsys.readouterr().err.splitlines()[-1] == "--dataset latest: aaa (windows), built 2026-03-01 00:00 UTC"
+    (datasets / "rows").mkdir()
+    rows = {"created_at": "2026-04-01T00:00:00Z", "kind": "rows", "task": "binary"}
+    (datasets / "rows" / "manifest.json").write_text(json.dumps(rows))
+    assert json.loads(dataset_config(settings, "latest"))["dataset"] == {"uri": str(datasets / "rows")}
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith("rows (binary of rows), built 2026-04-01 00:00 UTC; of another kind: aaa (windows)")
     done = CliRunner().invoke(main, ["train", "--dataset", "pipe"], env={"DTRAIN_HOME": str(tmp_path)})
     assert (done.exit_code, "pipe/manifest.json is no regular file" in done.output) == (2, True)
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.clusters.exit_policy import Failure
-from dtrain_dagster.clusters.resume_advice import memory_advice, name_larger_skus
+from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice, name_larger_skus
 from dtrain_dagster.clusters.supervision.failure_message import explain_failure
+from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR
 from dtrain_dagster.costs.prices import price_table
 from trainer.rundir import RESULT, RunDir
 
@@ -49,6 +51,19 @@ def test_where_no_size_could_be_measured_any_larger_one_is_named() -> None:
     told = name_larger_skus(price_table("eastus").values(), unknown, ranks=1)
     assert told
     assert "T4" not in told
+
+
+def test_who_began_a_job_is_told_how_to_go_on_with_it(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path / "run"))
+    assert how_to_go_on(rundir, "mine") == "There is no checkpoint yet: run `dtrain train --name mine` to start over"
+    rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000151", "step": 151})
+    kept = f"The checkpoint of step 151 is kept in {rundir.uri}/checkpoints/g0001-s000000151"
+    assert how_to_go_on(rundir, "mine") == f"{kept}: run `dtrain train --name mine` to resume from it"
+    rundir.write_json(OWNER, {"dagster_run_id": "0123"})
+    rundir.write_json(PLAN, {PLANNED_FOR: "trained_checkpoint"})
+    assert how_to_go_on(rundir, "mine") == f"{kept}: materialize trained_checkpoint again to resume from it"
+    rundir.write_json(OWNER, {"dagster_run_id": None})  # a person has continued it
+    assert "dtrain train --name mine" in how_to_go_on(rundir, "mine")
 
 
 @pytest.mark.parametrize("launch", [1, 2])

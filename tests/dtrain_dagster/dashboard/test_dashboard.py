@@ -210,7 +210,9 @@ def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     figures = {figure["label"]: (figure["value"], figure["note"]) for figure in first["headline"]}
     assert figures["step"] == ("200", "of 10,000, epoch 1")
     assert figures["time left"][0].endswith(" to the last step"), "no plan says how long the finish takes"
-    assert figures["nodes alive"] == ("3", "of 3")
+    assert figures["nodes alive"] == ("2", "of 3, 1 lost"), "its process is there, and the others go on without it"
+    assert first["loss"]["is_open"]
+    assert first["loss"]["title"] == "Node 2 was lost"
     # three hours of a node at the plan's price; there is no launch.json that names a size
     assert figures["cost"] == ("–", "no price is known")
     assert [item["kind"] for item in first["news"]] == ["error", "hang", "membership"]

@@ -84,6 +84,24 @@ def test_a_cancelled_job_explains_nothing_and_a_finished_one_has_no_failure() ->
     assert budget.title == "stopped by its budget"
 
 
+@pytest.mark.parametrize("state", ["failed", "cancelled", "succeeded"])
+def test_a_page_of_a_job_that_did_not_succeed_has_one_step_and_advises_no_longer_training(
+    tmp_path: Path, state: str
+) -> None:
+    rundir = write_run(tmp_path, "ended", [*told(30), checkpoint(151)], state=state)
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000151", "step": 151})
+    job = opened(tmp_path, "ended")
+    page, facts = job.snapshot(0, "", time.time()), job.facts(Places())
+    step = next(item["value"] for item in page["headline"] if item["label"] == "step")
+    assert "Only " in page["verdict"]["evidence"]
+    assert ("a longer training" in page["verdict"]["evidence"]) is (state == "succeeded")
+    if state != "succeeded":
+        assert step == "151", "the step of the checkpoint from which it goes on: not each step is reported"
+        assert "The checkpoint of step 151 is kept" in facts["failure"]["advice"]
+        assert facts["failure"]["advice"].endswith("run `dtrain train --name ended` to resume from it")
+
+
 # ---- settings
 
 

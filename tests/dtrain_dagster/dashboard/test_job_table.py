@@ -184,16 +184,22 @@ def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path
     assert figures.valid_loss == -2.5
     assert figures.loss == pytest.approx(2.2346, abs=1e-4)
     assert figures.usd == figures.usd_at_end == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
+    node = {"sku": "Standard_NC6s_v3", "started_at": START, "ended_at": START + 600, "node_id": 0}
+    rundir.write_json("plan.json", {"probes": [{"job_id": "probe-1", "usage": [node]}], "tier": "dedicated"})
+    again = read_figures(rundir, ended, "dedicated", time.time())
+    assert again.usd == figures.usd, "a probe is a job of its own in the list, whose sum has each dollar once"
     diagnosis = {"cause": "checkpoint", "share": 0.4, "evidence": "Saves are slow.", "rank": None, "node_id": None}
     rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis})
     told_of = read_figures(rundir, ended, "dedicated", time.time()).verdict.words
     assert told_of == "checkpoint, 40% of training time: Saves are slow.", "the report knows all steps"
+    rundir.write_json("reports/performance_report.json", {"diagnosis": diagnosis | {"cause": "of another version"}})
+    assert read_figures(rundir, ended, "dedicated", time.time()).verdict == figures.verdict
     rundir.storage.write("nodes/l0001-n000-s001.json", b"{")
     assert "cannot be read" in read_figures(rundir, ended, "dedicated", time.time()).verdict.words
 
 
 def test_a_running_job_has_its_dollars_so_far_and_at_the_end():
-    """With those of its probe in both, which are paid already."""
+    """Without those of its probe in both, which is a job of its own in the list."""
     remote = f"memory://table-{time.time_ns()}/jobs"
     rundir, now = write_run(remote, "live", told(40)), time.time()
     rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "node_count": 3, "submitted_at": now})
@@ -205,7 +211,7 @@ def test_a_running_job_has_its_dollars_so_far_and_at_the_end():
     }  # fmt: skip
     rundir.write_json("plan.json", plan)
     (live,) = rows_of(JobTable(JobBoard(remote, "dedicated"), None)).values()
-    assert live["usd"] == pytest.approx(4 * 3.06, abs=0.05), "three nodes and the probe, an hour each"
+    assert live["usd"] == pytest.approx(3 * 3.06, abs=0.05), "three nodes, an hour each"
     left = 9800 * 0.2 / 3600 * 3 * 3.06 + 60 / 3600 * 3 * 3.06
     assert live["end"] - live["usd"] == pytest.approx(left, rel=0.1)
     assert (live["of"], live["live"]) == (10_000, True)

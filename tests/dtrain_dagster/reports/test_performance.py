@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import Goodput, goodput
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
 from dtrain_dagster.reports.performance import estimate_scaling, summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
+from tests.dtrain_dagster.told_events import write_run
 from trainer.rundir import event
 
 
@@ -120,7 +124,31 @@ def test_the_pace_of_a_rank_is_that_of_the_world_it_was_in():
     formed = event("membership", 0, 1, world_size=3, nodes=[10, 11, 12], **fields) | {"time": 0.0}
     both = [formed, *events, lost, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
     report = summarise_performance(both, {}, 1, whole(events, 3))
-    assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3, rel=0.05)
+    lone = summarise_performance(alone, {}, 1, whole(alone, 1))
+    assert report.samples_per_second_per_rank == pytest.approx(lone.samples_per_second, rel=0.1)
+
+
+def test_one_throughput_is_that_of_the_job_its_page_its_nodes_and_its_ranks(tmp_path: Path):
+    """All samples over the seconds of all steps, however fast the last ones were."""
+    slow, quick = (Simulation(windows=count, computing=each).events() for count, each in ((15, 0.1), (5, 0.02)))
+    later = slow[-1]["time"] - quick[0]["time"] + 1
+    events = with_steps([*slow, *(item | {"time": item["time"] + later} for item in quick)])
+    events += [event("node", node - 10, 1, node_id=node, samples_per_second=1.0) for node in (10, 11, 12)]
+    timing = windows(events)
+    expected = sum(sum(item.samples) for item in timing) / sum(item.total_seconds for item in timing)
+    report = summarise_performance(events, {}, 3, whole(events, 3))
+    assert report.samples_per_second == pytest.approx(expected)
+    assert sum(node.samples_per_second or 0.0 for node in report.nodes) == pytest.approx(expected)
+    assert sum(rank.samples_per_second or 0.0 for rank in report.ranks) == pytest.approx(expected)
+    assert 3 * report.samples_per_second_per_rank == pytest.approx(expected)
+    write_run(tmp_path, "done", events, state="succeeded")
+    job = JobBoard(str(tmp_path), "dedicated").open("done", time.time())
+    assert job is not None
+    figures = {item["label"]: item["value"] for item in job.snapshot(0, "", time.time())["headline"]}
+    assert figures["samples/s"] == f"{expected:,.0f}"
+    bare = [item for item in events if item["kind"] != "timing"]
+    told = summarise_performance(bare, {}, 3, whole(events, 3)).samples_per_second
+    assert told == pytest.approx(expected, rel=0.05), "a trainer that records no windows has the same formula"
 
 
 def test_scaling_is_measured_where_one_node_has_trained_alone():

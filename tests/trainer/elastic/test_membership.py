@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from crowd import Node, cut, look_until, names_of, together
 
-from trainer.elastic.generation import START, Generation
+from trainer.documents.events import START
+from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
 from trainer.elastic.membership import NoGenerationError
 from trainer.storage.open import open_storage

@@ -1,0 +1,88 @@
+"""A lost node is the first thing that a job's page says; what was survived is a line, and a cancellation is no loss."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.losses import Change, changes_to_mark, losses_of, missing_nodes, tell_losses
+from dtrain_dagster.jobs.progress import news
+from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
+from trainer.documents.events import LEAVING
+from trainer.documents.presences import NodePresence
+
+LOST = Change(time=100.0, step=40, lost=(2,), joined=(), seconds=0.17, was_asked=False)
+BACK = Change(time=110.0, step=60, lost=(), joined=(2,), seconds=0.2, was_asked=False)
+NODES = [NodePresence(node_id=node, launch=1, started_at=50.0) for node in range(3)]
+
+
+def died(node: int, code: int) -> NodePresence:
+    return NodePresence(node_id=node, launch=1, started_at=50.0, ended_at=99.0, exit_codes=(code,))
+
+
+def test_a_lost_node_is_told_until_it_has_joined_again():
+    dead = [*NODES[:2], died(2, -9)]
+    at_once = tell_losses([], dead, "running", 101.0)
+    assert at_once is not None
+    assert at_once.is_open
+    assert at_once.title == "Node 2 was lost"
+    assert at_once.words.startswith("2 s ago: killed by SIGKILL. The others are about to go on without it.")
+    without = tell_losses([LOST], dead, "running", 105.0)
+    assert without is not None
+    assert without.words == (
+        "5 s ago, at step 40. The others go on: 2 of 3 nodes train. No replacement has started yet."
+    )
+    replaced = [*dead, NodePresence(node_id=2, launch=1, incarnation=2, started_at=103.0)]
+    coming = tell_losses([LOST], replaced, "running", 105.0)
+    assert coming is not None
+    assert coming.is_open
+    assert coming.words.endswith("2 of 3 nodes train. A replacement has started and has not joined yet.")
+    frozen = tell_losses([LOST], NODES, "running", 105.0)
+    assert frozen is not None
+    assert frozen.words.endswith("No replacement has started yet."), "its process is there, and does not answer"
+    over = tell_losses([LOST, BACK], replaced, "running", 111.0)
+    assert over is not None
+    assert not over.is_open
+    assert over.title == "1 loss survived, 0.17 s without a step"
+    ended = tell_losses([LOST, BACK], replaced, "succeeded", 200.0, usd=0.0009)
+    assert ended is not None
+    assert (ended.title, ended.words) == ("1 loss survived, 0.17 s without a step, $0.0009", "node 2 at step 40")
+    assert tell_losses([], NODES, "running", 105.0) is None
+
+
+def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
+    asked = Change(time=100.0, step=40, lost=(1,), joined=(), seconds=0.1, was_asked=True)
+    assert losses_of([LOST, BACK, asked], "cancelled") == [LOST]
+    assert tell_losses([asked], [died(1, 143)], "cancelled", 105.0) is None
+    resumed = Change(time=205.0, step=41, lost=(), joined=(0, 1, 2), seconds=6.0, was_asked=False, is_start=True)
+    assert losses_of([LOST, BACK, asked, resumed], "succeeded") == [LOST], "it was cancelled, and then gone on with"
+    assert changes_to_mark([LOST, BACK, asked, resumed], "succeeded") == [LOST, BACK]
+    assert changes_to_mark([asked], "cancelled") == []
+    again = [*NODES, *(NodePresence(node_id=node, launch=2, started_at=200.0) for node in range(3))]
+    assert missing_nodes([asked], again, "running") == {}, "its second launch has formed no generation yet"
+    assert missing_nodes([], [died(1, 143), *NODES[:1]], "running") == {}, "all are asked to end, one after the other"
+    evicted = tell_losses([asked], NODES, "running", 105.0)
+    assert evicted is not None
+    assert evicted.title == "Node 1 left when asked to"
+    left = membership(2, START, nodes=[0, 2], lost=[1], joined=[]) | {"reason": LEAVING}
+    assert news([left])[0].startswith("generation 2 at step 40: node(s) 1 left when asked to; goes on with 2 rank(s)")
+
+
+def test_the_page_of_a_finished_job_says_what_it_survived_and_how_many_nodes_it_used(tmp_path: Path):
+    events = [
+        *told(20),
+        membership(2, START + 21, nodes=[0, 1], lost=[2], joined=[]),
+        membership(3, START + 23, nodes=[0, 1, 2], lost=[], joined=[2]),
+        event("finish", START + 24, stage="baselines"),
+    ]
+    rundir = write_run(tmp_path, "done", events, state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    job = JobBoard(str(tmp_path), "dedicated").open("done", time.time())
+    assert job is not None
+    page = job.snapshot(0, "", time.time())
+    assert page["loss"]["title"].startswith("1 loss survived, 1.25 s without a step, $")
+    assert [(change["lost"], change["joined"]) for change in page["changes"]] == [((2,), ()), ((), (2,))]
+    figures = {figure["label"]: figure["value"] for figure in page["headline"]}
+    assert figures["nodes used"] == "3"
+    assert "nodes alive" not in figures
