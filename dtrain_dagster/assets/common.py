@@ -59,23 +59,24 @@ def cancelling_where_asked(
     runs it. A process that is ended for another reason (a drained machine, systemd, a container that is stopped) leaves
     the paid job running: the next run of the asset takes it over. The interruption then says which, and how to go
     on."""
-    terminated = []
+    seen: set[int] = set()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, frame: FrameType | None) -> None:
-        terminated.append(number)
-        assert callable(before)  # Dagster's, which raises
-        before(number, frame)
+        seen.add(number)
+        if callable(handler := before[signal.Signals(number)]):  # Dagster's, which raises the same for both
+            handler(number, frame)
 
-    before = signal.getsignal(signal.SIGTERM)
-    in_main = threading.current_thread() is threading.main_thread() and callable(before)
-    if in_main:  # Dagster raises the same for SIGTERM and SIGINT
-        signal.signal(signal.SIGTERM, note)
+    in_main = threading.current_thread() is threading.main_thread() and all(map(callable, before.values()))
+    for number in before if in_main else ():
+        signal.signal(number, note)
     try:
         yield
     except dg.DagsterExecutionInterruptedError:
         run = context.instance.get_run_by_id(context.run.run_id) or context.run
-        is_of_command = run.remote_job_origin is None  # no server launched it
-        if run.status is dg.DagsterRunStatus.CANCELING or (is_of_command and not terminated):
+        # As it was given to this process: no server launched it. A command's run is given an origin in the record.
+        is_of_command = context.run.remote_job_origin is None
+        if run.status is dg.DagsterRunStatus.CANCELING or (is_of_command and signal.SIGINT in seen):
             context.log.warning(f"terminated: cancelling job {job_id}")
             manager.cancel_job(job_id)
             words = f"terminated, and job {job_id} was cancelled. {how_to_go_on(rundir, job_id)}"
@@ -87,8 +88,8 @@ def cancelling_where_asked(
         context.log.warning(words)
         raise dg.DagsterExecutionInterruptedError(words) from None
     finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items() if in_main else ():
+            signal.signal(number, handler)
 
 
 class LaunchpadOptions(dg.Config):
