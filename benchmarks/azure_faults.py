@@ -50,7 +50,8 @@ from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_o
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager  # noqa: E402
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions  # noqa: E402
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError  # noqa: E402
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of  # noqa: E402
+from dtrain_dagster.costs.prices import PriceError, price_of  # noqa: E402
+from dtrain_dagster.settings.tiers import tier_of  # noqa: E402
 from tests.azure.azurite import missing  # noqa: E402
 from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator  # noqa: E402
 from tests.azure.emulator.faults import Faults  # noqa: E402

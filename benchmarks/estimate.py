@@ -45,7 +45,8 @@ import psutil
 
 from benchmarks.host import stolen_percent
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
+from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Sizes
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset

@@ -20,7 +20,7 @@ from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
-from dtrain_dagster.settings.unknown import warn_of_unknown_variables
+from dtrain_dagster.settings.unknown import warn_of_variables
 
 
 @dg.logger(
@@ -40,7 +40,7 @@ def build_defs(
     """Return the code location of the stock prices. Raise `dtrain_dagster.settings.environment.SettingsError` for an
     unusable environment."""
     settings = settings or load_settings()
-    warn_of_unknown_variables()
+    warn_of_variables()
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
         build_graph(replace(STOCK, cluster=settings.place), settings, resources),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
+from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
@@ -185,9 +186,10 @@ class GPUClusterResource(dg.ConfigurableResource):
         return KINDS[self.kind]
 
     @property
-    def first_tier(self) -> str:
+    def first_tier(self) -> Tier:
         """The tier on which nodes are requested first: the first of DTRAIN_TIER."""
-        return next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
+        first = next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
+        return tier_of(first)
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""

@@ -31,8 +31,8 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
     of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
     empty."""
-    from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
+    from dtrain_dagster.settings.tiers import tier_in_words
 
     metadata: dict[str, Any] = {}
     if table.rows:
@@ -48,7 +48,7 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
     if table.not_available:
         missing = [
-            {"sku": item.sku.removeprefix("Standard_"), "tier": tier_words(item.tier), "why": item.why}
+            {"sku": item.sku.removeprefix("Standard_"), "tier": tier_in_words(item.tier), "why": item.why}
             for item in table.not_available
         ]
         metadata["choices_not_available"] = best_rows(missing)
@@ -64,7 +64,7 @@ def explain_choice(table: Choices) -> str:
     if planned is None:
         said = ["The planned nodes are not among the choices (see choices_not_available)."]
     else:
-        said = [f"This plan runs on {in_words(planned)}."]
+        said = [f"This plan runs on {in_words(planned, table.place)}."]
         kind = (planned.sku, planned.tier)
         fewer = [row for row in table.rows if (row.sku, row.tier) == kind and row.node_count < planned.node_count]
         fitting = [row for row in fewer if not misses(row, table.deadline_seconds, table.budget_usd)]
@@ -93,19 +93,22 @@ def _compared(other: PlanChoice, planned: PlanChoice) -> str:
     )
 
 
-def in_words(choice: PlanChoice) -> str:
+def in_words(choice: PlanChoice, place: str = "") -> str:
     """Return ``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from
     …``"""
+    from dtrain_dagster.planning.choices import name_nodes
+
     seconds, usd = choice.seconds, choice.usd
+    name = name_nodes(choice.node_count, choice.sku.removeprefix("Standard_"), choice.tier, place)
     return (
-        f"{choice.name}: {format_duration(seconds.expected)} "
+        f"{name}: {format_duration(seconds.expected)} "
         f"({format_duration(seconds.low)} to {format_duration(seconds.high)}), "
         f"{dollars(usd.expected)} ({dollars(usd.low)} to {dollars(usd.high)}); {choice.time_from}"
     )
 
 
 def _row(choice: PlanChoice) -> dict[str, str | int | float]:
-    from dtrain_dagster.planning.choices import tier_words
+    from dtrain_dagster.settings.tiers import tier_in_words
 
     told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest), ("Pareto", choice.is_pareto))
     marks = [word for word, holds in told if holds]
@@ -115,7 +118,7 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "nodes": choice.node_count,
         "sku": choice.sku,
         "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",
-        "tier": tier_words(choice.tier),
+        "tier": tier_in_words(choice.tier),
         "usd": round(usd.expected, 6),
         "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
         "seconds": round(seconds.expected, 1),

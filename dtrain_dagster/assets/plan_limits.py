@@ -9,11 +9,13 @@ import dagster as dg
 
 from dtrain_dagster.assets.plan_choices import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
+from dtrain_dagster.costs.estimate import Forecast, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import LISTED, SkuPrice, Tier, hardware_of, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, SkuPrice, price_of
 from dtrain_dagster.planning.limits import Limits, explain_excess, least, remedies
 from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
 
@@ -33,7 +35,7 @@ def sure_objection(
     on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
     said = None
     for count in range(1, node_count + 1) if choose_nodes else [node_count]:
-        bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
+        bound = estimate_forecast(past, price, tier, count) if past else least(price, tier, count)
         said = explain_excess(bound, limits, at_least=True)
         if said is None:
             return None
@@ -126,8 +128,10 @@ def refuse_dearer_nodes(
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
     context.log.warning(f"{told}: prices differ; see cost_breakdown")
     limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    undisturbed = without_evictions(plan.estimate.seconds, plan.tier, plan.node_count)  # the new nodes' are added
-    seconds = undisturbed.scaled(hardware_of(plan.sku).speed / price.speed)
-    estimate = estimate_cost(seconds, price, tier, plan.node_count)
+    startup, planned = plan.phases.get("startup"), price_of(plan.sku)
+    evictions = evictions_of(planned, plan.tier, startup)
+    undisturbed = without_evictions(plan.estimate.seconds, evictions, plan.node_count)  # the new nodes' are added
+    seconds = undisturbed.scaled(planned.speed / price.speed)
+    estimate = estimate_cost(seconds, price, tier, plan.node_count, startup)
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)

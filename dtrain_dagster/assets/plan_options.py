@@ -11,6 +11,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import MOST_NODES
+from dtrain_dagster.settings.tiers import tier_of
 from trainer.config import DistributedTrainingConfig
 
 _DEFAULT = DistributedTrainingConfig()
@@ -55,7 +56,9 @@ class NodeTier(Enum):
     """How firmly nodes are bought."""
 
     dedicated = "dedicated"
+    spot = "spot"
     low_priority = "low_priority"
+    """The old name of spot."""
 
 
 class PlanOptions(LaunchpadOptions):
@@ -85,7 +88,7 @@ class PlanOptions(LaunchpadOptions):
 
 def with_nodes_of_run(cluster: GPUClusterResource, config: PlanOptions) -> GPUClusterResource:
     """Return the cluster with the nodes that the launchpad asks for."""
-    return cluster.with_hardware(config.nodes, config.gpu_type, config.tier.value if config.tier else None)
+    return cluster.with_hardware(config.nodes, config.gpu_type, tier_of(config.tier.value) if config.tier else None)
 
 
 class TrainingOptions(PlanOptions):

@@ -14,9 +14,10 @@ from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import ProbeCharge
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.progress import BudgetSpentError
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:

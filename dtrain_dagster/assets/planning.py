@@ -11,17 +11,19 @@ from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
-from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
+from dtrain_dagster.assets.plan_options import NodeTier, PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
 from dtrain_dagster.assets.walk_forward_gate import refuse_without_report
-from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_forecast
+from dtrain_dagster.costs.evictions import tell_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
+from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.spec import REGISTERED, WINDOWS
@@ -120,6 +122,8 @@ def plan_training(
     from trainer.node.gpus import explain_local_gpus, visible_gpus
 
     limits = limits_of(config)
+    if config.tier is NodeTier.low_priority:
+        context.log.warning(f"{OLD_SPOT_NOTICE}; choose spot in the launchpad")
     with refusing_mistakes():
         planned = plan_of_launchpad(config, cluster, request)
         price, tier, count = planned.price, planned.tier, planned.node_count
@@ -156,7 +160,7 @@ def plan_training(
         if past and knows(past, planned.node_count):
             forecast = replace(past, other_cores=forecast.other_cores)
     price, tier, count = planned.price, planned.tier, planned.node_count
-    estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
+    estimate = estimate_forecast(forecast, price, tier, count)
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
     context.log.info(explain_choice(table))
@@ -175,7 +179,7 @@ def plan_training(
             {
                 **plan_head(plan, table),
                 **choices_metadata(table, plan.fingerprint, project.storage_uri),
-                **plan_metadata(plan, forecast),
+                **plan_metadata(plan, forecast, planned.place),
                 **probe_metadata(pace, manager),
                 "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
                 **provisioning(manager),
@@ -216,11 +220,13 @@ def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "H
 
 def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
     """Return what the page of a plan begins with."""
-    estimate = plan.estimate
+    from dtrain_dagster.planning.choices import name_nodes
+
+    estimate, sku = plan.estimate, plan.sku.removeprefix("Standard_")
     return head_of_page(
         f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
-        f"({_range(estimate.usd, dollars)}) on {plan.node_count} × {plan.sku.removeprefix('Standard_')} "
-        f"({plan.tier.replace('_', ' ')}); from {plan.basis.partition(';')[0]}",
+        f"({_range(estimate.usd, dollars)}) on {name_nodes(plan.node_count, sku, plan.tier, table.place)}; "
+        f"from {plan.basis.partition(';')[0]}",
         choices_dots(table),
         {
             "estimated_usd": round(estimate.usd.expected, 6),
@@ -230,10 +236,11 @@ def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
     )
 
 
-def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
-    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on."""
+def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[str, Any]:
+    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on.
+    ``place``: see `dtrain_dagster.planning.choices.Choices`."""
     return {
-        "plan": dg.MarkdownMetadataValue(plan_table(plan)),
+        "plan": dg.MarkdownMetadataValue(plan_table(plan, place, forecast.startup_at(plan.node_count))),
         "basis": forecast.basis,
         "basis_words": plan.basis,
         "rests_on": list(forecast.rests_on),
@@ -246,17 +253,22 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def plan_table(plan: TrainingPlan) -> str:
-    """Return the plan as a Markdown table."""
+def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
+    """Return the plan as a Markdown table. ``startup_seconds``: of its nodes."""
+    from dtrain_dagster.planning.choices import name_nodes
+
     estimate: Estimate = plan.estimate
     training = plan.job["training"]
+    nodes = name_nodes(plan.node_count, plan.sku, plan.tier, place)
+    evictions = tell_evictions(estimate.usd.expected, plan.node_count, price_of(plan.sku), plan.tier, startup_seconds)
     batch = training["batch_size_per_gpu"] * training["gradient_accumulation_steps"] * training["world_size"]
     rows = [
-        ("Nodes", f"{plan.node_count} × {plan.sku} ({plan.tier}), {plan.processes_per_node} process(es) each"),
+        ("Nodes", f"{nodes}; {plan.node_count} node(s) with {plan.processes_per_node} process(es) each"),
         ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
         ("Time", f"**{format_duration(estimate.seconds.expected)}** ({_range(estimate.seconds, format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
+        *([("Evictions", evictions)] if evictions else []),
         *([("Probe", f"{dollars(plan.probe_usd)}, run before and paid with it")] if plan.probes else []),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)

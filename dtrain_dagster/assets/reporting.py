@@ -129,6 +129,7 @@ def report_performance(
         prices=alternatives_to(plan.sku).values(),
         today=datetime.now(UTC).date(),
         price_words=plan.price_words,
+        startup_seconds=plan.phases.get("startup"),
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
     took, charts = sum_launches(usage), _charts(performance, usage, events)

@@ -15,9 +15,10 @@ from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision, queueing
 from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir

@@ -25,7 +25,6 @@ from dtrain_dagster.assets.training_progress import (
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
-from dtrain_dagster.costs.prices import Tier, tier_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import (
     CLAIM,
@@ -39,6 +38,7 @@ from dtrain_dagster.jobs.progress import (
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job

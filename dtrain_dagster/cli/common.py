@@ -117,10 +117,10 @@ def expected_errors() -> tuple[type[Exception], ...]:
 def read_settings(processes_per_node: int | None = None, nodes: int | None = None) -> Settings:
     """Return the settings of the environment; options of the command come first."""
     from dtrain_dagster.settings.environment import load_settings
-    from dtrain_dagster.settings.unknown import warn_of_unknown_variables
+    from dtrain_dagster.settings.unknown import warn_of_variables
 
     settings = load_settings()
-    warn_of_unknown_variables()
+    warn_of_variables()
     given = {"processes_per_node": processes_per_node, "nodes": nodes}
     return settings.model_copy(update={name: value for name, value in given.items() if value})
 

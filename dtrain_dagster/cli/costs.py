@@ -49,8 +49,9 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-    from dtrain_dagster.costs.prices import PriceError, price_words, tier_of
+    from dtrain_dagster.costs.prices import PriceError, price_words
     from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.settings.tiers import tier_of
     from trainer.rundir import JOB, RESULT
 
     if as_csv and as_json:

@@ -98,9 +98,9 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     from dtrain_dagster.cli.fleet_screen import FleetScreen, headline, print_fleet
     from dtrain_dagster.cli.fleet_tracking import FleetTracker
     from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
-    from dtrain_dagster.costs.prices import tier_of
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
+    from dtrain_dagster.settings.tiers import tier_of
     from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
 
     cluster, project = cluster_of(settings)
@@ -240,9 +240,9 @@ def cost(name: str, as_json: bool) -> None:
 def bill_of(settings: Settings, job_id: str) -> JobBill:
     """Return what a job has cost, and what for."""
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.prices import tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.fleet.ledger import JobBill
+    from dtrain_dagster.settings.tiers import tier_of
     from trainer.rundir import JOB
 
     manager = cluster_of(settings)[0].manager()

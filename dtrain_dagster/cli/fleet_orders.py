@@ -13,7 +13,7 @@ from dtrain_dagster.cli.job_options import with_reachable_data
 from dtrain_dagster.cli.script_job import order_script
 from dtrain_dagster.cli.train import as_overrides, job_of_options, say_what_is_wrong
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.fleet.expectation import Expectation, expect_given, expect_like_past_runs, guess
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.spec import FleetFile, JobEntry
@@ -21,6 +21,7 @@ from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.home_history import HomeHistory
 from dtrain_dagster.planning.job_data import samples_of
 from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import ConfigError, JobConfig
 

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from dtrain_dagster.cli.fleet_orders import ExpectedJob
-    from dtrain_dagster.costs.prices import Tier
     from dtrain_dagster.fleet.jobs import FleetLimits
     from dtrain_dagster.fleet.records import Entry, FleetRecords
     from dtrain_dagster.fleet.spec import FleetFile
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
+    from dtrain_dagster.settings.tiers import Tier
     from trainer.config import JobConfig
 
 FLEET_TAG, RECORD_TAG = "dtrain.fleet", "dtrain.fleet_record"

@@ -15,8 +15,8 @@ from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import JobStatus
 from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import tier_of
 from dtrain_dagster.jobs.progress import last_step
+from dtrain_dagster.settings.tiers import tier_of
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, RunDir

@@ -5,6 +5,8 @@ Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it nee
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,10 +16,11 @@ from dtrain_dagster.cli.common import Refusal, console, read_settings, refuses
 from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dtrain_dagster.costs.prices import Figure, SkuPrice
     from dtrain_dagster.costs.retail import Refreshed
+    from dtrain_dagster.costs.spot import SpotMarket
 
 
 @click.group()
@@ -99,19 +102,27 @@ def show(sku: str, as_json: bool) -> None:
     metavar="URL",
     help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
 )
+@click.option(
+    "--spot-history",
+    is_flag=True,
+    help="Also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction rates.",
+)
 @json_option(json_fields.PRICES_REFRESHED)
 @refuses
-def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None, as_json: bool) -> None:
+def refresh(
+    regions: tuple[str, ...], skus: tuple[str, ...], url: str | None, spot_history: bool, as_json: bool
+) -> None:
     """Ask Azure's public price list for newer prices.
 
-    It needs no account. Its prices are kept in DTRAIN_HOME/prices.json, and are used from then on if they are newer
-    than those of the package. If something goes wrong, or a price cannot be true, nothing is changed. Delete the file
-    to go back to the prices of the package.
+    It needs no account, except for --spot-history. Its prices are kept in DTRAIN_HOME/prices.json, and are used from
+    then on if they are newer than those of the package. If something goes wrong, or a price cannot be true, nothing is
+    changed. Delete the file to go back to the prices of the package.
 
     \b
     Examples:
       dtrain prices refresh
       dtrain prices refresh --region westeurope --sku Standard_NC24ads_A100_v4
+      dtrain prices refresh --spot-history
     """
     from dtrain_dagster.costs.prices import refreshed_path, region_of
     from dtrain_dagster.costs.prices import skus as known_skus
@@ -131,7 +142,7 @@ def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None, as
         if not region.isalnum():
             raise Refusal(f"{region!r} is no region of Azure; names are like eastus")
     path = refreshed_path(settings.home)
-    done = refresh_price_table(path, where, asked, url or RETAIL_URL)
+    done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
     if as_json:
         print_json(_refreshed_document(done, str(path)))
         return
@@ -139,11 +150,32 @@ def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None, as
     click.echo(f"written to {path}")
 
 
+def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
+    """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
+    is none."""
+    from dtrain_dagster.costs.spot_market import fetch_market
+    from trainer.secrets.azure_token import TOKEN_SCOPE, credential
+
+    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
+    try:
+        token = str(credential().get_token(TOKEN_SCOPE).token)
+    except ImportError:
+        raise Refusal("--spot-history needs Azure's libraries: pip install 'dtrain[azure]'") from None
+    except Exception as error:  # whatever the many kinds of login raise
+        raise Refusal(
+            f"--spot-history needs a login to Azure, such as `az login` leaves: {type(error).__name__}"
+        ) from None
+    return partial(fetch_market, token=token)
+
+
 def price_document(row: SkuPrice) -> dict[str, Any]:
     """Return a SKU in a region for JSON, with the fields of `dtrain_dagster.cli.json_fields.PRICE`. Pure."""
     from dataclasses import asdict
 
-    figures = {tier: asdict(figure) for tier, figure in row.figures.items()}
+    figures = {
+        tier: asdict(figure) | {"spread": asdict(figure.spread) if figure.spread else None}
+        for tier, figure in row.figures.items()
+    }
     names = [name for name in json_fields.PRICE if name.partition(".")[0] != "usd_per_hour"]
     return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
 
@@ -164,7 +196,7 @@ def _print_table(rows: Sequence[SkuPrice]) -> None:
     """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
     same in all lines is said once."""
     from dtrain_dagster.cli.tables import Column, print_fitted
-    from dtrain_dagster.costs.prices import TIERS
+    from dtrain_dagster.settings.tiers import TIERS
 
     regions, skus = {row.region for row in rows}, {row.sku for row in rows}
     columns = [

@@ -15,9 +15,9 @@ from trainer.rundir import RESULT
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.prices import Tier
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
+    from dtrain_dagster.settings.tiers import Tier
     from trainer.config import JobConfig
     from trainer.rundir import RunDir
 
@@ -116,9 +116,10 @@ def record_end(
 ) -> None:
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
-    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.prices import PriceError
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.registry.run_record import add_to_run
+    from dtrain_dagster.settings.tiers import tier_of
 
     assert job.tracking.mlflow_tracking_uri is not None
     tier, bill = tier_of(settings.tiers[0]), None

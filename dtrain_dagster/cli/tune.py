@@ -209,8 +209,9 @@ def _interval(row: Mapping[str, Any]) -> str:
 def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings, sku: str) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
     from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.costs.prices import PriceError, price_words, tier_of
+    from dtrain_dagster.costs.prices import PriceError, price_words
     from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.settings.tiers import tier_of
     from dtrain_dagster.support.formatting import dollars
     from trainer.rundir import TUNED
     from trainer.storage.open import open_storage

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import PriceError, Tier, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.rundir import LAUNCH, LIMIT, RunDir
 
 LEAST_RAISE_SECONDS = 1.0

@@ -4,6 +4,8 @@
               + saves x what a save holds up + finish (test split, baselines, the end of the processes)
     dollars = nodes x seconds / 3600 x price of a node-hour
 
+Spot nodes are evicted: `dtrain_dagster.costs.evictions` adds what that is expected to cost, where the rate is known.
+
 What is known is `Measured`: a probe or a past run of the same training on some node counts. Between two node counts
 that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
 rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
@@ -20,7 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.costs.evictions import evictions_of, with_evictions
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import SkuPrice
+from dtrain_dagster.settings.tiers import Tier
 
 Basis = Literal["history", "probe", "table"]
 CONFIDENCE_90 = 1.645
@@ -35,26 +40,6 @@ DOUBLING_SPREAD, SHARED_DOUBLING_SPREAD = 0.10, 0.25
 whose cores slow each other down by more than their number says (docs/scaling.md)."""
 SPEED_SPREAD = 0.25
 """Added to the spread for another GPU, whose speed is a guess of the price table."""
-
-EVICTIONS_PER_NODE_HOUR = 0.10
-"""Evictions per hour of a node that can be taken away, assumed and not measured: the upper edge of the second of the
-bands (0–5, 5–10, 10–15, 15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
-EVICTION_SECONDS = 600.0
-"""Seconds, assumed, until an evicted node is replaced, its start-up and the lost steps included. The others count as
-standing still, though they continue, and are paid for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A figure and the range in which it is expected."""
-
-    low: float
-    expected: float
-    high: float
-
-    def scaled(self, factor: float) -> Interval:
-        """Return the interval with all figures times ``factor``."""
-        return Interval(low=self.low * factor, expected=self.expected * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +266,10 @@ class Forecast:
             low = min(expected, self.learned.factor * least)
         return Interval(low=low / factor, expected=expected, high=expected * factor)
 
+    def startup_at(self, node_count: int) -> float:
+        """Return the seconds of the start-up on ``node_count`` nodes."""
+        return interpolated(self.measured, node_count, self.sizes).startup_seconds
+
     def parts(self, node_count: int, speed: float = 1.0) -> Parts:
         """Return the same phase by phase, before the learned correction."""
         return self._parts(node_count, self.sizes.work(node_count), speed)
@@ -359,42 +348,24 @@ def _nodes(item: Measured) -> int:
     return item.node_count
 
 
-def with_evictions(seconds: Interval, node_count: int) -> Interval:
-    """Return the time on nodes that can be taken away: the lower end without an eviction, the middle with the expected
-    number, and the upper end with two standard deviations more (independent evictions: a Poisson process)."""
-
-    def evictions(busy: float) -> float:
-        return EVICTIONS_PER_NODE_HOUR * node_count * busy / 3600
-
-    most = evictions(seconds.high)
-    return Interval(
-        low=seconds.low,
-        expected=seconds.expected * expected_slowdown("low_priority", node_count),
-        high=seconds.high + EVICTION_SECONDS * (most + 2 * math.sqrt(most)),
-    )
+def estimate_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
+    """Return the time and the dollars of a forecast on ``node_count`` nodes. Raise `PriceError` where the SKU has no
+    price on that tier."""
+    return estimate_cost(forecast.seconds_at(node_count), price, tier, node_count, forecast.startup_at(node_count))
 
 
-def expected_slowdown(tier: Tier, node_count: int) -> float:
-    """Return the expected time with evictions relative to that without: 1 on dedicated nodes."""
-    return 1.0 if tier == "dedicated" else 1 + EVICTION_SECONDS * EVICTIONS_PER_NODE_HOUR * node_count / 3600
-
-
-def without_evictions(seconds: Interval, tier: Tier, node_count: int) -> Interval:
-    """Return the time of an estimate without its evictions, to be priced on other nodes: the expected one exactly, the
-    upper end without the expected share of them. The lower end has none."""
-    slower = expected_slowdown(tier, node_count)
-    return Interval(low=seconds.low, expected=seconds.expected / slower, high=seconds.high / slower)
-
-
-def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Return time and dollars of ``node_count`` nodes for that long, with the time to replace the nodes that such a
-    tier loses."""
-    if tier != "dedicated":
-        seconds = with_evictions(seconds, node_count)
-    usd_per_hour = price.usd_per_hour(tier)
+def estimate_cost(
+    seconds: Interval, price: SkuPrice, tier: Tier, node_count: int, startup_seconds: float | None = None
+) -> Estimate:
+    """Return time and dollars of ``node_count`` nodes for that long, with the evictions that are expected. The ends of
+    the interval of dollars are at the ends of the price's own range. ``startup_seconds``: of these nodes, which each
+    eviction buys again; None where it is not known."""
+    seconds = with_evictions(seconds, evictions_of(price, tier, startup_seconds), node_count)
+    usd_per_hour, (low, high) = price.usd_per_hour(tier), price.range_of(tier)
+    hours = seconds.scaled(node_count / 3600)
     return Estimate(
         seconds=seconds,
-        usd=seconds.scaled(node_count * usd_per_hour / 3600),
+        usd=Interval(low=hours.low * low, expected=hours.expected * usd_per_hour, high=hours.high * high),
         usd_per_node_hour=usd_per_hour,
         node_count=node_count,
     )

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import format_duration
 
 

@@ -1,6 +1,6 @@
 """Which of several listed prices is the price of a node-hour. Pure; `dtrain_dagster.costs.retail` fetches the lists.
 
-Azure lists one size many times: Windows beside Linux, three tiers, reservations, prices for developers, meters of
+Azure lists one size many times: Windows beside Linux, several tiers, reservations, prices for developers, meters of
 several regions, prices that are no more or not yet, and zeros where it does not sell. `choose_meter` says which row
 wins, and why; `choose_prices` applies it to a list. `choose_size_price` does so for Azure ML's own list of sizes.
 """
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.settings.tiers import Tier
 
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 _NO_LINUX_VM = ("windows", "cloud services", "cloudservices", "dedicated host")
 """Words in the names of products that are not a Linux machine by the hour."""
-_SIZE_TIERS: dict[Tier, str] = {"dedicated": "standard", "low_priority": "lowpriority", "spot": "spot"}
+_RETIRED_METER = "low priority"
+"""Words in the names of meters by which Azure ML billed until 2026-03-31, and which may still be listed."""
+_SIZE_TIERS: dict[Tier, str] = {"dedicated": "standard", "spot": "spot"}
 """Tier → its name in Azure ML's list of sizes."""
 
 
@@ -137,6 +140,7 @@ def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
         or item.get("unitOfMeasure") != "1 Hour"
         or any(word in product for word in _NO_LINUX_VM)
         or "expired" in names
+        or _RETIRED_METER in names
     ):
         return False
     if item.get("currencyCode") != "USD":
@@ -145,9 +149,10 @@ def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
 
 
 def tier_of_meter(item: Mapping[str, Any]) -> Tier:
-    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Low Priority``, ``NC6s v3 Spot``."""
+    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Spot``; bills of before 2026-03-31 have
+    ``NC6s v3 Low Priority`` for what is Spot now."""
     names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
-    return "low_priority" if "low priority" in names else "spot" if "spot" in names.split() else "dedicated"
+    return "spot" if _RETIRED_METER in names or "spot" in names.split() else "dedicated"
 
 
 def _time(text: str | None) -> datetime | None:

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
-from dtrain_dagster.costs.prices import STAND_IN, Tier
+from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.tiers import Tier, current_tier
 
 PLAN = "plan.json"
 """File of a run directory: the plan that the job carries out, for those who watch its cost."""
@@ -44,7 +45,8 @@ class TrainingPlan:
     """The `SECTIONS` of the job's ``job.json``; where a script trains, also ``script``: its command, and the numbers of
     samples that it has found (`dtrain_dagster.jobs.script_job`)."""
     sku: str
-    tier: Tier
+    tier: Annotated[Tier, BeforeValidator(current_tier)]
+    """The tier; plans of before 2026-03-31 have the old name of Spot, which is read as Spot."""
     node_count: int
     processes_per_node: int
     work: Work

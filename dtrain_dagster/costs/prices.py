@@ -2,8 +2,9 @@
 
 Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain prices refresh``
 writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
-``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]). The
-hardware of a SKU stands in the package's table alone.
+``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]).
+Behind a Spot price there may be its history and the rate of evictions (`dtrain_dagster.costs.spot`). The hardware of a
+SKU stands in the package's table alone.
 
 A site that charges for node-hours has a table of its own (``DTRAIN_SLURM_PRICES``). ``SKU@PARTITION`` names nodes of
 one of its partitions: they cost what the site says, and count as that SKU in all else.
@@ -21,12 +22,12 @@ from datetime import UTC, datetime
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from dtrain_dagster.costs.spot import EvictionRate, PriceSpread, read_extras, spread_of
 from dtrain_dagster.settings.environment import SettingsError, setting
+from dtrain_dagster.settings.tiers import OLD_SPOT, TIERS, Tier, tier_of
 
-Tier = Literal["dedicated", "low_priority", "spot"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
 """Meaning of a figure's dollars, in words: for nodes that are priced as a SKU, and for nodes that are bought."""
 OF_SITE = "the site's price per node-hour, not its bill"
@@ -38,11 +39,6 @@ REFRESHED = "prices.json"
 REFERENCE_SKU = "Standard_NC6s_v3"
 """The node whose training speed is 1."""
 _DATE = re.compile(r"\d{4}-\d{2}(-\d{2})?")
-
-
-def tier_of(name: str) -> Tier:
-    """Return the tier of that name, as clusters and settings give it."""
-    return next((tier for tier in TIERS if tier == name), "dedicated")
 
 
 class PriceError(ValueError):
@@ -57,8 +53,17 @@ class Figure:
     recorded_on: str
     """Day of the price, or month where the day is not known (the earliest possible one)."""
     how: str
-    """recorded (the service's own answer), read (somebody's list), rule (computed from another), asked (refreshed)."""
+    """recorded (the service's own answer), read (somebody's list), asked (refreshed)."""
     source: str
+    history: tuple[tuple[str, float], ...] = ()
+    """Earlier prices of a Spot meter: (day from which it held, US dollars per node and hour), the oldest first."""
+    evictions: EvictionRate | None = None
+    """How often Spot nodes are evicted; None where that is not known."""
+
+    @property
+    def spread(self) -> PriceSpread | None:
+        """Return how far the price has moved; None where too little of its history is known."""
+        return spread_of(self.history, self.usd_per_hour, self.recorded_on)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +81,8 @@ class SkuPrice:
     memory_gib: int
     infiniband: bool
     low_priority_capable: bool
-    """Whether low-priority nodes may exist: False where the service said no when the package was made."""
+    """Whether Azure ML gives Spot nodes of it: False where the service said no when the package was made. The name is
+    the service's own (``lowPriorityCapable``)."""
     retired_on: str | None
     speed: float
     """Training speed of one node relative to one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
@@ -88,21 +94,37 @@ class SkuPrice:
     def figure(self, tier: Tier) -> Figure:
         """Return the price on that tier. Raise `PriceError` where the SKU is not offered on it, or its price is not
         known."""
-        found = self.figures.get(tier)
-        is_asked = found is not None and found.how == "asked"  # newer than what the package knows of the SKU
-        if tier == "low_priority" and not self.low_priority_capable and not is_asked:
-            raise PriceError(f"{self.sku} is not offered on the low-priority tier in {self.region}: use tier dedicated")
-        if found is None:
-            known = ", ".join(self.figures)
+        tier = tier_of(tier)  # plans of before 2026-03-31 have the old name
+        if tier == "spot" and not self.low_priority_capable:
             raise PriceError(
-                f"no {tier} price of {self.sku} in {self.region} is known, or it is not offered there: use tier "
-                f"{known}, or ask Azure with `{refresh_command(self.region, self.sku)}`"
+                f"{self.sku} is not offered as Spot nodes of Azure ML in {self.region}: use tier dedicated"
             )
-        return found
+        if tier in self.figures:
+            return self.figures[tier]
+        known = ", ".join(self.figures)
+        bound = ""
+        if tier == "spot" and "dedicated" in self.figures:
+            bound = f"; it is at most the pay-as-you-go price of ${self.figures['dedicated'].usd_per_hour:g}"
+        raise PriceError(
+            f"no {tier} price of {self.sku} in {self.region} is known, or it is not offered there{bound}: use tier "
+            f"{known}, or ask Azure with `{refresh_command(self.region, self.sku)}`"
+        )
 
     def usd_per_hour(self, tier: Tier) -> float:
         """Return the price of one node-hour; raise as `figure` does."""
         return self.figure(tier).usd_per_hour
+
+    def range_of(self, tier: Tier) -> tuple[float, float]:
+        """Return the lowest and the highest price of one node-hour to expect; raise as `figure` does. That of Spot is
+        the spread of its history; where none is known, it ends at the pay-as-you-go price, above which Spot does not
+        rise."""
+        figure = self.figure(tier)
+        if tier_of(tier) == "dedicated":
+            return figure.usd_per_hour, figure.usd_per_hour
+        if spread := figure.spread:
+            return spread.low, spread.high
+        most = self.figures.get("dedicated", figure).usd_per_hour
+        return figure.usd_per_hour, max(figure.usd_per_hour, most)
 
     @property
     def main_figure(self) -> Figure:
@@ -210,9 +232,11 @@ def region_of(region: str | None = None) -> str:
     return (region or setting("region")).replace(" ", "").casefold()
 
 
-def refresh_command(region: str, sku: str = "") -> str:
-    """Return the command that refreshes prices of a region, or of one SKU there."""
-    return f"dtrain prices refresh --region {region}" + (f" --sku {sku}" if sku else "")
+def refresh_command(region: str, sku: str = "", spot_history: bool = False) -> str:
+    """Return the command that refreshes prices of a region, or of one SKU there. ``spot_history``: with what Azure
+    tells of Spot to those who are logged in."""
+    command = f"dtrain prices refresh --region {region}" + (f" --sku {sku}" if sku else "")
+    return command + (" --spot-history" if spot_history else "")
 
 
 def refreshed_path(home: Path | None = None) -> Path:
@@ -250,10 +274,13 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
     regions: Prices = {}
     for region, rows in document["prices"].items():
         for sku, tiers in rows.items():
-            for tier, (usd, source) in tiers.items():
+            for tier, (usd, source, *more) in tiers.items():
+                if tier == OLD_SPOT:  # tables of before 2026-03-31 have this meter, by which nothing is billed now
+                    continue
                 if tier not in TIERS or not 0 < usd < math.inf:
                     raise ValueError(f"{sku} in {region}: {tier} at {usd} is no price")
-                regions.setdefault(region, {}).setdefault(sku, {})[tier] = Figure(usd_per_hour=usd, **sources[source])
+                figure = Figure(usd_per_hour=usd, **sources[source], **read_extras(more[0] if more else {}))
+                regions.setdefault(region, {}).setdefault(sku, {})[tier] = figure
     return regions
 
 

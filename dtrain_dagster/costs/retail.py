@@ -13,10 +13,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
@@ -26,14 +27,16 @@ from dtrain_dagster.costs.prices import (
     Figure,
     PriceError,
     Prices,
-    Tier,
     merge,
     packaged_prices,
     refreshed_prices,
 )
+from dtrain_dagster.costs.spot import SpotMarket, as_extras, kept_history
+from dtrain_dagster.settings.tiers import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
 
+_T = TypeVar("_T")
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
 SKUS_PER_QUERY = 10
@@ -83,9 +86,11 @@ def refresh_price_table(
     url: str = RETAIL_URL,
     now: datetime | None = None,
     pause: Callable[[float], None] = time.sleep,
+    ask_market: Callable[[str, Sequence[str]], SpotMarket] | None = None,
 ) -> Refreshed:
     """Request the prices of these SKUs in these regions, and write them into the table at ``path`` as a whole. Figures
-    of other SKUs and regions stay in it. Raise `RetailError` where they cannot be had; the table then stays as
+    of other SKUs and regions stay in it. ``ask_market``: returns what is known of Spot in a region beside its price;
+    without it, what the table has stays. Raise `RetailError` where prices cannot be had; the table then stays as
     before."""
     now = now or datetime.now(UTC)
     packaged = packaged_prices()
@@ -107,17 +112,34 @@ def refresh_price_table(
                 "eastus (`az account list-locations`). Nothing was changed"
             )
         notes += [f"{region}: {line}" for line in doubts]
+        day = f"{now:%Y-%m-%d}"
         found[region] = {
             sku: {
-                tier: Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
+                tier: Figure(usd_per_hour=usd, recorded_on=day, how="asked", source=source)
                 for tier, usd in tiers.items()
             }
             for sku, tiers in prices.items()
         }
+        market = ask_market(region, skus) if ask_market else None
+        for sku, tiers in found[region].items():
+            if "spot" in tiers:
+                old = known.get(region, {}).get(sku, {}).get("spot")
+                tiers["spot"] = with_history(tiers["spot"], old, market, sku)
         notes += _gaps(region, skus, found[region], before.get(region, {}))
     _refuse_what_cannot_be(found, packaged, url)
     _write(path, as_document(_updated(known, found)))
     return Refreshed(changes=tuple(_changes(found, before)), notes=tuple(notes))
+
+
+def with_history(now: Figure, old: Figure | None, market: SpotMarket | None, sku: str) -> Figure:
+    """Return a Spot price that was just asked for, with its history and the rate of evictions: those of the figure that
+    it replaces, and those of the market where it was asked. Pure."""
+    points = [*old.history, (old.recorded_on, old.usd_per_hour)] if old else []
+    evictions = old.evictions if old else None
+    if market:
+        points += market.history.get(sku, ())
+        evictions = market.evictions.get(sku, evictions)
+    return replace(now, history=kept_history(points, now.recorded_on), evictions=evictions)
 
 
 def fetch(
@@ -134,7 +156,7 @@ def fetch(
     link, seen = url, set[str]()
     with requests.Session() as session:
         while link:
-            page = _ask(session, link, params, pause)
+            page = ask_again(link, partial(_get, session, link, params), _page, pause)
             yield from page["Items"]
             seen.add(link)
             link, params = page.get("NextPageLink") or "", None
@@ -161,7 +183,7 @@ def as_document(prices: Prices) -> dict[str, Any]:
         "prices": {
             region: {
                 sku: {
-                    tier: [figure.usd_per_hour, keys[figure.how, figure.recorded_on, figure.source]]
+                    tier: _row(figure, keys[figure.how, figure.recorded_on, figure.source])
                     for tier, figure in tiers.items()
                 }
                 for sku, tiers in rows.items()
@@ -169,6 +191,11 @@ def as_document(prices: Prices) -> dict[str, Any]:
             for region, rows in prices.items()
         },
     }
+
+
+def _row(figure: Figure, source: str) -> list[Any]:
+    extras = as_extras(figure.history, figure.evictions)
+    return [figure.usd_per_hour, source, *([extras] if extras else [])]
 
 
 def _filter(region: str) -> str:
@@ -189,20 +216,28 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, (parts.hostname or "").casefold(), port
 
 
-def _ask(
-    session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
-) -> dict[str, Any]:
-    """One page. What passes (no connection, throttled, 5xx) is asked again, when the service says so."""
+def _get(session: requests.Session, url: str, params: Mapping[str, str] | None) -> requests.Response:
+    return session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
 
-    def ask() -> dict[str, Any]:
+
+def ask_again(
+    url: str,
+    send: Callable[[], requests.Response],
+    read: Callable[[str, requests.Response], _T],
+    pause: Callable[[float], None],
+) -> _T:
+    """Return what ``read`` makes of the answer to one request. What passes (no connection, throttled, 5xx) is asked
+    again, when the service says so. Raise `RetailError` where there is no answer with status 200, as ``read`` does."""
+
+    def ask() -> _T:
         try:
-            answer = session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
+            answer = send()
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
         except requests.RequestException as error:
             raise RetailError(f"{url} cannot be asked: {error}. Nothing was changed") from None
         if answer.status_code == 200:
-            return _page(url, answer)
+            return read(url, answer)
         problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
         if answer.status_code not in PASSING_STATUSES:
             raise RetailError(f"{url} {problem}. Nothing was changed")

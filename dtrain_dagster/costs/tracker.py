@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from dtrain_dagster.costs.money import HOUR, SECOND, is_finite, microseconds, nano_usd, usd
-from dtrain_dagster.costs.prices import Tier, price_of, tier_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.tiers import Tier, tier_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ledger import MEANINGS, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import PriceError, Tier, price_words
+from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
@@ -23,6 +23,7 @@ from dtrain_dagster.monitoring.alerts import best, describe_strategy
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.rundir import LAUNCH, RunDir

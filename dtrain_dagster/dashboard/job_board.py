@@ -13,7 +13,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import PriceError, Tier, price_words
+from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_account import JobAccount, account_of, launched_usage
 from dtrain_dagster.dashboard.job_facts import read_facts
@@ -26,6 +26,7 @@ from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import last_step
 from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, time_left
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
 from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
@@ -26,6 +25,7 @@ from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.planning.projection import ProgressRate
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.presences import NodePresence
 from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.dashboard.job_account import launched_usage
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_settings import setting_text
 from dtrain_dagster.dashboard.tracks import Row, is_number
 from dtrain_dagster.monitoring.learning import Evaluation
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
 from trainer.printable import visible

@@ -12,10 +12,10 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.panels import PANELS
+from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
 
 REPORT = "reports/performance_report.html"

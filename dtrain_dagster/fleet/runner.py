@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.costs.budget import launch_price, write_limit
 from dtrain_dagster.costs.money import SECOND, usd
-from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.endings import LaunchFacts, explain_launch_end, judge_launch_end
 from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
@@ -29,6 +28,7 @@ from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, Ra
 from dtrain_dagster.fleet.source import CONTINUE, JobSource, Verdict
 from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.jobs.work_record import note_job
+from dtrain_dagster.settings.tiers import Tier
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import LAUNCH, RunDir

@@ -12,21 +12,21 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes
+from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.plan import SECTIONS, ProbeCharge, TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, Tier, alternatives_to, is_of_site, price_words
+from dtrain_dagster.costs.prices import SkuPrice, alternatives_to, is_of_site, price_words
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.jobs.script_job import ScriptJob
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.limits import Limits
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
+from dtrain_dagster.settings.tiers import TIERS, Tier
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import SCRIPT, JobConfig
 
 LEAST_LOAD_SPREAD = 0.02
 """Spread from which the load of the machine is worth a word."""
-CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
-"""Tiers that clusters can be bought on (DTRAIN_TIER)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,13 @@ class PlannedJob:
     def price_words(self) -> str:
         """Return what the dollars of its figures are, in words."""
         return price_words(self.price.sku, self.kind.buys_nodes)
+
+    @property
+    def place(self) -> str:
+        """Return where its nodes are, in words, if they are only priced as their SKU; "" where they are of it."""
+        if self.kind.buys_nodes or is_of_site(self.price.sku):
+            return ""
+        return "this machine" if self.kind.is_this_machine else f"the {self.kind.words}"
 
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
         """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
@@ -129,7 +136,7 @@ def compare_choices(
         baseline,
         alternatives_to(planned.price.sku).values(),
         {count} if planned.sizes.stated_ranks else {*range(1, count + 1), 2 * count},
-        (planned.tier,) if is_of_site(planned.price.sku) else CLUSTER_TIERS,
+        (planned.tier,) if is_of_site(planned.price.sku) else TIERS,
         epochs=planned.sizes.epochs,
         today=datetime.now(UTC).date(),
         deadline_seconds=left_of(3600 * limits.deadline_hours, limits.spent_seconds),
@@ -140,6 +147,7 @@ def compare_choices(
         is_this_machine=planned.kind.is_this_machine,
         price_words=planned.price_words,
         too_small=too_small,
+        place=planned.place,
     )
 
 
@@ -170,7 +178,7 @@ def assemble_plan(
         work=planned.sizes.work(count),
         estimate=estimate,
         basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}{tell_load(forecast, count)}",
-        price_note=note_price(planned),
+        price_note=note_price(planned, forecast, estimate),
         price_words=planned.price_words,
         pace=planned.pace,
         basis_kind=forecast.basis,
@@ -184,8 +192,9 @@ def assemble_plan(
     )
 
 
-def note_price(planned: PlannedJob) -> str:
-    """Return the source of the price in words, and that nothing is billed where it is a stand-in."""
+def note_price(planned: PlannedJob, forecast: Forecast, estimate: Estimate) -> str:
+    """Return the source of the price in words, that nothing is billed where it is a stand-in, and what may be added to
+    a price of Spot."""
     price, figure = planned.price, planned.price.figure(planned.tier)
     if is_of_site(price.sku):
         return (
@@ -195,8 +204,14 @@ def note_price(planned: PlannedJob) -> str:
     note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
     note += f"{figure.recorded_on}."
     if not planned.kind.buys_nodes:
-        note += f" A stand-in: nodes of the {planned.kind.words} are priced as this SKU, nothing is billed."
-    return note
+        retired = f", which Azure retired on {price.retired_on}" if price.retired_on else ""
+        note += f" A stand-in: nodes of the {planned.kind.words} are priced as this SKU{retired}; nothing is billed."
+    startup = forecast.startup_at(planned.node_count)
+    said = (
+        tell_spot_price(price, planned.tier),
+        tell_evictions(estimate.usd.expected, planned.node_count, price, planned.tier, startup),
+    )
+    return " ".join([note, *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said if sentence)])
 
 
 def _learned_words(learned: LearnedCorrection) -> str:

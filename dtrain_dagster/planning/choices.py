@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Literal, Protocol
 
-from dtrain_dagster.costs.estimate import (
-    EVICTION_SECONDS,
-    EVICTIONS_PER_NODE_HOUR,
-    Interval,
-    estimate_cost,
-)
-from dtrain_dagster.costs.prices import LISTED, PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.estimate import estimate_cost
+from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import LISTED, Figure, PriceError, SkuPrice
+from dtrain_dagster.settings.tiers import Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 Origin = Literal["measured", "scaled", "guessed"]
@@ -46,6 +44,10 @@ class TimeForecast(Protocol):
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         """Return the wall-clock seconds of the whole training on ``node_count`` nodes, each of which computes ``speed``
         times as fast as those that the forecast is for."""
+
+    def startup_at(self, node_count: int) -> float:
+        """Return the seconds of the start-up on ``node_count`` nodes."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +101,7 @@ class PlanChoice:
     @property
     def name(self) -> str:
         """Return the choice in a few words."""
-        return f"{self.node_count} × {self.sku.removeprefix('Standard_')} ({tier_words(self.tier)})"
+        return name_nodes(self.node_count, self.sku.removeprefix("Standard_"), self.tier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +128,8 @@ class Choices:
     spent_usd: float = 0.0
     """Dollars that the probe has cost; ``budget_usd`` is what is left of the budget. A new budget has to hold both."""
     spent_seconds: float = 0.0
+    place: str = ""
+    """Where the planned nodes are, in words, if they are only priced as their SKU; "" where they are of it."""
 
     @property
     def cheapest(self) -> PlanChoice | None:
@@ -160,12 +164,13 @@ def choices(
     spent_usd: float = 0.0,
     spent_seconds: float = 0.0,
     too_small: Callable[[SkuPrice, int], str] | None = None,
+    place: str = "",
 ) -> Choices:
     """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
     ``is_stand_in``: the baseline's nodes are only priced as its SKU, which may be retired then. ``is_this_machine``:
     they are parts of this machine. ``too_small``: why so many nodes of a SKU have too little memory, "" if they have
-    enough.
+    enough. ``place``: see `Choices`.
     """
     counts, offered, missing = sorted(set(node_counts)), [], []
     for price in prices:
@@ -199,6 +204,7 @@ def choices(
         price_words=price_words,
         spent_usd=spent_usd,
         spent_seconds=spent_seconds,
+        place=place,
     )
 
 
@@ -208,7 +214,7 @@ def require_choice(table: Choices) -> PlanChoice:
     if table.cheapest:
         return table.cheapest
     if not table.rows:
-        known = "; ".join(f"{item.sku} ({tier_words(item.tier)}): {item.why}" for item in table.not_available)
+        known = "; ".join(f"{item.sku} ({tier_in_words(item.tier)}): {item.why}" for item in table.not_available)
         raise PlanError(f"there is nothing to choose from: {known or 'no SKU was named'}. Set DTRAIN_GPU_TYPE")
     deadline, budget = table.deadline_seconds, table.budget_usd
     in_time = [row for row in table.rows if not misses(row, deadline, None)]
@@ -248,9 +254,11 @@ def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float
     return found
 
 
-def tier_words(tier: str) -> str:
-    """Return the tier as people write it."""
-    return tier.replace("_", " ")
+def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
+    """Return ``3 × NC24ads_A100_v4 (Spot)``, or ``this machine, priced as if it were 3 × …``. ``place``: see
+    `Choices`."""
+    nodes = f"{node_count} × {sku} ({tier_in_words(tier)})"
+    return f"{place}, priced as if it were {nodes}" if place else nodes
 
 
 def _choice(
@@ -260,15 +268,18 @@ def _choice(
     ranks_per_node = baseline.ranks_per_node if own else price.gpus
     relative = price.speed / baseline.price.speed
 
+    def alike(count: int) -> int:
+        """Return as many of the baseline's nodes as have this number of ranks."""
+        return max(1, round(count * ranks_per_node / baseline.ranks_per_node))
+
     def seconds_at(count: int) -> Interval:
-        """Return the time on as many of the baseline's nodes as have this number of ranks, at the speed left for
-        each."""
-        alike = max(1, round(count * ranks_per_node / baseline.ranks_per_node))
-        return forecast.seconds_at(alike, relative * count / alike)
+        """Return the time on such nodes, at the speed left for each."""
+        return forecast.seconds_at(alike(count), relative * count / alike(count))
 
     seconds, alone = seconds_at(node_count), seconds_at(1)
     efficiency = alone.expected / (node_count * seconds.expected)
-    estimate, figure = estimate_cost(seconds, price, tier, node_count), price.figure(tier)
+    startup, figure = forecast.startup_at(alike(node_count)), price.figure(tier)
+    estimate = estimate_cost(seconds, price, tier, node_count, startup)
     seconds, usd = estimate.seconds, estimate.usd
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
@@ -288,8 +299,7 @@ def _choice(
         origin=origin,
         time_from=_time_from(origin, forecast, baseline, price),
         is_planned=own and (node_count, tier) == (baseline.node_count, baseline.tier),
-        price_from=f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
-        f"{figure.source}",
+        price_from=_price_from(figure, price, tier, tell_evictions(usd.expected, node_count, price, tier, startup)),
     )
 
 
@@ -300,6 +310,11 @@ def _time_from(origin: Origin, forecast: TimeForecast, baseline: Baseline, price
         f"guessed: a node is taken to compute {price.speed / baseline.price.speed:.3g} times as fast as one of "
         f"{baseline.price.sku}; network, start-up and disks are taken to be the same"
     )
+
+
+def _price_from(figure: Figure, price: SkuPrice, tier: Tier, evictions: str) -> str:
+    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
+    return "; ".join(filter(None, [f"{told}{figure.source}", tell_spot_price(price, tier), evictions]))
 
 
 def _why_not_available(price: SkuPrice, tier: Tier, today: date, is_stand_in: bool) -> str:
@@ -353,10 +368,10 @@ def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, shares_machine:
         )
     if any(row.sku != baseline.price.sku for row in rows):
         found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")
-    if any(row.tier != "dedicated" for row in rows):
+    if any(row.tier == "spot" for row in rows):
         found.append(
-            f"Nodes that can be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in each hour, and "
-            f"{format_duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
+            "The price of Spot nodes varies, and they may be evicted at any time. `price_from` says how far the price "
+            "has moved and what evictions are expected to cost, or that it is not known."
         )
     if any(row.sku != baseline.price.sku and row.gpus > 1 for row in rows):
         found.append(

@@ -13,7 +13,8 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, LearnedCorrection, Measured, Sizes
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.jobs.progress import fingerprint

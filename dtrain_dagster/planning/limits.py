@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
-from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import SkuPrice
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle), totals=())
-        estimate = estimate_cost(fewer.seconds_at(node_count), price, tier, node_count)
+        estimate = estimate_forecast(fewer, price, tier, node_count)
         if explain_excess(estimate, limits) is None:
             fits = middle
         else:

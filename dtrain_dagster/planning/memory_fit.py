@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters.resume_advice import name_larger_skus
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.prices import PriceError, SkuPrice
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
+from dtrain_dagster.settings.tiers import Tier
 from trainer.config import DistributedTrainingConfig
 from trainer.performance.memory import (
     GIB,

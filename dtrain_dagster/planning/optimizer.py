@@ -1,6 +1,6 @@
 """Advice for the next run of a training, from what this run used of its nodes: `ResourceOptimizer`. Pure.
 
-Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away, each with the dollars that it saves and
+Less than half used: fewer nodes, a smaller SKU or Spot nodes, each with the dollars that it saves and
 the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a sample takes. What
 cannot be determined is said, and nothing is recommended for it.
 
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
-from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, read_events
 
@@ -68,7 +69,7 @@ class Optimization:
 
 class ResourceOptimizer:
     """An adviser on one finished job. ``prices``: of the SKUs that may be bought instead; ``training``: the trainer's
-    configuration."""
+    configuration; ``startup_seconds``: of its nodes, which evictions of Spot nodes buy again, None where not known."""
 
     def __init__(
         self,
@@ -81,9 +82,10 @@ class ResourceOptimizer:
         prices: Iterable[SkuPrice],
         today: date,
         price_words: str,
+        startup_seconds: float | None = None,
     ) -> None:
         self.price, self.tier, self.training, self.price_words = price, tier, training, price_words
-        self._prices, self._today = tuple(prices), today
+        self._prices, self._today, self._startup_seconds = tuple(prices), today, startup_seconds
         self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
         found = settled(windows(events))
         groups = worlds(found)
@@ -122,7 +124,7 @@ class ResourceOptimizer:
         if used and used.fraction < LOW_UTILIZATION:
             found += self._fewer_nodes(best_of(rows, "fewer nodes"), used)
             found += self._smaller_sku(rows, used)
-            found += self._low_priority(best_of(rows, "low priority"), used)
+            found += self._spot(best_of(rows, "spot"), used)
         found += self._larger_batch(best_of(rows, "larger batch"))
         return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
 
@@ -152,6 +154,7 @@ class ResourceOptimizer:
             usd=self.usd,
             step_seconds=self._step_seconds,
             evaluation_seconds=self._evaluation_seconds,
+            startup_seconds=self._startup_seconds,
         )
         world = self._world if self._now else []
         return build_options(base, world, self._events, self.training, self._prices, self._today)
@@ -182,12 +185,13 @@ class ResourceOptimizer:
         )
         return self._worth_it(price.sku, why, option)
 
-    def _low_priority(self, option: Option | None, used: Utilization) -> list[Recommendation]:
+    def _spot(self, option: Option | None, used: Utilization) -> list[Recommendation]:
         if not option:
             return []
-        ratio = self.price.usd_per_hour("low_priority") / self.price.usd_per_hour("dedicated")
-        why = f"{_low(used)} Low-priority nodes cost {ratio:.0%} of dedicated ones; {option.note}"
-        return self._worth_it("low priority", why, option)
+        spot = self.price.figure("spot")
+        ratio = spot.usd_per_hour / self.price.usd_per_hour("dedicated")
+        why = f"{_low(used)} Spot nodes cost {ratio:.0%} of dedicated ones ({spot.recorded_on}); {option.note}"
+        return self._worth_it("Spot", why, option)
 
     def _larger_batch(self, option: Option | None) -> list[Recommendation]:
         memory = self.memory

@@ -6,15 +6,15 @@ forecast of the time is come by belongs to `probe` and `history`, how a step cha
 
 Every row is priced by `dtrain_dagster.costs.estimate.estimate_cost`:
 
-    seconds = undisturbed seconds, start-up included, + expected evictions x seconds for each (not on dedicated nodes)
+    seconds = undisturbed seconds, start-up included, + expected evictions x start-up seconds (Spot nodes only)
     dollars = nodes x seconds x price of a node-hour
 
 This is the right formula and not the ratio of two prices, because a node-hour is paid for from the moment when the node
 is there: start-up, and the minutes in which the others stand still until an evicted node is replaced, cost as much as
 training does. The ratio of prices promises a saving that no bill shows. Evictions grow with the number of nodes, so
-that number must be that of the nodes which were paid for, whether or not their steps were timed. What a job on
-low-priority nodes is known to take has evictions in it already: they are taken out before another number of nodes is
-priced.
+that number must be that of the nodes which were paid for, whether or not their steps were timed. What a job on Spot
+nodes is known to take has evictions in it already: they are taken out before another number of nodes is priced. Where
+the rate of evictions is not known, none are in the figures, and the option says so (`dtrain_dagster.costs.evictions`).
 
 To change the nodes of a job that runs, it starts again from its last checkpoint: `BaseRun.restart_seconds`. That is 0
 for a run that has not begun, and for advice on another run.
@@ -27,25 +27,20 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from dtrain_dagster.costs.estimate import (
-    EVICTION_SECONDS,
-    EVICTIONS_PER_NODE_HOUR,
-    Estimate,
-    Forecast,
-    Interval,
-    estimate_cost,
-    expected_slowdown,
-)
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.evictions import evictions_of, expected_slowdown, tell_evictions, tell_spot_price
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import PriceError, SkuPrice
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory, sharing_of
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import OutOfMemoryEvent, TimingEvent, read_events
 from trainer.performance.memory import format_bytes
 
 OptionKind = Literal[
-    "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
+    "as planned", "fewer nodes", "other nodes", "other SKU", "spot", "larger batch", "smaller model",
     "precision",
 ]  # fmt: skip
 FITS = 0.9
@@ -109,6 +104,8 @@ class BaseRun:
     """Seconds of ``seconds`` in which steps are done: another step makes these longer or shorter…"""
     evaluation_seconds: float = 0.0
     """…and these follow the computing of a step. Start-up, saves and finish stay as they are."""
+    startup_seconds: float | None = None
+    """Seconds of the start-up, which each eviction of a Spot node buys again; None where it is not known."""
     restart_seconds: float = 0.0
     """What a change of nodes costs besides: the start-up, and the steps since the last checkpoint once more."""
 
@@ -131,7 +128,7 @@ class BaseRun:
 def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int, planned: int) -> Option:
     """Return the row of a whole training on ``node_count`` nodes, with the time of a forecast. ``planned``: nodes of
     the settings. Raise `PriceError` where the SKU has no price on that tier."""
-    estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
+    estimate = estimate_forecast(forecast, price, tier, node_count)
     own = node_count == planned
     change = "as planned" if own else f"{node_count} node(s) (DTRAIN_NODES={node_count})"
     return Option(
@@ -142,7 +139,7 @@ def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: 
         tier=tier,
         seconds=estimate.seconds,
         usd=estimate.usd,
-        assumptions=_eviction_words(tier),
+        assumptions=_spot_words(estimate.usd.expected, node_count, price, tier, forecast.startup_at(node_count)),
     )
 
 
@@ -166,7 +163,7 @@ def build_options(
     return (
         *_price_fewer_nodes(base, world, now, memory, training),
         *_price_other_skus(base, now, memory, prices, today),
-        *_price_low_priority(base),
+        *_price_spot(base),
         *_price_larger_batch(base, world, now, memory, events, training),
         *_price_smaller_model(base, now),
         *_price_precision(base, training),
@@ -194,14 +191,15 @@ def _priced(
 ) -> Option:
     """``seconds``: as long as the run takes with this change and the evictions of its own tier and nodes."""
     price, tier, count = price or base.price, tier or base.tier, node_count or base.node_count
-    undisturbed = seconds / expected_slowdown(base.tier, base.node_count)
+    evictions = evictions_of(base.price, base.tier, base.startup_seconds)
+    undisturbed = seconds / expected_slowdown(evictions, base.node_count)
     is_moved = (price.sku, tier, count) != (base.price.sku, base.tier, base.node_count)
-    said = [*assumptions, *_eviction_words(tier)]
+    said = list(assumptions)
     if is_moved and base.restart_seconds:
         undisturbed += base.restart_seconds
         said.append(f"{format_duration(base.restart_seconds)} for starting again from the checkpoint are in it")
     exact = Interval(low=undisturbed, expected=undisturbed, high=undisturbed)
-    estimate: Estimate = estimate_cost(exact, price, tier, count)
+    estimate: Estimate = estimate_cost(exact, price, tier, count, base.startup_seconds)
     usd = estimate.usd.scaled(base.paid_share())
     return Option(
         kind=kind,
@@ -213,7 +211,7 @@ def _priced(
         usd=usd,
         saved_usd=base.usd - usd.expected,
         lost_seconds=estimate.seconds.expected - base.seconds,
-        assumptions=tuple(said),
+        assumptions=(*said, *_spot_words(usd.expected, count, price, tier, base.startup_seconds)),
         step=step,
         batch_size=batch_size,
     )
@@ -317,12 +315,12 @@ def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today:
     return _why_not_offered(price, base.tier)
 
 
-def _price_low_priority(base: BaseRun) -> list[Option]:
-    change = "DTRAIN_TIER = low_priority"
-    why = "" if base.tier == "dedicated" else "its nodes can be taken away already"
-    if why := why or _why_not_offered(base.price, "low_priority"):
-        return [_refused(base, "low priority", change, why, tier="low_priority")]
-    return [_priced(base, "low priority", change, base.seconds, tier="low_priority")]
+def _price_spot(base: BaseRun) -> list[Option]:
+    change = "DTRAIN_TIER = spot"
+    why = "" if base.tier == "dedicated" else "its nodes are Spot already"
+    if why := why or _why_not_offered(base.price, "spot"):
+        return [_refused(base, "spot", change, why, tier="spot")]
+    return [_priced(base, "spot", change, base.seconds, tier="spot")]
 
 
 def _price_larger_batch(
@@ -388,10 +386,6 @@ def _why_not_offered(price: SkuPrice, tier: Tier) -> str:
     return ""
 
 
-def _eviction_words(tier: Tier) -> tuple[str, ...]:
-    if tier == "dedicated":
-        return ()
-    return (
-        f"nodes may be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in an hour are assumed, and "
-        f"{format_duration(EVICTION_SECONDS)} for each, all nodes paid, start-up and lost steps included",
-    )
+def _spot_words(usd: float, count: int, price: SkuPrice, tier: Tier, startup: float | None) -> tuple[str, ...]:
+    said = (tell_evictions(usd, count, price, tier, startup), tell_spot_price(price, tier))
+    return tuple(sentence for sentence in said if sentence)

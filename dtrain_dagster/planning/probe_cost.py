@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of
-from dtrain_dagster.costs.estimate import CONFIDENCE_90, Interval, Sizes
+from dtrain_dagster.costs.estimate import CONFIDENCE_90, Sizes
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import ProbeCharge
-from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import RunDir
 

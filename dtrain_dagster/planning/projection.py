@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeGuard
 
-from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
+from dtrain_dagster.costs.estimate import MINIMUM_MARGIN
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import CheckpointEvent, EvaluationEvent, FinishEvent, StepEvent, read_events

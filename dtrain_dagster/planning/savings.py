@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from dtrain_dagster.costs.prices import SkuPrice, Tier, tier_of
+from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import worlds
 from dtrain_dagster.planning.options import BaseRun, Option, OptionKind, best_of, build_options
 from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.documents.events import TimingEvent
 
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
 STILL_THERE_SECONDS = 60.0
 """Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
-_FROM_CHECKPOINT: tuple[OptionKind, ...] = ("fewer nodes", "other SKU", "low priority")
+_FROM_CHECKPOINT: tuple[OptionKind, ...] = ("fewer nodes", "other SKU", "spot")
 _ANOTHER_RUN: tuple[OptionKind, ...] = ("larger batch", "smaller model")
 
 
@@ -87,7 +88,8 @@ def rest_and_whole(
         training = (plan.get("job") or {}).get("training") or {}
         restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
     whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
-    return _base_run(nodes, usd_left, left, restart), _base_run(nodes, usd_whole, whole, 0.0)
+    startup = planned["startup"] or None
+    return _base_run(nodes, usd_left, left, startup, restart), _base_run(nodes, usd_whole, whole, startup, 0.0)
 
 
 def savings(
@@ -121,7 +123,9 @@ def saving_table(found: Iterable[Saving]) -> str:
     return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
 
 
-def _base_run(nodes: PaidNodes, usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
+def _base_run(
+    nodes: PaidNodes, usd: float, phases: Mapping[str, float], startup: float | None, restart: float
+) -> BaseRun:
     """Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a little.
     Where nothing is known of them, all of it is steps."""
     seconds = 3600 * usd / (nodes.node_count * nodes.price.usd_per_hour(nodes.tier))
@@ -134,5 +138,6 @@ def _base_run(nodes: PaidNodes, usd: float, phases: Mapping[str, float], restart
         usd=usd,
         step_seconds=seconds * phases["steps"] / total if total else seconds,
         evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
+        startup_seconds=startup,
         restart_seconds=restart,
     )

@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection, interval_margin
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, LearnedCorrection, interval_margin
+from dtrain_dagster.costs.interval import Interval
 
 PRIOR_RUNS = 4
 """The number of runs that the assumption without experience counts as much as: no bias, `PRIOR_SPREAD`."""

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.planning.choices import Choices, PlanChoice, misses, tier_words
+from dtrain_dagster.planning.choices import Choices, PlanChoice, misses
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
+from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def choices_chart(table: Choices) -> bytes:
 def _points(axis: Axes, table: Choices) -> None:
     kinds = sorted({_kind(row) for row in table.rows})
     for kind, tier in sorted({(_kind(row), row.tier) for row in table.rows}):
-        colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_words(tier)}"
+        colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_in_words(tier)}"
         mine = [row for row in table.rows if (_kind(row), row.tier) == (kind, tier)]
         for pale in (False, True):
             rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ledger import Ledger, ledger
-from dtrain_dagster.costs.prices import PriceError, tier_of
+from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.reports.drawing import COLOURS, label, line, new_figure
 from dtrain_dagster.reports.ledger_charts import CAUSE_COLOURS
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
 

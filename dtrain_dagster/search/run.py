@@ -24,7 +24,6 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.export import to_csv
-from dtrain_dagster.costs.prices import Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
@@ -40,6 +39,7 @@ from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
 from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id

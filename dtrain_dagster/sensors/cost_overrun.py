@@ -12,7 +12,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
-from dtrain_dagster.costs.prices import STAND_IN, alternatives_to, tier_of
+from dtrain_dagster.costs.prices import STAND_IN, alternatives_to
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
@@ -20,6 +20,7 @@ from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log

@@ -17,10 +17,11 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
-from dtrain_dagster.costs.prices import PriceError, price_of, price_words, tier_of
+from dtrain_dagster.costs.prices import PriceError, price_of, price_words
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log

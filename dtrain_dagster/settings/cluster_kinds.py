@@ -88,7 +88,7 @@ def describe_kind(kind: ClusterKind) -> dict[str, str]:
     return {
         "kind": kind.words,
         "price": prices,
-        "tiers": _yes(kind.has_tiers, "dedicated or low priority"),
+        "tiers": _yes(kind.has_tiers, "dedicated or Spot"),
         "code": code,
         "waits in a queue": _yes(kind.queues, "with the reason told"),
         "takes nodes away": _yes(kind.preempts, "which are replaced"),

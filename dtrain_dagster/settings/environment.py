@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName
 from dtrain_dagster.settings.home_search import DEFAULT, find_home
+from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
@@ -40,7 +41,6 @@ BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
 """The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
 retired. Locally a V100 stands in, as nothing is bought."""
 MOST_NODES = 256
-TierName = Literal["dedicated", "low_priority"]
 
 
 class SettingsError(ValueError):
@@ -105,7 +105,7 @@ class Settings(EnvironmentSettings):
     )
     tier: str = Field(
         default="dedicated",
-        description="Tiers on which nodes are requested, in order, separated by commas: dedicated, low_priority; plans "
+        description="Tiers on which nodes are requested, in order, separated by commas: dedicated, spot; plans "
         "use the first one's price",
     )
     region: str = Field(
@@ -221,10 +221,10 @@ class Settings(EnvironmentSettings):
     @field_validator("tier")
     @classmethod
     def _known_tiers(cls, tier: str) -> str:
-        names = [name.strip() for name in tier.split(",") if name.strip()]
-        if not names or not set(names) <= set(get_args(TierName)):
-            raise ValueError(f"must be of {', '.join(get_args(TierName))}, separated by commas")
-        return ",".join(names)
+        names = [current_tier(name.strip()) for name in tier.split(",") if name.strip()]
+        if not names or not set(names) <= set(TIERS):
+            raise ValueError(f"must be of {', '.join(TIERS)}, separated by commas")
+        return ",".join(dict.fromkeys(names))
 
     @field_validator("factory_modules")
     @classmethod
@@ -295,9 +295,9 @@ class Settings(EnvironmentSettings):
         return KINDS[self.cluster]
 
     @property
-    def tiers(self) -> tuple[TierName, ...]:
+    def tiers(self) -> tuple[Tier, ...]:
         """The tiers on which nodes are requested, in order; at least one."""
-        return cast("tuple[TierName, ...]", tuple(self.tier.split(",")))
+        return cast("tuple[Tier, ...]", tuple(self.tier.split(",")))
 
     @property
     def storage_uri(self) -> str:

@@ -1,4 +1,5 @@
-"""Variables whose names begin like those of the project and that nothing reads: most are misspelt."""
+"""What is told of the variables of the environment: those of the project's prefix that nothing reads, most of them
+misspelt, and those whose value is an old name."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from functools import cache
 
 from dtrain_dagster.settings.environment import PREFIX, Settings
 from dtrain_dagster.settings.plain_variables import GROUPS, INTERNAL
+from dtrain_dagster.settings.tiers import OLD_SPOT, OLD_SPOT_NOTICE
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +59,20 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
     return said
 
 
+def find_old_tiers(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that has the old name of Spot. It goes on working. Pure."""
+    return [
+        f"{name}={environment[name]}: {OLD_SPOT_NOTICE}; write spot"
+        for name in (f"{PREFIX}TIER", f"{PREFIX}AZURE_CHAIN")
+        if OLD_SPOT in environment.get(name, "")
+    ]
+
+
 @cache
-def warn_of_unknown_variables() -> None:
+def warn_of_variables() -> None:
     """Log a warning for each of them, once in a process."""
+    for sentence in find_old_tiers(os.environ):
+        _log.warning(sentence)
     mine = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     if any(is_ours(name) and name not in mine for name in os.environ):
         for sentence in find_unknown_variables(os.environ, known_variables()):

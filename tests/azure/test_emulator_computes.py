@@ -251,7 +251,7 @@ def test_sizes_carry_their_recorded_prices_among_those_of_windows(client: Any) -
         ("Linux", "Standard", 3.34), ("Linux", "Standard", 3.06),
     ]  # fmt: skip
     assert choose_size_price(rows) == usd_per_hour(client, SIZE) == 3.06
-    assert choose_size_price(rows, "low_priority") == 0.61
+    assert choose_size_price(rows, "spot") is None
     assert sizes["Standard_ND96isr_H100_v5"].gpus == 8
 
 

@@ -60,7 +60,7 @@ def test_asks_before_it_buys_and_takes_what_fits(stage: Stage) -> None:
     try:
         config = manager.provision_cluster(3, H100)  # 40 cores each
         assert [a.code for a in manager.attempts] == ["QuotaTooSmall", "Succeeded"]
-        assert (config.gpu_type, config.tier) == (V100, "low_priority")
+        assert (config.gpu_type, config.tier) == (V100, "spot")
     finally:
         stage.control("quota", family="low_priority", cores=1000)
     (seen,) = stage.asked("compute.put")
@@ -76,7 +76,7 @@ def test_asks_before_it_buys_and_takes_what_fits(stage: Stage) -> None:
 
 def test_no_capacity_says_what_was_tried_and_when_to_ask_again(stage: Stage) -> None:
     stage.control("fault", fault="refuse", how="async", count=None)
-    with pytest.raises(NoCapacityError, match="low-priority tier") as refused:
+    with pytest.raises(NoCapacityError, match="Total Regional Spot vCPUs") as refused:
         stage.manager().provision_cluster(3, V100)
     assert [attempt["code"] for attempt in refused.value.attempts] == ["AllocationFailed"] * 3
     assert refused.value.retry_at > time.time()

@@ -62,7 +62,7 @@ def test_a_sentence_that_says_nothing_does_not_end_the_chain(stage: Stage) -> No
 def test_low_priority_that_a_size_does_not_have_is_a_refusal_though_the_compute_succeeded(stage: Stage) -> None:
     manager = stage.manager(tiers=("low_priority",), chain=(H100, T4))
     got = manager.provision_cluster(2, H100)
-    assert (got.gpu_type, got.tier) == (T4, "low_priority")
+    assert (got.gpu_type, got.tier) == (T4, "spot")
     assert [(tried.sku, tried.code, tried.decision) for tried in manager.attempts] == [
         (H100, NEVER, "next"),
         (T4, "Succeeded", "created"),
@@ -95,9 +95,9 @@ def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage, se
         stage.control("timing", refusal_seconds=0)
     history = manager._record(spec.job_id)
     assert history is not None
-    assert [(launch["sku"], launch["tier"]) for launch in history["history"]] == [(H100, "low_priority")]
+    assert [(launch["sku"], launch["tier"]) for launch in history["history"]] == [(H100, "spot")]
     assert history["history"][0]["reason"].endswith("cluster has encountered unknown issue")
-    assert (history["sku"], history["tier"]) == (T4, "low_priority")
+    assert (history["sku"], history["tier"]) == (T4, "spot")
 
 
 def test_a_job_whose_compute_fails_before_it_starts_goes_on_with_another(stage: Stage) -> None:

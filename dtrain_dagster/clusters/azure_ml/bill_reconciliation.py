@@ -20,6 +20,7 @@ from dtrain_dagster.clusters.azure_ml.bill_rows import BilledUsage, Repeats, dro
 from dtrain_dagster.costs.meters import tier_of_meter
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.settings.tiers import tier_in_words
 
 OTHER_METERS = {
     "storage": "disks and storage: no node-time, not in our figures",
@@ -292,7 +293,7 @@ def _by_day(tracker: CostTracker) -> dict[Key, Own]:
 
 
 def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
-    """Return the key that a meter is of, by its size or its name (``NC6s v3 Low Priority``, ``D2 v3/D2s v3``). Another
+    """Return the key that a meter is of, by its size or its name (``NC6s v3 Spot``, ``D2 v3/D2s v3``). Another
     tier than the meter's only where there is no such node-time."""
     tier = tier_of_meter({"meterName": rows[0].name})
     for key in sorted(keys, key=lambda key: key[2] != tier):
@@ -304,7 +305,7 @@ def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
 
 
 def _title(sku: str, tier: str) -> str:
-    return sku if tier == "dedicated" else f"{sku} ({tier.replace('_', ' ')})"
+    return sku if tier == "dedicated" else f"{sku} ({tier_in_words(tier)})"
 
 
 def _signed(units: float) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import spell_sku
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import AML_COMPUTE, SkuChoice, fold_name
+from dtrain_dagster.settings.tiers import OLD_SPOT
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
 
 TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
+SERVICE_TIERS = {"spot": OLD_SPOT}
+"""Tier → the service's word for it, in the spelling that its client passes on; "LowPriority" would go out as a word
+that the service does not know, and it has no word for Spot."""
 
 
 def describe_compute(
@@ -30,7 +35,7 @@ def describe_compute(
     return AmlCompute(
         name=name,
         size=choice.sku,
-        tier=choice.tier,  # in this spelling; "LowPriority" would go out as a word that the service does not know
+        tier=SERVICE_TIERS.get(choice.tier, choice.tier),
         min_instances=0,
         max_instances=most,
         idle_time_before_scale_down=options.idle_seconds,
@@ -57,7 +62,7 @@ def word_of(state: Any) -> str:
 
 def compute_tier(compute: AmlCompute) -> str:
     """Return the tier of a compute."""
-    return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
+    return "spot" if re.search("low|spot", str(compute.tier or "").casefold()) else "dedicated"
 
 
 def compute_sku(compute: AmlCompute) -> str:

@@ -28,7 +28,7 @@ from dtrain_dagster.clusters.job_marks import ActiveJobs
 from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch, tell_of_wait, wait_patience_seconds
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
-from dtrain_dagster.costs.prices import tier_of
+from dtrain_dagster.settings.tiers import tier_of
 from trainer.rundir import RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from datetime import date
 
 from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of, price_of, tier_of
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of, price_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
+from dtrain_dagster.settings.tiers import tier_of
 
 INTERFACES = "eth"
 """Prefix of the interfaces over which nodes of Azure reach each other; without it NCCL would prefer ``ib0``, which need

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, TIERS
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.settings.tiers import TIERS, current_tier, tier_of
 
 _GUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,10}[A-Za-z0-9])?")
@@ -16,7 +17,7 @@ _IDENTITY = re.compile(
 )
 
 DAY = 86400.0
-LONGEST_JOB = {"dedicated": 21 * DAY, "low_priority": 7 * DAY}
+LONGEST_JOB = {"dedicated": 21 * DAY, "spot": 7 * DAY}
 """Seconds that the service lets a job run at most, by tier."""
 
 
@@ -28,7 +29,7 @@ class AzureMLOptions:
     subscription_id: str
     resource_group: str
     workspace: str
-    """Computes are called ``<cluster_name>-<size>``, with ``-lp`` for low priority: one for each kind that was got."""
+    """Computes are called ``<cluster_name>-<size>``, with ``-lp`` for Spot: one for each kind that was got."""
     storage_uri: str
     """Root of the run directories (``az://container/path``), which are below ``jobs/``."""
     cluster_name: str = "dtrain"
@@ -38,7 +39,7 @@ class AzureMLOptions:
     (``azureml:dtrain:1``). Needed as soon as a job is submitted."""
     processes_per_node: int = 1
     chain: tuple[str, ...] = DEFAULT_CHAIN
-    """Sizes in the order in which they are tried after the requested one. ``<size>@low_priority`` or
+    """Sizes in the order in which they are tried after the requested one. ``<size>@spot`` or
     ``<size>@dedicated`` is tried in that tier only, in its place."""
     tiers: tuple[str, ...] = ("dedicated",)
     """Tiers in order: all sizes in the first, then all in the second."""
@@ -106,11 +107,14 @@ class AzureMLOptions:
         _require(self.max_nodes is None or self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be 1 or more")
         _require(0 < self.idle_seconds <= 86400, "idle_seconds", self.idle_seconds,
                  "must be 1 to 86400: 0 is not passed on, and the service's own default would hold")  # fmt: skip
-        _require(bool(self.tiers) and set(self.tiers) <= set(TIERS), "tiers", self.tiers, f"must be of {TIERS}")
+        known = bool(self.tiers) and {*map(current_tier, self.tiers)} <= set(TIERS)
+        _require(known, "tiers", self.tiers, f"must be of {TIERS}")
         for entry in self.chain:
             sku, _, tier = entry.partition("@")
-            good = bool(_SKU.fullmatch(sku)) and (not tier or tier in TIERS)
-            _require(good, "chain", entry, "is no size such as Standard_NC6s_v3 or Standard_NC6s_v3@low_priority")
+            good = bool(_SKU.fullmatch(sku)) and (not tier or current_tier(tier) in TIERS)
+            _require(
+                good, "chain", entry, "is no size such as Standard_NC24ads_A100_v4 or Standard_NC24ads_A100_v4@spot"
+            )
         _require(not (self.vnet and not self.subnet), "vnet", self.vnet, "is of no use without a subnet")
         by_name = self.subnet is not None and not self.subnet.startswith("/subscriptions/")
         _require(not (by_name and not self.vnet), "subnet", self.subnet,
@@ -151,7 +155,7 @@ class AzureMLOptions:
 
     def timeout_seconds(self, tier: str) -> int:
         """Return the seconds that a job may run: the setting, or less where the service allows less."""
-        return int(min(self.job_timeout_seconds, LONGEST_JOB[tier]))
+        return int(min(self.job_timeout_seconds, LONGEST_JOB[tier_of(tier)]))
 
 
 def _require(good: bool, name: str, value: object, problem: str) -> None:

@@ -45,6 +45,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 )
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
 from dtrain_dagster.costs.prices import region_of
+from dtrain_dagster.settings.tiers import SPOT_QUOTA
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
 from dtrain_dagster.support.secrets import redact
 
@@ -392,8 +393,8 @@ def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[SkuRefu
     """Return the refusal of the whole chain, in words, with all attempts."""
     lines = "\n".join(f"  {attempt}" for attempt in attempts)
     return NoCapacityError(
-        f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes or "
-        "the low-priority tier to the chain, or wait",
+        f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes to "
+        f"the chain or Spot to the tiers (its quota: {SPOT_QUOTA}), or wait",
         attempts=tuple(asdict(attempt) for attempt in attempts),
         retry_at=retry_at(refusals, time.time()),
     )

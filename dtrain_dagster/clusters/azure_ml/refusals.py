@@ -44,6 +44,7 @@ _NEXT = {
     "unsupportedvmsizeforlowpriority": NO_QUOTA_SECONDS,
     "vmsizenotavailable": SCARCE_SECONDS,
     "notavailableforsubscription": NO_QUOTA_SECONDS,
+    "resourcenotavailableforoffer": NO_QUOTA_SECONDS,  # the subscription's offer does not include this size
     "skuretired": NO_QUOTA_SECONDS,
     "allocationfailed": SCARCE_SECONDS,
     "zonalallocationfailed": SCARCE_SECONDS,
@@ -73,8 +74,9 @@ _FATAL = {
     "failedidentityoperation",
 }  # fmt: skip
 """Codes, folded, that no other size changes."""
-_WAIT = {"toomanyrequests", "conflict", "operationpreempted", "serverbusy", "serviceunavailable", "internalservererror",
-         "gatewaytimeout", "badgateway", "timeout", "requesttimeout"}  # fmt: skip
+_WAIT = {"toomanyrequests", "conflict", "concurrentoperationsnotallowed", "operationpreempted", "serverbusy",
+         "serviceunavailable", "internalservererror", "gatewaytimeout", "badgateway", "timeout",
+         "requesttimeout"}  # fmt: skip
 _GENERAL = {"", "badrequest", "usererror", "badargument", "invalidargument", "invalidrequest", "validationerror",
             "systemerror", "serviceerror", "error", "ok", "none", "failed", "unknown", "unknownerror", "http400",
             "operationfailed", "resourceoperationfailure", "resourcedeploymentfailure", "deploymentfailed",
@@ -87,11 +89,13 @@ _GENERAL_SENTENCE = re.compile(
 )
 _SCARCE_WORDS = re.compile(
     r"(?i)(\b(v?cpu quota|core quota|quota (of|is) 0|exceed\w* (the )?\w* ?quota|not enough [\w ]*quota|"
+    r"(exceed\w*|not enough|insufficient|no)( the)?( approved| free)? "
+    r"(low-?priority ?cores|(total )?(regional )?spot v?cpus?)|"
     r"cannot accomm?odate|not (currently )?available in|not supported in|is not offered|no capacity|"
     r"not enough capacity|insufficient capacity|out of capacity|has been retired|is retired)|"
     r"not a supported VM ?size|VM ?size\b.{0,80}\bnot (supported|allowed|available))"
 )
-_LASTING_WORDS = re.compile(r"(?i)quota|supported|allowed|offered|retired")
+_LASTING_WORDS = re.compile(r"(?i)quota|cores|vcpu|supported|allowed|offered|retired")
 _CLUSTER_COUNT = re.compile(r"(?i)quota limits? of Microsoft\.Batch\w*")
 """The number of clusters in a region: another size is one more of them."""
 _LISTED = re.compile(r"Error code: '([^']+)'\. Target: '[^']*'\. Message: '(.*?)'(?=\s*(?:Error code:|$))", re.DOTALL)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TIERS = ("dedicated", "low_priority")
+from dtrain_dagster.settings.tiers import current_tier, tier_in_words
 
 DEFAULT_CHAIN = (
     "Standard_NC24ads_A100_v4",
@@ -48,8 +48,11 @@ class SkuChoice:
     sku: str
     tier: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tier", current_tier(self.tier))  # run directories have the old name of Spot
+
     def __str__(self) -> str:
-        return self.sku if self.tier == "dedicated" else f"{self.sku} (low priority)"
+        return self.sku if self.tier == "dedicated" else f"{self.sku} ({tier_in_words(self.tier)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +82,15 @@ class Quota:
     used: int
     limit: int
     kind: str = ""
-    """The service's type of it: the same family is listed twice, with its dedicated and its low-priority cores, under
-    one name, and only the type tells them apart. "" where it is not known."""
+    """The service's type of it: the same family is listed twice, with its dedicated and its Spot cores, under one name,
+    and only the type tells them apart. "" where it is not known."""
 
     @property
-    def is_low_priority(self) -> bool:
-        """Return whether it counts the cores of the low-priority tier."""
-        return "lowpriority" in fold_name(self.kind) + fold_name(self.name)
+    def is_spot(self) -> bool:
+        """Return whether it counts the cores of Spot nodes, by either of their names: Azure ML says ``low-priority
+        cores``, virtual machines have ``lowPriorityCores`` or ``Total Regional Spot vCPUs``."""
+        words = fold_name(self.kind) + fold_name(self.name)
+        return "lowpriority" in words or "spot" in words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +120,7 @@ class Attempt:
     compute: str = ""
 
     def __str__(self) -> str:
-        kind = self.sku if self.tier == "dedicated" else f"{self.sku} (low priority)"
+        kind = SkuChoice(sku=self.sku, tier=self.tier)
         return f"{self.node_count} x {kind}: {self.decision}: {self.code}" + (
             f", {self.message}" if self.message else ""
         )
@@ -155,8 +160,8 @@ def examine(
     if not size.is_for_clusters:
         message = f"{choice.sku} is offered to {', '.join(size.compute_types)} only, not to computes for training"
         return SkuRefusal(code="NotForClusters", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
-    if choice.tier == "low_priority" and not size.low_priority_capable:
-        message = f"{choice.sku} is not offered on the low-priority tier"
+    if choice.tier == "spot" and not size.low_priority_capable:
+        message = f"{choice.sku} is not offered as Spot nodes (lowPriorityCapable is false)"
         return SkuRefusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if 0 < size.gpus < processes_per_node:
         message = f"{choice.sku} has {size.gpus} GPUs, and {processes_per_node} processes are to run on each node"
@@ -179,7 +184,7 @@ def examine(
 
 
 _TOTALS = {"totaldedicatedcores", "totalclusterdedicatedregionalvcpus", "totallowprioritycores",
-           "totalclusterlowpriorityregionalvcpus"}  # fmt: skip
+           "totalclusterlowpriorityregionalvcpus", "lowprioritycores", "totalregionalspotvcpus"}  # fmt: skip
 
 
 def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:
@@ -189,8 +194,8 @@ def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Qu
     are compared. A family that is not listed has no known quota: the service decides.
     """
     own = {fold_name(size.family), *_TOTALS}
-    low = choice.tier == "low_priority"
-    return [quota for quota in quotas if fold_name(quota.name) in own and quota.is_low_priority == low]
+    spot = choice.tier == "spot"
+    return [quota for quota in quotas if fold_name(quota.name) in own and quota.is_spot == spot]
 
 
 def fold_name(name: str) -> str:
@@ -199,10 +204,11 @@ def fold_name(name: str) -> str:
 
 
 def compute_name(cluster_name: str, choice: SkuChoice) -> str:
-    """Return the name of the compute for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. 3
-    to 24 small letters, digits and hyphens, a letter first and no number after the last hyphen: the service's rule."""
+    """Return the name of the compute for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for Spot, as such
+    computes have always been called. 3 to 24 small letters, digits and hyphens, a letter first and no number after the
+    last hyphen: the service's rule."""
     short = re.sub(r"[^a-z0-9]", "", choice.sku.casefold().removeprefix("standard_"))
-    tail = "-lp" if choice.tier == "low_priority" else ""
+    tail = "-lp" if choice.tier == "spot" else ""
     room = 24 - len(cluster_name) - 1 - len(tail)
     if len(short) > room:
         short = short[: room - 4] + hashlib.sha256(choice.sku.encode()).hexdigest()[:4]

@@ -13,7 +13,8 @@ import pytest
 from dtrain_dagster.assets.costs import cost_breakdown
 from dtrain_dagster.assets.estimate_check import estimate_scored
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
@@ -34,6 +35,7 @@ PLANNED = TrainingPlan(
 def test_a_plan_is_read_back_whoever_wrote_it():
     document = json.loads(json.dumps(asdict(PLANNED)))
     assert parse_plan(document | {"of_a_newer_version": 1}, "here") == PLANNED
+    assert parse_plan(document | {"tier": "low_priority"}, "here") == replace(PLANNED, tier="spot")
     older = {name: value for name, value in document.items() if name not in ("pace", "learned_factor", "phases")}
     assert parse_plan(older, "here") == replace(PLANNED, pace="", learned_factor=1.0, phases={})
     del document["work"]["steps"]
@@ -46,7 +48,7 @@ def broken_down(instance: dg.DagsterInstance, home: Path, rundir: RunDir) -> dic
 
     @dg.asset
     def cost_estimate() -> TrainingPlan:
-        return replace(PLANNED, fingerprint="bbbbbbbb", tier="low_priority")
+        return replace(PLANNED, fingerprint="bbbbbbbb", tier="spot")
 
     @dg.asset
     def trained_checkpoint() -> FinishedJob:
@@ -97,4 +99,4 @@ def test_a_job_is_held_against_the_plan_that_it_carried_out(tmp_path: Path) -> N
         rundir.storage.delete(PLAN)
         said = broken_down(instance, tmp_path, rundir)
         assert said["fingerprint"] == "bbbbbbbb", "no other plan is known"
-        assert said["why"].startswith("not scored: it ran on Standard_NC4as_T4_v3 (low_priority)")
+        assert said["why"].startswith("not scored: it ran on Standard_NC4as_T4_v3 (spot)")

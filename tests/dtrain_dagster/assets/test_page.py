@@ -66,14 +66,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> GPUClusterResource:
 def test_the_launchpad_may_ask_for_other_nodes_than_the_environment(cluster: GPUClusterResource) -> None:
     asked = TrainingOptions(nodes=2, gpu_type="Standard_NC24ads_A100_v4", tier=NodeTier.low_priority)
     other = with_nodes_of_run(cluster, asked)
-    assert (other.node_count, other.sku, other.first_tier) == (2, "Standard_NC24ads_A100_v4", "low_priority")
+    assert (other.node_count, other.sku, other.first_tier) == (2, "Standard_NC24ads_A100_v4", "spot")
     same = with_nodes_of_run(cluster, TrainingOptions())
     assert (same.node_count, same.sku, same.first_tier) == (3, cluster.sku, cluster.first_tier)
     azure = GPUClusterResource(
         **{name: getattr(cluster, name) for name in GPUClusterResource.model_fields}
         | {"kind": "azure_ml", "azure": {"tiers": ["dedicated"], "chain": ["a"]}}
     )
-    assert with_nodes_of_run(azure, asked).azure == {"tiers": ["low_priority"], "chain": ["a"]}
+    assert with_nodes_of_run(azure, asked).azure == {"tiers": ["spot"], "chain": ["a"]}
 
 
 def test_nodes_that_there_cannot_be_are_refused_in_one_line() -> None:

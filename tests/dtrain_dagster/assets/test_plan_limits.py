@@ -10,12 +10,15 @@ import pytest
 
 from dtrain_dagster.assets.plan_limits import cheapest_here, refuse_dearer_nodes
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, with_evictions
+from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
+from dtrain_dagster.costs.evictions import evictions_of, with_evictions
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.choices import Baseline, Choices, choices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 
 V100 = price_of("Standard_NC6s_v3")
 SIZES = Sizes(
@@ -50,7 +53,7 @@ def test_nodes_are_chosen_that_fit_surely_else_as_expected_else_the_cheapest():
     only = cheapest_here(table(None), V100.sku, "dedicated", 1)
     assert only is not None
     assert only.node_count == 1, "no more than there are"
-    assert cheapest_here(table(None), V100.sku, "low_priority", 4) is None
+    assert cheapest_here(table(None), V100.sku, "spot", 4) is None
 
 
 def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():
@@ -60,13 +63,24 @@ def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():
     assert two.steps == pytest.approx(stated.work(4).steps * 0.5, rel=0.01), "a measured step has the whole batch"
 
 
-def test_what_replacing_evicted_nodes_takes_is_in_the_estimate():
+def test_what_evictions_take_and_how_far_spot_may_rise_is_in_the_estimate():
     seconds = Interval(low=3600.0, expected=4000.0, high=5000.0)
-    low = estimate_cost(seconds, V100, "low_priority", 4)
-    assert low.seconds == with_evictions(seconds, 4)
-    assert low.seconds.high > 1.2 * seconds.high
-    assert low.usd.high == pytest.approx(low.seconds.high * 4 / 3600 * 0.61)
-    assert estimate_cost(seconds, V100, "dedicated", 4).seconds == seconds
+    rated = with_spot(V100, evictions=RATE)
+    spot = estimate_cost(seconds, rated, "spot", 4, startup_seconds=600.0)
+    assert spot.seconds == with_evictions(seconds, evictions_of(rated, "spot", 600.0), 4)
+    assert spot.seconds.high > 1.2 * seconds.high
+    assert spot.usd.expected == pytest.approx(spot.seconds.expected * 4 / 3600 * 0.3978)
+    assert spot.usd.high == pytest.approx(spot.seconds.high * 4 / 3600 * 3.06), "no history: up to pay-as-you-go"
+    assert estimate_cost(seconds, V100, "spot", 4, startup_seconds=600.0).seconds == seconds, "no rate is assumed"
+    assert estimate_cost(seconds, rated, "dedicated", 4, startup_seconds=600.0).seconds == seconds
+
+
+def test_the_spread_of_a_spot_price_is_in_the_interval_of_the_estimate():
+    seconds = Interval(low=3600.0, expected=3600.0, high=3600.0)
+    history = (("2026-08-01", 0.30), ("2026-10-01", 0.90))
+    moved = with_spot(V100, history=history, recorded_on="2026-11-20", usd_per_hour=0.45)
+    found = estimate_cost(seconds, moved, "spot", 2).usd
+    assert (found.low, found.expected, found.high) == pytest.approx((0.60, 0.90, 1.80))
 
 
 def plan(**limits: Any) -> TrainingPlan:
@@ -74,7 +88,7 @@ def plan(**limits: Any) -> TrainingPlan:
     return TrainingPlan(
         fingerprint="f", job={}, sku="Standard_NC4as_T4_v3", tier="dedicated", node_count=2, processes_per_node=1,
         work=SIZES.work(2), estimate=estimate_cost(seconds, price_of("Standard_NC4as_T4_v3"), "dedicated", 2),
-        basis="", price_note="", **limits,
+        basis="", price_note="", phases={"startup": 600.0}, **limits,
     )  # fmt: skip
 
 
@@ -91,8 +105,10 @@ def plan(**limits: Any) -> TrainingPlan:
     ],
 )
 def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
-    tmp_path: Path, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
 ):
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    write_rates(tmp_path, ["Standard_NC4as_T4_v3"])
     project = build_resources(Settings(home=tmp_path))["project"]
     got = ClusterConfig(
         cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,
@@ -117,7 +133,7 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
 
 def test_on_azure_the_first_of_its_tiers_is_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cluster = build_resources(Settings(home=tmp_path, tier="low_priority"))["cluster"]
-    assert cluster.first_tier == "low_priority"  # type: ignore[attr-defined]
+    assert cluster.first_tier == "spot"  # type: ignore[attr-defined]
     on_azure = cluster.model_copy(update={"kind": "azure_ml", "azure": {"tiers": ["dedicated", "low_priority"]}})
     assert on_azure.first_tier == "dedicated"  # type: ignore[attr-defined]
     assert cluster.model_copy(update={"kind": "azure_ml"}).first_tier == "dedicated"  # type: ignore[attr-defined]

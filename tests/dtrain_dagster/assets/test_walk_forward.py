@@ -23,7 +23,8 @@ from dtrain_dagster.assets.walk_forward_gate import (
 )
 from dtrain_dagster.assets.walk_forward_report import report_document, report_page, year_rows
 from dtrain_dagster.automation.capacity_queue import PARTITION_TAG, new_ticket
-from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.reports.walk_forward_charts import walk_forward_chart

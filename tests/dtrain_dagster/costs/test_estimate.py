@@ -17,7 +17,6 @@ from dtrain_dagster.costs.estimate import (
     MINIMUM_MARGIN,
     PRIOR_SPREAD,
     Forecast,
-    Interval,
     LearnedCorrection,
     Measured,
     Sizes,
@@ -26,6 +25,7 @@ from dtrain_dagster.costs.estimate import (
     interpolated,
     work_of,
 )
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.limits import Limits, explain_excess, least, most_epochs, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured

@@ -33,11 +33,11 @@ stays = st.builds(
     st.one_of(moments, st.just(AUTUMN)),
     st.one_of(st.floats(-3600, 2e5), st.sampled_from((0.0, 1e-7, -60.0, 3600.0, float("nan")))),
     st.sampled_from(SKUS),
-    st.sampled_from((None, "dedicated", "low_priority")),
+    st.sampled_from((None, "dedicated", "low_priority", "spot")),
     st.sampled_from((False, False, True)),
 )
 histories = st.lists(stays, min_size=1, max_size=12).filter(
-    lambda usage: not any(item.sku == SKUS[2] and item.tier == "low_priority" for item in usage)
+    lambda usage: not any(item.sku == SKUS[2] and item.tier in ("low_priority", "spot") for item in usage)
 )
 junk = st.sampled_from((None, "x", -1, float("nan"), 1e308, 5e-324, 10**400, [], {}, [None], True))
 numbers = st.one_of(st.integers(-5, 400), st.floats(0, 1e4))

@@ -26,8 +26,8 @@ from dtrain_dagster.costs.prices import (
     refreshed_path,
     refreshed_prices,
     skus,
-    tier_of,
 )
+from dtrain_dagster.settings.tiers import tier_of
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 T4, T4_LARGE, A100, H100 = (
@@ -89,13 +89,13 @@ def test_what_cannot_be_priced_is_refused_by_name(home):
     with pytest.raises(PriceError, match=r"Standard_X1.*eastus.*DTRAIN_GPU_TYPE.*Standard_NC6s_v3"):
         price_of("Standard_X1")
     with pytest.raises(PriceError, match=r"Standard_ND96asr_v4.*not offered.*dedicated"):
-        price_of("Standard_ND96asr_v4").usd_per_hour("low_priority")
+        price_of("Standard_ND96asr_v4").usd_per_hour("spot")
     with pytest.raises(
-        PriceError, match=rf"no spot price of {H100} in eastus.*use tier dedicated, low_priority.*refresh"
+        PriceError, match=rf"no spot price of {H100} in eastus.*at most .*\$98.32: use tier dedicated.*refresh"
     ):
         price_of(H100).usd_per_hour("spot")
     assert [tier_of(name) for name in ("spot", "low_priority", "dedicated", "")] == [
-        "spot", "low_priority", "dedicated", "dedicated",
+        "spot", "spot", "dedicated", "dedicated",
     ]  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
     for seed in range(20):
         random.Random(seed).shuffle(items)
         chosen, doubts = choose_prices(items, "eastus", [T4], NOW)
-        assert chosen == {T4: {"dedicated": 0.526, "low_priority": 0.105, "spot": 0.0627}}
+        assert chosen == {T4: {"dedicated": 0.526, "spot": 0.0627}}
         assert not doubts
     chosen, doubts = choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
     assert chosen[T4]["dedicated"] == 0.526
@@ -166,7 +166,6 @@ RECORDED_D16ADS = [
     ("rows", "tier", "usd"),
     [
         (RECORDED_D16ADS, "dedicated", 0.82),
-        (RECORDED_D16ADS, "low_priority", 0.16),
         (RECORDED_D16ADS, "spot", None),
         ([("Linux", "Standard", 0.0), ("linux", "standard", 2.5)], "dedicated", 2.5),
         ([("Windows", "Standard", 1.56)], "dedicated", None),
@@ -197,10 +196,10 @@ def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, 
     assert len(listed.waits) > 2
     assert set(listed.waits) == {1}
     assert {tier: figure.usd_per_hour for tier, figure in price_of(A100).figures.items()} == {
-        "dedicated": 3.673, "low_priority": 0.7346, "spot": 0.4591,
+        "dedicated": 3.673, "spot": 0.4591,
     }  # fmt: skip
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.1
-    assert price_of(T4, "westeurope").usd_per_hour("low_priority") == 0.12
+    assert price_of(T4, "westeurope").usd_per_hour("spot") == 0.075
     # The size that is listed at zero is not sold: it stays, and is said.
     assert done.notes[0].startswith(f"{H100} in eastus: no dedicated price is listed; it stays at 98.32")
     assert price_of(H100).main_figure.how != "asked"
@@ -209,7 +208,7 @@ def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, 
 def test_fresh_prices_count_from_then_on(home, listed):
     listed.items = [
         *NOISE, *WANTED,
-        meter(T4_LARGE, 4.4), meter(T4_LARGE, 0.9, " Low Priority"),
+        meter(T4_LARGE, 4.4), meter(T4_LARGE, 0.9, " Spot"),
         meter(A100, 4.8, armRegionName="westeurope"),
     ]  # fmt: skip
     listed.first = [
@@ -219,20 +218,21 @@ def test_fresh_prices_count_from_then_on(home, listed):
     ]
     assert price_of(T4).usd_per_hour("dedicated") == 0.53
     with pytest.raises(PriceError, match="not offered"):
-        price_of(T4_LARGE).usd_per_hour("low_priority")
+        price_of(T4_LARGE).usd_per_hour("spot")
     done = ask(listed, home, T4, T4_LARGE, A100, regions=("eastus", "westeurope"))
     assert listed.waits == [7, 2, 4]  # as it said, else ever longer
     assert len(listed.asked) > 3 + 2  # several pages
     assert "serviceName eq 'Virtual Machines' and priceType eq 'Consumption'" in listed.asked[0]["$filter"]
     fresh = price_of(T4)
     assert {tier: figure.usd_per_hour for tier, figure in fresh.figures.items()} == {
-        "dedicated": 0.526, "low_priority": 0.105, "spot": 0.0627,
+        "dedicated": 0.526, "spot": 0.0627,
     }  # fmt: skip
     assert (fresh.recorded_on, fresh.main_figure.how) == ("2026-11-21", "asked")
     assert listed.url in fresh.source
     assert "armRegionName eq 'eastus'" in fresh.source
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8  # a region that the package does not have
-    assert price_of(T4_LARGE).usd_per_hour("low_priority") == 0.9  # by now it is offered
+    with pytest.raises(PriceError, match="not offered"):  # a virtual machine has that meter, and a cluster does not
+        price_of(T4_LARGE).usd_per_hour("spot")
     # What is not listed stays, and is said.
     assert price_of(A100).usd_per_hour("dedicated") == pytest.approx(3.673)
     assert f"{A100} in eastus: no dedicated price is listed; it stays at 3.673 of 2024-09" in done.notes
@@ -244,6 +244,18 @@ def test_fresh_prices_count_from_then_on(home, listed):
     assert price_of(T4).usd_per_hour("dedicated") == 0.526
     assert price_of(A100).usd_per_hour("dedicated") == 3.5
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8
+
+
+def test_a_price_of_the_retired_meter_in_an_old_table_is_left_out(home):
+    old = {
+        "currency": "USD",
+        "sources": {"s": {"how": "asked", "recorded_on": "2026-01-10", "source": "x"}},
+        "prices": {"eastus": {T4: {"dedicated": [0.53, "s"], "low_priority": [0.11, "s"]}}},
+    }
+    refreshed_path().write_text(json.dumps(old))
+    assert price_of(T4).recorded_on == "2026-01-10"
+    assert price_of(T4).figure("low_priority") == price_of(T4).figure("spot")  # type: ignore[arg-type]
+    assert price_of(T4).figure("spot").recorded_on == "2024-09", "the package's, of Spot's own meter"
 
 
 def test_of_two_figures_the_newer_counts(home):
@@ -346,8 +358,8 @@ def test_the_commands(home, listed):
 
     said = run("list")
     row = next(line for line in said.splitlines() if "Standard_NC6s_v3" in line)
-    assert row.split() == ["Standard_NC6s_v3", "1", "×", "V100", "PCIe", "16", "3.06", "[1]", "0.61", "[1]",
-                           "0.3978", "[2]", "1", "2025-09-30"]  # fmt: skip
+    assert row.split() == ["Standard_NC6s_v3", "1", "×", "V100", "PCIe", "16", "3.06", "[1]", "0.3978", "[2]",
+                           "1", "2025-09-30"]  # fmt: skip
     assert said.startswith("US dollars per node and hour in eastus;")
     assert "[1] 2025-11-04, recorded: Azure ML's vmSizes answer" in said
     listed.items = [meter(usd=0.54)]

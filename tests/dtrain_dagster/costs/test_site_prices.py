@@ -13,7 +13,6 @@ from dtrain_dagster.costs.prices import (
     LISTED,
     OF_SITE,
     STAND_IN,
-    TIERS,
     PriceError,
     alternatives_to,
     hardware_of,
@@ -25,6 +24,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import SettingsError, load_settings
+from dtrain_dagster.settings.tiers import TIERS
 from trainer.documents.places import checked_id
 
 GPU = "Standard_NC6s_v3@gpu"

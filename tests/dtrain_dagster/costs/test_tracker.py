@@ -11,23 +11,23 @@ from dtrain_dagster.costs.usage import NodeUsage
 def test_cost_metrics():
     usage = [NodeUsage(node_id=n, sku="Standard_NC6s_v3", started_at=0, ended_at=3600 * (n + 1)) for n in range(2)]
     metrics = CostTracker("local", usage, "low_priority").metrics(epochs=3, estimated_usd=1.0)
-    assert metrics.total_cost_usd == pytest.approx(3 * 0.61)
+    assert metrics.total_cost_usd == pytest.approx(3 * 0.3978)
     assert metrics.training_duration_hours == pytest.approx(2)
-    assert metrics.cost_per_epoch == pytest.approx(0.61)
-    assert overrun(metrics.total_cost_usd, metrics.estimated_total_cost) == pytest.approx(0.83)
+    assert metrics.cost_per_epoch == pytest.approx(0.3978)
+    assert overrun(metrics.total_cost_usd, metrics.estimated_total_cost) == pytest.approx(0.1934)
     with pytest.raises(ValueError, match="must be positive"):
         overrun(1.0, 0.0)
 
 
-CHEAP, DEAR = "Standard_NC6s_v3", "Standard_NC40ads_H100_v5"
+CHEAP, DEAR = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4"
 
 
 @pytest.mark.parametrize(("before", "after"), [(CHEAP, DEAR), (DEAR, CHEAP), (CHEAP, CHEAP)])
 def test_a_budget_in_dollars_holds_whatever_the_nodes_cost_that_a_job_goes_on_with(before: str, after: str):
     paid = [NodeUsage(node_id=n, sku=before, started_at=0, ended_at=900, tier="dedicated") for n in range(2)]
-    limit = node_seconds_of(10.0, paid, after, "low_priority")
+    limit = node_seconds_of(10.0, paid, after, "spot")
     assert limit > 1800, "there are dollars left"
-    rest = NodeUsage(node_id=0, sku=after, started_at=1000, ended_at=1000 + limit - 1800, tier="low_priority")
+    rest = NodeUsage(node_id=0, sku=after, started_at=1000, ended_at=1000 + limit - 1800, tier="spot")
     assert CostTracker("", [*paid, rest], "low_priority").total_usd == pytest.approx(10.0)
     spent = CostTracker("", paid, "dedicated").total_usd
     assert node_seconds_of(spent / 2, paid, after, "dedicated") == 1800, "not one second more"

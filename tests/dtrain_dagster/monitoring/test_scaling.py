@@ -15,7 +15,8 @@ import pytest
 from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.scaling import model_check, short_job, short_runs
 from dtrain_dagster.assets.scaling_page import fastest_and_cheapest, scaling_page
-from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.monitoring.scaling import (
     CLAIMED,

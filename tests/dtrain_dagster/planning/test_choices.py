@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice
-from dtrain_dagster.costs.estimate import Interval, with_evictions
-from dtrain_dagster.costs.prices import Tier, price_of, price_table
+from dtrain_dagster.costs.evictions import Evictions, with_evictions
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.planning.choices import (
-    EVICTION_SECONDS,
-    EVICTIONS_PER_NODE_HOUR,
     Baseline,
     Choices,
     PlanError,
@@ -28,7 +27,9 @@ from dtrain_dagster.planning.choices import (
     require_choice,
 )
 from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
+from tests.dtrain_dagster.spot_prices import RATE, with_spot
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
@@ -41,7 +42,7 @@ PLANNED = Baseline(
     batch_size_per_rank=256,
     measured_nodes=(2,),
 )
-BOTH: tuple[Tier, ...] = ("dedicated", "low_priority")
+BOTH: tuple[Tier, ...] = ("dedicated", "spot")
 HOUR = 3600.0
 
 
@@ -58,6 +59,9 @@ class Amdahl:
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         whole = self.fixed + self.computing / node_count / speed
         return Interval(low=(1 - self.spread) * whole, expected=whole, high=(1 + self.spread) * whole)
+
+    def startup_at(self, node_count: int) -> float:
+        return 600.0
 
 
 def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
@@ -116,23 +120,41 @@ def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float],
 
 
 def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
-    limits = {"tiers": BOTH, "prices": [PRICES[V100]], "node_counts": (1,)}
-    assert require_choice(table_of(**limits)).tier == "low_priority"
-    # 12.1 hours and a tenth more, and 1.33 evictions and two standard deviations of ten minutes each: 13.92 h.
-    assert require_choice(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
+    limits = {"tiers": BOTH, "prices": [with_spot(PRICES[V100], evictions=RATE)], "node_counts": (1,)}
+    assert require_choice(table_of(**limits)).tier == "spot"
+    # 12.1 hours and a tenth more, and at most 1.33 evictions and two standard deviations, each a start-up of ten
+    # minutes: 13.92 h.
+    assert require_choice(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "spot"
     assert require_choice(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
-    slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), node_count=4)
+    evictions = Evictions(per_node_hour=0.1, most_per_node_hour=0.2, seconds=600.0)
+    slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), evictions, node_count=4)
     assert slow.low == HOUR
-    assert slow.expected == pytest.approx(2 * HOUR + 8 * EVICTIONS_PER_NODE_HOUR * EVICTION_SECONDS)
-    assert any("Assumed, not measured" in line for line in table_of(**limits).assumptions)
-    assert not any("Assumed" in line for line in table_of().assumptions)
+    assert slow.expected == pytest.approx(2 * HOUR + 8 * 0.1 * 600)
+    assert slow.high == pytest.approx(3 * HOUR + 600 * (2.4 + 2 * 2.4**0.5))
+    assert any("Spot nodes varies" in line for line in table_of(**limits).assumptions)
+    assert not any("Spot" in line for line in table_of().assumptions)
+
+
+def test_a_choice_of_spot_says_what_evictions_cost_or_that_it_is_not_known():
+    known = with_spot(PRICES[V100], evictions=RATE)
+    spot = row_of(table_of(tiers=BOTH, prices=[known], node_counts=(2,)), V100, 2, "spot")
+    undisturbed = 2 * 6.1 * 0.3978
+    assert spot.usd.expected == pytest.approx(undisturbed * (1 + 0.075 * 2 / 6))
+    assert f"evictions are expected to cost {dollars(spot.usd.expected - undisturbed)}" in spot.price_from
+    assert "5 to 10 % of Spot nodes are evicted in an hour" in spot.price_from
+    assert "read 2024-09" in spot.price_from
+    unknown = row_of(table_of(tiers=BOTH, prices=[PRICES[V100]], node_counts=(2,)), V100, 2, "spot")
+    assert unknown.usd.expected == pytest.approx(undisturbed), "nothing is assumed"
+    assert "how often Spot nodes are evicted is not known" in unknown.price_from
+    assert f"dtrain prices refresh --region eastus --sku {V100} --spot-history" in unknown.price_from
 
 
 def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
     table = table_of(prices=price_table().values(), tiers=BOTH)
     missing = {(item.sku, item.tier): item.why for item in table.not_available}
     assert missing[V100, "dedicated"] == "retired on 2025-09-30"
-    assert "not offered on the low-priority tier in eastus" in missing["Standard_NC64as_T4_v3", "low_priority"]
+    assert "not offered as Spot nodes of Azure ML in eastus" in missing["Standard_NC64as_T4_v3", "spot"]
+    assert "at most the pay-as-you-go price of $6.98" in missing["Standard_NC40ads_H100_v5", "spot"]
     assert not {(row.sku, row.tier) for row in table.rows} & set(missing)
     for day, there in ((29, True), (30, False)):
         assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
@@ -307,3 +329,9 @@ def test_the_plan_says_what_fewer_nodes_would_save_and_what_it_is_not():
     nothing = table_of(deadline_seconds=1.0, prices=[PRICES[V100]])
     assert "No choice surely keeps the limits" in explain_choice(nothing)
     assert "choose_nodes" not in explain_choice(nothing)
+
+
+def test_nodes_that_are_not_bought_are_named_by_their_place_and_only_priced_as_a_size():
+    said = explain_choice(table_of(place="this machine", is_stand_in=True))
+    assert said.startswith("This plan runs on this machine, priced as if it were 2 × NC6s_v3 (dedicated): ")
+    assert explain_choice(table_of()).startswith("This plan runs on 2 × NC6s_v3 (dedicated): ")

@@ -35,6 +35,7 @@ from dtrain_dagster.planning.probe import forecast, probe_job
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.small_job import train, write_dataset
+from tests.dtrain_dagster.spot_prices import write_rates
 from trainer.config import JobConfig
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
@@ -291,17 +292,16 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
         plan, said = plan_of(instance, home, dataset)
     assert plan is None
     assert "Standard_NC6s_v9" in "\n".join(said)
-    real = LocalClusterManager.provision_cluster
+    real, dear = LocalClusterManager.provision_cluster, "Standard_NC40ads_H100_v5"
     with monkeypatch.context() as patch:
-        patch.setenv("DTRAIN_REGION", "westus2")
         patch.setattr(
             LocalClusterManager,
             "provision_cluster",
-            lambda *asked: replace(real(*asked), tier="low_priority"),  # as where the first choice is not to be had
+            lambda *asked: replace(real(*asked), gpu_type=dear, tier="spot"),  # as where no other is to be had
         )
         plan, said = plan_of(instance, home, dataset)
     assert plan is None
-    assert "no low_priority price of Standard_NC6s_v3 in westus2" in "\n".join(said)
+    assert f"no spot price of {dear} in eastus" in "\n".join(said)
     assert sorted(jobs.iterdir()) == before, "no probe is run at a price that nobody knows"
 
     own = replace(job, dataset=replace(job.dataset, dataset_id=name))
@@ -322,6 +322,36 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert "at least" in "\n".join(said)
     assert "instead of 50000" in "\n".join(said)
     assert sorted(jobs.iterdir()) == before, "nothing ran for any of these"
+
+
+def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(finished, instance, monkeypatch):
+    home, rundir, job = finished
+    monkeypatch.setenv("DTRAIN_HOME", str(home))
+    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+    uri, name = job.dataset.uri, manifest["dataset_id"]
+    dataset = BuiltDataset(
+        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
+    )
+    write_plan(rundir, replace(job, dataset=replace(job.dataset, dataset_id=name)))
+    materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
+    plan, said = plan_of(instance, home, dataset, tier="low_priority")
+    assert plan is not None, said
+    assert plan.tier == "spot"
+    assert sum("is called spot now" in text for text in said) == 1
+    assert "which Azure retired on 2025-09-30; nothing is billed" in plan.price_note
+    assert "no history of it is known, so the interval reaches to the pay-as-you-go price of $3.06" in plan.price_note
+    assert "How often Spot nodes are evicted is not known" in plan.price_note
+    made = instance.get_latest_materialization_event(dg.AssetKey("cost_estimate")).asset_materialization.metadata
+    assert "| Evictions | how often Spot nodes are evicted is not known" in made["plan"].value
+    assert "this machine, priced as if it were 1 × Standard_NC6s_v3 (Spot)" in made["plan"].value
+    assert made["choice"].value.startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
+
+    write_rates(home, [SKU])
+    known, _ = plan_of(instance, home, dataset, tier="spot")
+    assert known is not None
+    assert "Evictions are expected to cost $" in known.price_note
+    assert known.estimate.usd.expected > plan.estimate.usd.expected
+    (home / "prices.json").unlink()
 
 
 @pytest.mark.long

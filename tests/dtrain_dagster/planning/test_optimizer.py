@@ -12,12 +12,12 @@ from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.choices import EVICTION_SECONDS, EVICTIONS_PER_NODE_HOUR
 from dtrain_dagster.planning.optimizer import ResourceOptimizer, utilization
 from tests.dtrain_dagster.simulated_timing import Simulation
+from tests.dtrain_dagster.spot_prices import RATE, with_spot
 from trainer.rundir import event
 
-V100 = replace(price_of("Standard_NC6s_v3"), retired_on=None)
+V100 = with_spot(replace(price_of("Standard_NC6s_v3"), retired_on=None), evictions=RATE)
 TRAINING = {
     "gradient_accumulation_steps": 2, "batch_size_per_gpu": 128, "world_size": 3, "learning_rate": 2e-3,
     "lr_scaling": "none",
@@ -53,6 +53,7 @@ def optimizer(extra: list[dict[str, Any]], **other: Any) -> ResourceOptimizer:
         "prices": price_table().values(),
         "today": date(2026, 3, 1),
         "price_words": "list price, not the bill",
+        "startup_seconds": 40.0,
     } | other
     return ResourceOptimizer([*RUN.events(), *extra], usage, **given)
 
@@ -80,8 +81,11 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
     assert 0.95 * best < smaller.saved_usd <= best
 
-    taken_away = EVICTIONS_PER_NODE_HOUR * 3 * wall / 3600 * EVICTION_SECONDS
-    assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(taken_away)
+    evicted = 0.075 * 3 * wall / 3600 * 40.0
+    assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(evicted)
+    assert found["DTRAIN_TIER"].setting == "DTRAIN_TIER = spot"
+    assert "Spot nodes cost 13% of dedicated ones (2024-09)" in found["DTRAIN_TIER"].sentence
+    assert "evictions are expected to cost" in found["DTRAIN_TIER"].sentence
     assert usd / 2 < found["DTRAIN_TIER"].saved_usd < usd
 
 
@@ -99,7 +103,7 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
         [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=date(2026, 3, 1),
         price_words="",
     )  # fmt: skip
-    assert [item.title for item in found.recommendations()] == ["low priority"]
+    assert [item.title for item in found.recommendations()] == ["Spot"]
 
 
 def test_a_smaller_sku_is_there_offered_and_large_enough():

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.assets.plan_limits import cheapest_here
-from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, without_evictions
-from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table
+from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
+from dtrain_dagster.costs.evictions import evictions_of, without_evictions
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
 from dtrain_dagster.planning.choices import Baseline, choices
@@ -20,14 +23,16 @@ from dtrain_dagster.planning.optimizer import ResourceOptimizer
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
 from dtrain_dagster.planning.projection import ProgressRate, Projection
 from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.simulated_timing import Simulation
+from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 from trainer.rundir import event
 
 A100, V100, T4 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
 NODES, HOURS, TODAY = 3, 10.0, date(2025, 9, 1)
 GIB = 2**30
-PHASES = {"startup": 0.0, "steps": 3600 * HOURS, "evaluation": 0.0, "checkpoint": 0.0, "finish": 0.0}
+STARTUP = 600.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Known:
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         seconds = 3600 * self.hours / speed
         return Interval(low=seconds, expected=seconds, high=seconds)
+
+    def startup_at(self, node_count: int) -> float:
+        return STARTUP
 
 
 def in_the_plan(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float = HOURS) -> float:
@@ -58,7 +66,7 @@ def in_the_refusal(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float
         processes_per_node=1, epochs=1, max_steps=None, eval_frequency=None, checkpoint_frequency=100,
         stated_ranks=1,
     )  # fmt: skip
-    measured = Measured(node_count=nodes, startup_seconds=0.0, step_seconds=3600 * hours)
+    measured = Measured(node_count=nodes, startup_seconds=STARTUP, step_seconds=3600 * hours - STARTUP)
     made = Forecast(measured=(measured,), sizes=sizes, basis="probe", basis_words="a probe")
     [said] = remedies(made, Limits(budget_usd=1e6), price, tier, [nodes], nodes + 1)[:1]
     found = re.search(r"about (\$[\d.]+)", said)
@@ -70,12 +78,15 @@ def usage_of(sku: str, hours: float = HOURS, tier: Tier = "dedicated") -> list[N
     return [NodeUsage(node_id=n, sku=sku, started_at=0.0, ended_at=3600 * hours, tier=tier) for n in range(10, 13)]
 
 
-def in_the_alert(sku: str, events: list[dict[str, Any]], hours: float = HOURS) -> dict[str, float]:
+def in_the_alert(
+    sku: str, events: list[dict[str, Any]], hours: float = HOURS, startup: float = 0.0
+) -> dict[str, float]:
     """Kind → dollars, of a job that has not done a step: all of it is what is left."""
     nodes = paid_nodes(usage_of(sku), price_table(), "dedicated")
     usd = NODES * hours * nodes.price.usd_per_hour("dedicated")
     projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
-    rest, whole = rest_and_whole(nodes, projection, {"phases": PHASES}, ProgressRate())
+    phases = {"startup": startup, "steps": 3600 * hours - startup}
+    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, ProgressRate())
     found = savings(rest, whole, settled(windows(events)), events, TRAINING, TABLE, TODAY)
     return {item.option.kind: usd - item.option.saved_usd for item in found}
 
@@ -84,7 +95,7 @@ def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) 
     """Setting → dollars, of a run that took as long and used little of its nodes."""
     looked_at = ResourceOptimizer(
         events, usage_of(sku, hours), price=price_of(sku), tier="dedicated", training=TRAINING, prices=TABLE.values(),
-        today=TODAY, price_words="list price",
+        today=TODAY, price_words="list price", startup_seconds=STARTUP,
     )  # fmt: skip
     return {item.setting.split(" = ")[0]: looked_at.usd - item.saved_usd for item in looked_at.recommendations()}
 
@@ -97,13 +108,19 @@ LOOKS = [event("node", node, 1, node_id=node, gpu_utilization=30.0, gpus=[GPU]) 
 
 
 @pytest.mark.parametrize("events", [LOOKS, [*RUN.events(), *LOOKS]], ids=["not timed", "timed"])
-def test_low_priority_costs_the_same_in_plan_refusal_alert_and_advice(events: list[dict[str, Any]]):
-    evicted = 1 + 0.1 * NODES * 600 / 3600  # a tenth of the nodes in each hour, ten minutes for each, all nodes paid
-    by_hand = NODES * HOURS * price_of(A100).usd_per_hour("low_priority") * evicted
-    assert by_hand == pytest.approx(22.995)
-    assert in_the_plan(price_of(A100), "low_priority") == pytest.approx(by_hand)
-    assert in_the_refusal(price_of(A100), "low_priority") == dollars(by_hand)
-    assert in_the_alert(A100, events)["low priority"] == pytest.approx(by_hand)
+@pytest.mark.parametrize("rated", [True, False], ids=["rate known", "rate not known"])
+def test_spot_costs_the_same_in_plan_refusal_alert_and_advice(
+    events: list[dict[str, Any]], rated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    if rated:
+        write_rates(tmp_path, [A100])
+    evicted = 1 + 0.075 * NODES * STARTUP / 3600 if rated else 1.0  # each eviction buys a start-up for all nodes
+    by_hand = NODES * HOURS * price_of(A100).usd_per_hour("spot") * evicted
+    assert by_hand == pytest.approx(13.833 if rated else 13.333, abs=1e-3)
+    assert in_the_plan(price_of(A100), "spot") == pytest.approx(by_hand)
+    assert in_the_refusal(price_of(A100), "spot") == dollars(by_hand)
+    assert in_the_alert(A100, events, startup=STARTUP)["spot"] == pytest.approx(by_hand)
     assert in_the_advice(A100, events)["DTRAIN_TIER"] == pytest.approx(by_hand)
 
 
@@ -142,22 +159,24 @@ def seconds_of(events: list[dict[str, Any]]) -> float:
 
 
 def test_what_cannot_be_had_is_a_row_with_the_reason():
-    base = BaseRun(price=price_of(V100), tier="low_priority", node_count=2, seconds=3600.0, usd=1.0)
+    base = BaseRun(price=price_of(V100), tier="spot", node_count=2, seconds=3600.0, usd=1.0)
     rows = build_options(base, [], [], {"precision": "fp32"}, price_table().values(), date(2026, 3, 1))
     by_kind = {item.kind: item for item in rows if item.kind != "other SKU"}
-    assert by_kind["low priority"].why_not == "its nodes can be taken away already"
+    assert by_kind["spot"].why_not == "its nodes are Spot already"
     assert "no timing" in by_kind["fewer nodes"].why_not
     assert "not been measured" in by_kind["precision"].why_not
     assert any("retired on" in item.why_not for item in rows if item.kind == "other SKU")
     assert all((item.usd is None) == bool(item.why_not) for item in rows)
 
 
-def test_a_run_on_low_priority_nodes_is_not_charged_for_its_evictions_twice():
-    price = price_of(T4)
+def test_a_run_on_spot_nodes_is_not_charged_for_its_evictions_twice():
+    price = with_spot(price_of(T4), evictions=RATE)
     exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
-    three, two = (estimate_cost(exact, price, "low_priority", count) for count in (3, 2))
+    three, two = (estimate_cost(exact, price, "spot", count, STARTUP) for count in (3, 2))
+    assert three.seconds.expected == pytest.approx(36000 * (1 + 0.075 * 3 / 6))
     base = BaseRun(
-        price=price, tier="low_priority", node_count=3, seconds=three.seconds.expected, usd=three.usd.expected
+        price=price, tier="spot", node_count=3, seconds=three.seconds.expected, usd=three.usd.expected,
+        startup_seconds=STARTUP,
     )  # fmt: skip
     events = RUN.events()
     world = worlds(settled(windows(events)))[0]
@@ -167,17 +186,25 @@ def test_a_run_on_low_priority_nodes_is_not_charged_for_its_evictions_twice():
 
 def test_the_time_of_a_plan_on_other_nodes_has_their_evictions_only():
     exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
-    planned = estimate_cost(exact, price_of(T4), "low_priority", NODES)
-    assert without_evictions(planned.seconds, "low_priority", NODES).expected == pytest.approx(36000.0)
-    assert without_evictions(exact, "dedicated", NODES) == exact
+    price = with_spot(price_of(T4), evictions=RATE)
+    planned = estimate_cost(exact, price, "spot", NODES, STARTUP)
+    assert planned.seconds.expected > 36000.0
+    evictions = evictions_of(price, "spot", STARTUP)
+    assert without_evictions(planned.seconds, evictions, NODES).expected == pytest.approx(36000.0)
+    assert evictions_of(price, "dedicated", STARTUP) is None
+    assert evictions_of(price, "spot", None) is None
+    assert without_evictions(exact, None, NODES) == exact
 
 
 def test_starting_again_is_paid_where_nodes_change_and_only_there():
     usd = 2 * 10 * price_of(V100).usd_per_hour("dedicated")
-    base = BaseRun(price=price_of(V100), tier="dedicated", node_count=2, seconds=36000.0, usd=usd, step_seconds=36000.0)
+    base = BaseRun(
+        price=with_spot(price_of(V100), evictions=RATE), tier="dedicated", node_count=2, seconds=36000.0, usd=usd,
+        step_seconds=36000.0, startup_seconds=STARTUP,
+    )  # fmt: skip
     again, events = replace(base, restart_seconds=900.0), RUN.events()
     world = worlds(settled(windows(events)))[0]
-    for kind, more in (("low priority", 900 * (1 + 0.1 * 2 * 600 / 3600)), ("larger batch", 0.0)):
+    for kind, more in (("spot", 900 * (1 + 0.075 * 2 * STARTUP / 3600)), ("larger batch", 0.0)):
         first, second = (
             best_of(build_options(item, world, [], TRAINING, [], TODAY), kind)  # type: ignore[arg-type]
             for item in (base, again)

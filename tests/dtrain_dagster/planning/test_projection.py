@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.costs.prices import Tier, price_table
+from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.options import BaseRun
 from dtrain_dagster.planning.projection import ProgressRate, Projection, TimeLeft, overruns, project, time_left
 from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, saving_table, savings
+from dtrain_dagster.settings.tiers import Tier
 from tests.dtrain_dagster.simulated_timing import Simulation
 
 V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
@@ -280,15 +281,13 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
         REST, WHOLE, settled(windows(slow_network)), slow_network, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
     by_name = {item.option.kind: item.option for item in found}
-    assert set(by_name) == {"fewer nodes", "other SKU", "low priority", "smaller model", "larger batch"}
+    assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
     saved = [item.option.saved_usd for item in found]
     assert saved == sorted(saved, reverse=True)
     assert all(0 < item.option.saved_usd < (200 if item.when == ANOTHER else 100) for item in found)
     row = price_table()[V100]
-    evicted = 1 + 0.1 * NODES * 600 / 3600  # a tenth of the nodes in each hour, ten minutes for each
-    assert by_name["low priority"].saved_usd == pytest.approx(
-        100 * (1 - evicted * row.usd_per_hour("low_priority") / HOURLY)
-    )
+    assert by_name["spot"].saved_usd == pytest.approx(100 * (1 - row.usd_per_hour("spot") / HOURLY))
+    assert "how often Spot nodes are evicted is not known" in by_name["spot"].note
     assert "batch_size_per_gpu" in by_name["larger batch"].change
     assert "**fewer nodes**" in saving_table(found)
     assert all(item.text.startswith(f"{item.option.kind}: ") for item in found)
@@ -306,8 +305,8 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
 
 def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
     told = savings(REST, WHOLE, [], [], {}, price_table(), TODAY)
-    assert {item.option.kind for item in told} <= {"other SKU", "low priority"}
-    cheapest = rest_of(1.0, T4, "low_priority")
+    assert {item.option.kind for item in told} <= {"other SKU", "spot"}
+    cheapest = rest_of(1.0, T4, "spot")
     assert savings(cheapest, cheapest, [], [], {}, {T4: price_table()[T4]}, TODAY) == ()
     assert "Nothing" in saving_table(())
 

@@ -14,7 +14,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.home_search import MARKER, find_home
-from dtrain_dagster.settings.unknown import find_unknown_variables, known_variables
+from dtrain_dagster.settings.unknown import find_old_tiers, find_unknown_variables, known_variables
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -41,7 +41,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
         ("DTRAIN_CLUSTER_NAME", "my cluster", "pattern"),
-        ("DTRAIN_TIER", "spot", "must be of dedicated, low_priority"),
+        ("DTRAIN_TIER", "cheap", "must be of dedicated, spot"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_the_default(monkeypatch, name, value, said):
@@ -90,10 +90,10 @@ def on_azure(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 
 def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4@low_priority")
+    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4@spot")
     cluster = build_resources(load_settings())["cluster"]
     assert cluster.shared_uri == "az://dtrain/team"
-    assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@low_priority")
+    assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@spot")
     assert cluster.azure["idle_seconds"] == 600
     monkeypatch.setenv("DTRAIN_ENDPOINT", "quotes")
     assert load_settings().endpoint == "quotes"
@@ -136,7 +136,7 @@ def test_azure_is_asked_for_what_can_be_bought_and_a_v100_stands_in_elsewhere(mo
         ({"DTRAIN_REGION": "westus2"}, tuple(sku for sku in DEFAULT_CHAIN if "H100" not in sku)),
         ({"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4"}, DEFAULT_CHAINS[4]),
         (
-            {"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4", "DTRAIN_TIER": "dedicated,low_priority"},
+            {"DTRAIN_GPU_TYPE": "Standard_NC96ads_A100_v4", "DTRAIN_TIER": "dedicated,spot"},
             ("Standard_NC96ads_A100_v4",),
         ),
         ({"DTRAIN_PROCESSES_PER_NODE": "3"}, DEFAULT_CHAIN),
@@ -157,20 +157,19 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
             {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3,Standard_Unpriced"},
             "no price is known for SKU 'Standard_Unpriced'",
         ),
-        ({"DTRAIN_TIER": "spot"}, "spot"),
+        ({"DTRAIN_TIER": "cheap"}, "cheap"),
         (
             {
-                "DTRAIN_GPU_TYPE": "Standard_NC6s_v3",
-                "DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3",
+                "DTRAIN_GPU_TYPE": "Standard_NC40ads_H100_v5",
+                "DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5",
                 "DTRAIN_TIER": "dedicated,low_priority",
-                "DTRAIN_REGION": "westus2",
             },
-            "Standard_NC6s_v3 (low priority) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): "
-            "no low_priority price of Standard_NC6s_v3 in westus2 is known",
+            "Standard_NC40ads_H100_v5 (Spot) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): "
+            "no spot price of Standard_NC40ads_H100_v5 in eastus is known",
         ),
         (
-            {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3@low_priority", "DTRAIN_REGION": "westus2"},
-            "`dtrain prices refresh --region westus2 --sku Standard_NC4as_T4_v3`",
+            {"DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5@spot"},
+            "`dtrain prices refresh --region eastus --sku Standard_NC40ads_H100_v5`",
         ),
     ],
 )
@@ -196,12 +195,22 @@ def test_the_azure_path_loads_without_the_sdk_and_without_a_network(monkeypatch)
     assert done.returncode == 0, done.stderr
 
 
+def test_the_old_name_of_spot_goes_on_working_and_is_told(monkeypatch):
+    on_azure(monkeypatch, DTRAIN_TIER="spot, low_priority, dedicated", DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3@spot")
+    assert load_settings().tiers == ("spot", "dedicated")
+    old = {"DTRAIN_TIER": "low_priority", "DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3@low_priority"}
+    said = find_old_tiers(old | {"DTRAIN_NODES": "2"})
+    assert [sentence.split("=")[0] for sentence in said] == ["DTRAIN_TIER", "DTRAIN_AZURE_CHAIN"]
+    assert all("is called spot now" in sentence and "write spot" in sentence for sentence in said)
+    assert find_old_tiers({"DTRAIN_TIER": "spot"}) == find_old_tiers({}) == []
+
+
 def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatch):
     on_azure(monkeypatch, DTRAIN_TIER="low_priority, dedicated", DTRAIN_IDLE_MINUTES="2.5")
     cluster = build_resources(load_settings())["cluster"]
-    assert (cluster.first_tier, cluster.tier) == ("low_priority", "low_priority")
+    assert (cluster.first_tier, cluster.tier) == ("spot", "spot")
     options = cluster.azure_options()
-    assert (options.tiers, options.idle_seconds) == (("low_priority", "dedicated"), 150)
+    assert (options.tiers, options.idle_seconds) == (("spot", "dedicated"), 150)
 
 
 @pytest.mark.parametrize(

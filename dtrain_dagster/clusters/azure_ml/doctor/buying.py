@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice, examine, quotas_of
-from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of, refresh_command, tier_of
+from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of, refresh_command
+from dtrain_dagster.settings.tiers import SPOT_QUOTA, tier_of
 
 COMPUTE_TYPE = "AmlCompute"
 """The kind of compute that a size has to support: clusters, not single machines."""
@@ -109,8 +110,8 @@ def judge_chain(choices: Sequence[SkuChoice], lines: Sequence[DoctorLine], node_
         check="sizes",
         verdict="missing",
         seen=f"none of {len(choices)} choices can be asked for, with {node_count} nodes",
-        remedy=f"raise a quota ({QUOTA_PAGE}), add sizes to DTRAIN_AZURE_CHAIN or low_priority to DTRAIN_TIER, or ask "
-        "for fewer nodes (DTRAIN_NODES)",
+        remedy=f"raise a quota ({QUOTA_PAGE}), add sizes to DTRAIN_AZURE_CHAIN or spot to DTRAIN_TIER (its quota: "
+        f"{SPOT_QUOTA}), or ask for fewer nodes (DTRAIN_NODES)",
     )
 
 

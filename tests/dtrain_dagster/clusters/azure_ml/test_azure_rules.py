@@ -17,6 +17,7 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
 from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience
+from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
     LAUNCH_TAG,
@@ -39,6 +40,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     chain,
     compute_name,
     examine,
+    fold_name,
     quota_of,
 )
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, explain_loss
@@ -80,12 +82,12 @@ class TestChain:
     def test_starts_with_the_wanted_size_and_goes_tier_by_tier(self) -> None:
         found = chain("B", ("A", "B"), ("dedicated", "low_priority"))
         assert [(choice.sku, choice.tier) for choice in found] == [
-            ("B", "dedicated"), ("A", "dedicated"), ("B", "low_priority"), ("A", "low_priority"),
+            ("B", "dedicated"), ("A", "dedicated"), ("B", "spot"), ("A", "spot"),
         ]  # fmt: skip
 
     def test_an_entry_with_a_tier_is_tried_in_its_place_and_once(self) -> None:
-        found = chain("A", ("A@low_priority", "B"), ("dedicated", "low_priority"))
-        assert [str(choice) for choice in found] == ["A", "A (low priority)", "B", "B (low priority)"]
+        found = chain("A", ("A@low_priority", "B"), ("dedicated", "spot"))
+        assert [str(choice) for choice in found] == ["A", "A (Spot)", "B", "B (Spot)"]
 
     def test_leaves_out_what_was_waited_for_in_vain(self) -> None:
         assert V100 not in chain(V100.sku, DEFAULT_CHAIN, ("dedicated",), {V100})
@@ -122,11 +124,13 @@ class TestQuota:
         assert refusal is not None
         assert refusal.code == "QuotaTooSmall"
 
-    def test_low_priority_has_one_quota_for_all_families(self) -> None:
-        choice = dataclasses.replace(V100, tier="low_priority")
-        quotas = [*self.quota(0, 0), *self.quota(0, 100, "TotalLowPriorityCores")]
+    @pytest.mark.parametrize("total", ["TotalLowPriorityCores", "lowPriorityCores", "Total Regional Spot vCPUs"])
+    def test_spot_has_one_quota_for_all_families_under_each_of_its_names(self, total: str) -> None:
+        choice = dataclasses.replace(V100, tier="spot")
+        quotas = [*self.quota(0, 0), *self.quota(0, 100, total)]
         assert examine(choice, SIZES, quotas, 3, 0, 1) is None
-        assert examine(choice, SIZES, self.quota(90, 100, "TotalLowPriorityCores"), 3, 0, 1) is not None
+        assert examine(choice, SIZES, self.quota(90, 100, total), 3, 0, 1) is not None
+        assert examine(V100, SIZES, self.quota(0, 0, total), 3, 0, 1) is None, "it does not count dedicated cores"
 
     @pytest.mark.parametrize("total", ["TotalDedicatedCores", "Total Cluster Dedicated Regional vCPUs"])
     def test_the_total_of_all_families_counts_too(self, total: str) -> None:
@@ -143,7 +147,7 @@ class TestQuota:
         assert "TotalDedicatedCores" in refusal.message
 
     def test_a_family_that_is_listed_twice_counts_on_its_own_tier(self) -> None:
-        """Recorded: one row of dedicated and one of low-priority cores, under the same name."""
+        """Recorded: one row of dedicated and one of Spot cores ("low-priority"), under the same name."""
         kinds = ("vmFamily/dedicatedCores/usages", "vmFamily/lowPriorityCores/usages")
         dedicated, low = (f"Microsoft.MachineLearningServices/{kind}" for kind in kinds)
         quotas = [*self.quota(0, 100, kind=dedicated), *self.quota(0, 6, kind=low)]
@@ -173,11 +177,21 @@ class TestQuota:
 
 @pytest.mark.parametrize("name", ["dtrain", "a" * 12])
 @pytest.mark.parametrize("sku", [*DEFAULT_CHAIN, "Standard_ND96isr_MI300X_v5_and_more"])
-@pytest.mark.parametrize("tier", ["dedicated", "low_priority"])
+@pytest.mark.parametrize("tier", ["dedicated", "spot"])
 def test_names_of_computes_fit_the_service(name: str, sku: str, tier: str) -> None:
     made = compute_name(name, SkuChoice(sku=sku, tier=tier))
     assert re.fullmatch(r"[a-zA-Z](?![a-zA-Z0-9-]*-\d+$)[a-zA-Z0-9-]{2,23}", made)  # as ARM checks it
     options(cluster_name=name)
+
+
+@pytest.mark.parametrize(("tier", "word"), [("dedicated", "Dedicated"), ("spot", "LowPriority")])
+def test_the_service_is_told_its_own_word_for_spot(tier: str, word: str) -> None:
+    pytest.importorskip("azure.ai.ml")
+    choice = SkuChoice(sku="Standard_NC4as_T4_v3", tier=tier)
+    made = describe_compute(options(), choice, "dtrain-nc4ast4v3", 2, {})
+    assert fold_name(made._to_rest_object().properties.properties.vm_priority) == fold_name(word)
+    assert compute_tier(made) == tier
+    assert SkuChoice(sku="Standard_NC4as_T4_v3", tier="low_priority") == dataclasses.replace(choice, tier="spot")
 
 
 class TestOptions:
@@ -188,7 +202,8 @@ class TestOptions:
             ({"resource_group": ""}, "DTRAIN_AZURE_RESOURCE_GROUP"),
             ({"cluster_name": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME"),
             ({"chain": ("NC6",)}, "chain"),
-            ({"tiers": ("spot",)}, "tiers"),
+            ({"tiers": ("cheap",)}, "tiers"),
+            ({"chain": ("Standard_NC6s_v3@cheap",)}, "chain"),
             ({"idle_seconds": 0}, "idle_seconds"),
             ({"vnet": "v"}, "vnet"),
             ({"subnet": "s"}, "subnet"),
@@ -203,7 +218,7 @@ class TestOptions:
     def test_a_job_runs_no_longer_than_its_tier_allows(self) -> None:
         long = options(job_timeout_seconds=1e9)
         assert long.timeout_seconds("dedicated") == 21 * 86400
-        assert long.timeout_seconds("low_priority") == 7 * 86400
+        assert long.timeout_seconds("spot") == long.timeout_seconds("low_priority") == 7 * 86400
 
     def test_making_a_manager_asks_nobody_and_imports_no_client(self, tmp_path: Path) -> None:
         script = f"""

@@ -42,7 +42,7 @@ LAUNCH = {
 }
 MARKS = marks_of("train-1", LAUNCH)
 SCHEMAS = ("ea", "ea_actual", "mca", "focus", "details")
-LOW = {"meter": "NC6s v3 Low Priority", "cost": 0.61}
+SPOT = {"meter": "NC6s v3 Spot", "cost": 0.3978}
 
 
 def tracker(*stays: tuple[float, float, str]) -> CostTracker:
@@ -60,11 +60,11 @@ def dollars(found: Any) -> Decimal:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_a_compute_is_known_by_its_pool_and_its_meters_are_told_apart(schema):
-    """The workspace is the resource of each row. Machine, disk, load balancer and traffic of one compute, low priority
+    """The workspace is the resource of each row. Machine, disk, load balancer and traffic of one compute, Spot
     and dedicated; and beside them another compute, another workspace's compute of the same name, and the workspace."""
     facts = [
         fact(),
-        fact(**LOW),
+        fact(**SPOT),
         fact(cost=0.25, hours=0.03, meter="P10 LRS Disk", category="Storage", unit="1/Month", size=""),
         fact(cost=0.03, meter="Standard Included LB Rules and Outbound Rules", category="Load Balancer", size=""),
         fact(cost=0.02, hours=0.2, meter="Standard Data Transfer Out", category="Bandwidth", unit="1 GB", size=""),
@@ -78,7 +78,7 @@ def test_a_compute_is_known_by_its_pool_and_its_meters_are_told_apart(schema):
     found = reconcile(tracker((0, 1, "dedicated"), (0, 1, "low_priority")), read_usage(bill(schema, facts), "b"), MARKS)
     lines = {line.meter: (line.billed_usd, line.ours_usd, line.why) for line in found.rows}
     assert lines["Virtual Machines: NC6s v3"] == (Decimal("3.06"), Decimal("3.06"), "the same")
-    assert lines["Virtual Machines: NC6s v3 Low Priority"] == (Decimal("0.61"), Decimal("0.61"), "the same")
+    assert lines["Virtual Machines: NC6s v3 Spot"] == (Decimal("0.3978"), Decimal("0.3978"), "the same")
     assert [(meter.split(":")[0], ours) for meter, (_, ours, _) in lines.items() if ours is None] == [
         ("Azure Machine Learning", None), ("Bandwidth", None), ("Load Balancer", None), ("Storage", None),
     ]  # fmt: skip
@@ -280,7 +280,9 @@ FACTS = st.builds(
     cost=st.integers(-300, 900).map(lambda cents: cents / 100),
     hours=st.sampled_from([0.25, 1.0, 24.0]),
     pool=st.sampled_from(["", f"dtrain-nc6_{GUID}", f"dtrain-nc6-2_{GUID}", "x"]),
-    meter=st.sampled_from(["NC6s v3", "NC6s v3 Low Priority", "NC24ads A100 v4", "P10 LRS Disk", "vCPU Surcharge"]),
+    meter=st.sampled_from(
+        ["NC6s v3", "NC6s v3 Low Priority", "NC6s v3 Spot", "NC24ads A100 v4", "P10 LRS Disk", "vCPU Surcharge"]
+    ),
     category=st.sampled_from(["Virtual Machines", "Azure Machine Learning", "Storage", "Bandwidth", ""]),
     resource=st.sampled_from([WORKSPACE, ELSEWHERE, "", f"{WORKSPACE}/computes/dtrain-nc6"]),
 )

@@ -13,7 +13,8 @@ import pytest
 from dtrain_dagster.clusters.azure_ml.bill_matching import marks_of
 from dtrain_dagster.clusters.azure_ml.bill_reconciliation import reconcile
 from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError, read_usage
-from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
@@ -92,12 +93,12 @@ def test_each_tier_of_a_sku_is_held_against_its_own_meter():
     first = NodeUsage(node_id=0, sku=SKU, started_at=at, ended_at=at + 3600, tier="low_priority")
     then = NodeUsage(node_id=0, sku=SKU, started_at=at + 3600, ended_at=at + 7200, tier="dedicated")
     both = CostTracker("gpu", [first, then], "dedicated")
-    rows = [row("10/25/2026", "3.06", "1"), row("10/25/2026", "0.61", "1", MeterName="NC6s v3 Low Priority")]
+    rows = [row("10/25/2026", "3.06", "1"), row("10/25/2026", "0.3978", "1", MeterName="NC6s v3 Spot")]
     found = reconcile(both, read_usage(csv_text(rows), "usage.csv"), MARKS)
     assert [line.why for line in found.rows] == ["the same", "the same"]
     only = reconcile(both, read_usage(csv_text(rows[:1]), "usage.csv"), MARKS)
     assert [(line.meter, line.why[:17]) for line in only.rows][1] == (
-        f"{SKU.lower()} (low priority)",
+        f"{SKU.lower()} (Spot)",
         "not in the export",
     )
 
@@ -141,7 +142,7 @@ def test_what_cannot_be_used_is_refused_by_name():
 
 
 def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
-    """Two nodes were planned for 50 s at $3.06; both came as low priority, started slowly, and redid ten steps."""
+    """Two nodes were planned for 50 s at $3.06; both came as Spot, started slowly, and redid ten steps."""
 
     def at(kind: str, time: float, generation: int = 1, **fields: Any) -> dict[str, Any]:
         return {"kind": kind, "time": time, "rank": 0, "generation": generation, **fields}
@@ -181,7 +182,7 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         assert [abs(item.usd) for item in found] == sorted([abs(item.usd) for item in found], reverse=True)
     said = explain_variance(found, bill.total_usd, usd)
     assert said.startswith(
-        "$0.0582 (69%) below the estimate: the price per node-hour was $0.6100 (Standard_NC6s_v3 (low"
+        "$0.0675 (79%) below the estimate: the price per node-hour was $0.3978 (Standard_NC6s_v3 (spot)"
     )
     assert "20 s of nodes were lost to failures" in said
     assert "30 steps were trained, planned were 40" in said

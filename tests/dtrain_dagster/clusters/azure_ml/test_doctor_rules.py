@@ -92,7 +92,7 @@ def test_what_is_wrong_with_storage_has_its_own_command(said: str, command: str)
     [
         (SIZE.sku, "dedicated", 3, "2026-01-01", "ok", "need 72 cores; A100 has 72 free of 96"),
         (SIZE.sku, "dedicated", 4, "2026-01-01", "warning", "need 96 cores"),
-        (SIZE.sku, "low_priority", 1, "2026-01-01", "warning", "not offered on the low-priority tier"),
+        (SIZE.sku, "spot", 1, "2026-01-01", "warning", "not offered as Spot nodes"),
         ("Standard_NC40ads_H100_v5", "dedicated", 1, "2026-01-01", "warning", "is not among the 2 sizes"),
         ("Standard_NC6s_v3", "dedicated", 1, "2025-09-30", "warning", "retired on 2025-09-30"),
         ("Standard_NC6s_v3", "dedicated", 1, "2025-09-29", "ok", "it retires on 2025-09-30"),

@@ -125,6 +125,35 @@ REAL: list[tuple[str, Any, int, str, str, float]] = [
          'in exceeding quota limits of Microsoft.Batchlusters"'},
         200, "fatal", "OK", SCARCE_SECONDS,
     ),
+    (  # trial and student subscriptions, whose offer leaves out whole families (2026); a request to raise it, too
+        "a size that the offer leaves out",
+        {"error": {"code": "ResourceNotAvailableForOffer", "message": "The resource is not available for the offer of "
+         "this subscription."}},
+        400, "next", "ResourceNotAvailableForOffer", NO_QUOTA_SECONDS,
+    ),
+    (  # another operation on the same compute is under way: not a mistake in the request, though its status says so
+        "another operation is under way",
+        {"error": {"code": "ConcurrentOperationsNotAllowed", "message": "Another operation on this cluster is in "
+         "progress."}},
+        400, "wait", "ConcurrentOperationsNotAllowed", 60.0,
+    ),
+    (  # the sentence of virtual machines about Spot (Azure/karpenter-provider-azure), in a plain BadRequest
+        "quota of Spot, by its old name",
+        {"error": {"code": "BadRequest", "message": "Operation could not be completed as it results in exceeding "
+         "approved LowPriorityCores quota. Additional details - Current Limit: 3, Additional Required: 6"}},
+        400, "next", "BadRequest", NO_QUOTA_SECONDS,
+    ),
+    (
+        "quota of Spot, by its name in the portal",
+        {"error": {"code": "BadRequest", "message": "Operation could not be completed as it results in exceeding "
+         "approved Total Regional Spot vCPUs quota."}},
+        400, "next", "BadRequest", NO_QUOTA_SECONDS,
+    ),
+    (
+        "quota of Spot, as Azure ML calls it",
+        {"error": {"code": "BadRequest", "message": "There are not enough low-priority cores for this request."}},
+        400, "next", "BadRequest", NO_QUOTA_SECONDS,
+    ),
     (  # Azure/MachineLearningNotebooks, issue 590
         "nothing but that it failed",
         {"error": {"code": "InternalServerError", "message": "An internal server error occurred. Please try again. If "

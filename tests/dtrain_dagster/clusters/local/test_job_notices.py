@@ -276,12 +276,10 @@ def test_the_words_of_a_move() -> None:
     assert describe_move({"node_count": 3}) == ""
     assert describe_move({**before, BEFORE: before}) == ""
     moved = {**before, "sku": "A100", "node_count": 1, "tier": "dedicated", BEFORE: before}
-    assert describe_move(moved) == "on 1 x A100 (dedicated), before on 3 x V100 (low priority)"
-    assert describe_move({**before, "history": [{**before, "node_count": 2}]}).endswith(
-        "before on 2 x V100 (low priority)"
-    )
+    assert describe_move(moved) == "on 1 x A100 (dedicated), before on 3 x V100 (Spot)"
+    assert describe_move({**before, "history": [{**before, "node_count": 2}]}).endswith("before on 2 x V100 (Spot)")
     assert describe_move({**before, "engine": "kubernetes", "cluster_name": "b", BEFORE: before}) == (
-        "on 3 x V100 (low priority) of kubernetes b, before on 3 x V100 (low priority) of slurm a"
+        "on 3 x V100 (Spot) of kubernetes b, before on 3 x V100 (Spot) of slurm a"
     )
 
 
