@@ -19,6 +19,7 @@ from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
 from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
 from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.judged_result import score_in_row
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT, JobProgress, advance
 from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
@@ -30,7 +31,7 @@ from dtrain_dagster.support.secrets import redact
 from trainer.documents.presences import NodePresence
 from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document
 from trainer.printable import visible
-from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.rundir import EVALUATION, EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 MOST_FILES = 40
@@ -63,8 +64,6 @@ class JobFigures:
     """What the table of all jobs shows of a job, beside `JobRow`. Figures are None where they are not known."""
 
     verdict: Verdict = Verdict()
-    loss: float | None = None
-    """The last training loss."""
     valid_loss: float | None = None
     """The best validation loss; of a job that runs, the latest."""
     usd: float | None = None
@@ -73,6 +72,14 @@ class JobFigures:
     """The dollars at the end: projected, or those that were paid."""
     price_words: str = ""
     """The basis of the dollars."""
+    score: float | None = None
+    """The model's figure on the test split; None where it was not judged."""
+    metric: str = ""
+    """The words of that figure, such as NLL."""
+    is_passed: bool | None = None
+    """Whether the gate was passed; None where none was asked."""
+    node_count: int | None = None
+    """The nodes that it was launched on last."""
     total_steps: int | None = None
     walk_forward: JobGroup | None = None
     """The walk forward that it is a year of."""
@@ -129,13 +136,19 @@ def _read(
     nodes = rundir.nodes()
     cost = cost_so_far(rundir, nodes, row.running, tier, now, pace)
     planned = ((plan or {}).get("work") or {}).get("steps")
+    evaluation = rundir.read_json(EVALUATION) if row.state == JobState.SUCCEEDED else None
+    metric, score, is_passed = score_in_row(evaluation or {})
+    node_count = launch.get("node_count")
     return JobFigures(
         verdict=verdict_of(row, status, result, launch, nodes, found),
-        loss=progress.loss,
         valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss, before.valid_loss if before else None),
         usd=cost.usd if cost else None,
         usd_at_end=(cost.usd_at_end if row.running else cost.usd) if cost else None,
         price_words=cost.words if cost else "",
+        score=score,
+        metric=metric,
+        is_passed=is_passed,
+        node_count=node_count if isinstance(node_count, int) else None,
         total_steps=planned if isinstance(planned, int) else pace.total_steps,
         walk_forward=_walk_forward(rundir, plan),
         live=live,

@@ -94,6 +94,15 @@ def result_of(evaluation: Mapping[str, Any], usd: float | None) -> JudgedResult 
     )
 
 
+def score_in_row(evaluation: Mapping[str, Any]) -> tuple[str, float | None, bool | None]:
+    """Return what the list of jobs shows of a result: the words of its first figure, the model's value, and whether
+    the gate was passed (None where none was asked)."""
+    model, gate = evaluation.get("model") or {}, evaluation.get("gate") or {}
+    name = next((name for name in FIGURES if _is_number(model.get(name))), None)
+    is_passed = bool(gate.get("passed")) if gate and evaluation.get("baselines") else None
+    return (FIGURES[name][0], float(model[name]), is_passed) if name else ("", None, is_passed)
+
+
 def _verdict(is_passed: bool | None, gate: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
     dates = [str(evaluation[name]) for name in ("first_date", "last_date") if evaluation.get(name)]
     on = f"the test split{f', {dates[0]} to {dates[-1]}' if dates else ''}"

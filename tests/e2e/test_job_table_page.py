@@ -106,11 +106,11 @@ def test_all_jobs_are_sorted_filtered_and_folded_and_the_address_keeps_it(url: s
 
     page.get_by_role("button", name="search sweep").click()
     shows(page, ["live", "broken", "@search/sweep", "sweep-0000", "sweep-0001", "sweep-0002", "older"])
-    page.get_by_role("button", name="validation loss").click()
+    page.get_by_role("button", name="best validation").click()
     by_loss = ["older", "@search/sweep", "sweep-0002", "sweep-0001", "sweep-0000", "live", "broken"]
     shows(page, by_loss)  # what is not known comes last
-    assert page.get_by_role("columnheader", name="validation loss").get_attribute("aria-sort") == "ascending"
-    page.get_by_role("button", name="validation loss").click()
+    assert page.get_by_role("columnheader", name="best validation").get_attribute("aria-sort") == "ascending"
+    page.get_by_role("button", name="best validation").click()
     shows(page, ["@search/sweep", "sweep-0000", "sweep-0001", "sweep-0002", "older", "live", "broken"])
     page.get_by_role("button", name="succeeded 4").click()
     page.fill("#search", "SWEEP 0001")
@@ -160,10 +160,10 @@ def test_a_keyboard_does_all_of_it(url: str, page: Page):
     assert page.url.endswith("#open=search/sweep&sel=older,sweep-0000")
     time.sleep(3)  # polls do not take the focus away
     assert page.evaluate(focused) == "sweep-0000"
-    head = page.get_by_role("button", name="$ so far")
+    head = page.get_by_role("button", name="cost")
     head.focus()
     page.keyboard.press("Enter")
-    assert page.get_by_role("columnheader", name="$ so far").get_attribute("aria-sort") == "descending"
+    assert page.get_by_role("columnheader", name="cost").get_attribute("aria-sort") == "descending"
 
 
 def test_selected_runs_are_overlaid(url: str, page: Page):

@@ -75,12 +75,17 @@ function jobLine(row, within) {
   const waiting = row.unread ? "…" : "";
   const verdict = cell("verdict", make("span", { class: "words", title: row.verdict || null }, row.verdict || waiting));
   verdict.dataset.tone = row.tone || "";
-  const usd = cell("usd", row.usd === undefined ? waiting : money(row.usd));
+  const atEnd = row.live && row.end !== undefined ? make("span", { class: "of" }, ` of ${money(row.end)}`) : "";
+  const usd = cell("usd", row.usd === undefined ? waiting : money(row.usd), atEnd);
   if (row.price) usd.title = row.price;
+  const score = cell("score");
+  if (row.score !== undefined) score.append(make("span", {}, figure(row.score), make("span", { class: "metric" }, ` ${row.metric}`)));
+  const gate = cell("gate", row.gate || "");
+  gate.dataset.tone = row.gate === "passed" ? "good" : "";
   made.append(
-    make("td", { role: "cell", class: "select" }, box), cell("job", link, label), stateCell(row.state), verdict, stepCell(row),
-    cell("loss", figure(row.loss)), cell("valid", figure(row.valid)), usd, cell("end", paidText(row.end)),
-    cell("started", row.started === undefined ? "" : moment(row.started)), cell("took", tookText(row)), cell("model", row.model || ""),
+    make("td", { role: "cell", class: "select" }, box), cell("job", link, label), stateCell(row.state), cell("model", row.model || ""),
+    cell("valid", figure(row.valid)), score, gate, cell("nodes", row.nodes === undefined ? "" : many(row.nodes)), stepCell(row), usd,
+    cell("started", row.started === undefined ? "" : moment(row.started)), cell("took", tookText(row)), verdict,
   );
   return made;
 }
@@ -103,9 +108,9 @@ function groupLine(group) {
     return [badge, " "];
   }).flat());
   made.append(
-    make("td", { role: "cell", class: "select" }), cell("job", button, make("span", { class: "label" }, jobs)), cell("state"), states, cell("step"), cell("loss"),
-    cell("valid", figure(group.valid)), cell("usd", paidText(group.usd)),
-    cell("end", paidText(group.end)), cell("started", group.started === undefined ? "" : moment(group.started)), cell("took"), cell("model"),
+    make("td", { role: "cell", class: "select" }), cell("job", button, make("span", { class: "label" }, jobs)), cell("state"), cell("model"),
+    cell("valid", figure(group.valid)), cell("score"), cell("gate"), cell("nodes"), cell("step"), cell("usd", paidText(group.usd)),
+    cell("started", group.started === undefined ? "" : moment(group.started)), cell("took"), states,
   );
   return made;
 }

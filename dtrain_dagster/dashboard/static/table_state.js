@@ -9,15 +9,16 @@ export const MOST_RUNS = 8; // of an overlay
 export const COLUMNS = [
   { key: "job", title: "job", value: row => row.id },
   { key: "state", title: "state", value: row => row.state },
-  { key: "verdict", title: "verdict", value: row => row.verdict },
+  { key: "model", title: "model", value: row => row.model },
+  { key: "valid", title: "best validation", value: row => row.valid, number: true },
+  { key: "score", title: "test", value: row => row.score, number: true },
+  { key: "gate", title: "gate", value: row => row.gate },
+  { key: "nodes", title: "nodes", value: row => row.nodes, down: true, number: true },
   { key: "step", title: "step", value: row => row.step, down: true, number: true },
-  { key: "loss", title: "training loss", value: row => row.loss, number: true },
-  { key: "valid", title: "validation loss", value: row => row.valid, number: true },
-  { key: "usd", title: "$ so far", value: row => row.usd, down: true, number: true },
-  { key: "end", title: "$ at the end", value: row => row.end, down: true, number: true },
+  { key: "usd", title: "cost", value: row => row.usd, down: true, number: true },
   { key: "started", title: "started", value: row => row.started, down: true, number: true },
   { key: "took", title: "took", value: (row, now) => tookSeconds(row, now), down: true, number: true },
-  { key: "model", title: "model", value: row => row.model },
+  { key: "verdict", title: "what held it up", value: row => row.verdict },
 ];
 const BY_KEY = new Map(COLUMNS.map(column => [column.key, column]));
 
