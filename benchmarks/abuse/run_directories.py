@@ -315,9 +315,9 @@ class Stage:
 
     def _strangers(self) -> None:
         """Put files that dtrain never writes into every folder and beside the marks."""
-        copy, marks = self.copy(), self.home / "storage" / "active"
-        folders = [copy, *(path for path in copy.rglob("*") if path.is_dir()), marks, self.jobs, self.home / "clusters"]
-        for folder in folders:
+        copy, clusters = self.copy(), self.home / "clusters"
+        within = [path for base in (copy, clusters) for path in base.rglob("*") if path.is_dir()]
+        for folder in [copy, clusters, self.jobs, *within]:
             if folder.is_dir():
                 leave_strangers(folder)
 

@@ -434,7 +434,7 @@ def test_a_foreign_page_beside_dtrain_ui_launches_nothing(ui: tuple[str, Project
         with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
             assert instance.get_runs() == []
         page = patient_page(browser)
-        page.goto(f"{url}/locations/dtrain/jobs/retraining")
+        page.goto(f"{url}/locations/dtrain/jobs/train")
         page.locator('button:has-text("Materialize all")').first.wait_for()
 
 
