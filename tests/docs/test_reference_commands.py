@@ -119,7 +119,7 @@ PAGES = [
     section("dtrain prices show"),
     section("dtrain work", filled={"'not group:studies'": "stock_prices"}),
     section("dtrain dashboard", filled={"dtrain dashboard\ndtrain": "dtrain dashboard --port 0\ndtrain"}, served=True),
-    section("dtrain ui", filled={"dtrain ui\ndtrain ui --port 3001": "dtrain ui --port 0\ndtrain ui --port 0"},
+    section("dtrain ui", filled={"dtrain ui --all\ndtrain ui --port 3001": "dtrain ui --port 0\ndtrain ui --port 0"},
             served=True),
     section("dtrain mlflow", filled={"dtrain mlflow\n```": "dtrain mlflow --port 0\n```"}, served=True),
     section("dtrain tensorboard", filled={"dtrain tensorboard\n```": "dtrain tensorboard --port 0\n```"}, served=True),

@@ -41,7 +41,7 @@ def test_press_materialize_and_watch(dagster: Dagster, page: Page):
     assert dagster.materializations("registered_model")
 
     page.goto(f"{dagster.url}/assets/trained_checkpoint")
-    page.get_by_text("weights_sha256").first.wait_for()
+    page.get_by_text("facts", exact=True).first.wait_for()
     row = page.locator("tr", has=page.get_by_text("curves", exact=True)).first
     row.get_by_text("[Show Markdown]").click()
     picture = page.locator('[role="dialog"] img[src^="data:image/svg+xml"]').first

@@ -36,6 +36,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.small_job import train, write_dataset
 from tests.dtrain_dagster.spot_prices import write_rates
+from tests.page import Page
 from trainer.config import JobConfig
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
@@ -341,10 +342,11 @@ def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(f
     assert "which Azure retired on 2025-09-30; nothing is billed" in plan.price_note
     assert "no history of it is known, so the interval reaches to the pay-as-you-go price of $3.06" in plan.price_note
     assert "How often Spot nodes are evicted is not known" in plan.price_note
-    made = instance.get_latest_materialization_event(dg.AssetKey("cost_estimate")).asset_materialization.metadata
-    assert "| Evictions | how often Spot nodes are evicted is not known" in made["plan"].value
-    assert "this machine, priced as if it were 1 × Standard_NC6s_v3 (Spot)" in made["plan"].value
-    assert made["choice"].value.startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
+    latest = instance.get_latest_materialization_event(dg.AssetKey("cost_estimate"))
+    made = Page(latest.asset_materialization.metadata)
+    assert "| Evictions | how often Spot nodes are evicted is not known" in made["plan"]
+    assert "this machine, priced as if it were 1 × Standard_NC6s_v3 (Spot)" in made["plan"]
+    assert made["choice"].startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
 
     write_rates(home, [SKU])
     known, _ = plan_of(instance, home, dataset, tier="spot")
