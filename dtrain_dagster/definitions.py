@@ -43,7 +43,7 @@ def build_defs(
     warn_of_variables()
     resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
-        build_graph(replace(STOCK, cluster=settings.place), settings, resources),
+        build_graph(replace(STOCK, cluster=settings.cluster_key), settings, resources),
         # Why in one process: `dtrain_dagster.pipelines.build_graph`.
         dg.Definitions(executor=dg.in_process_executor, loggers={"console": console}),
     )

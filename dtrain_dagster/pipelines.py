@@ -134,7 +134,7 @@ def build_training_assets(
         defaults: dict[str, dict[str, Any]] = {"cost_estimate": plan}
         pipeline = Pipeline(
             names=names,
-            cluster=settings.place,
+            cluster=settings.cluster_key,
             owners=tuple(owners),
             defaults=defaults,
             deps=tuple(map(dg.AssetKey.from_coercible, deps)),
@@ -181,7 +181,7 @@ def build_program_asset(
             raise PipelineError(why)
         pipeline = Pipeline(
             names=names,
-            cluster=settings.place,
+            cluster=settings.cluster_key,
             owners=tuple(owners),
             defaults={program.PROGRAM: {key: value for key, value in given.items() if value is not None}},
             deps=tuple(map(dg.AssetKey.from_coercible, deps)),

@@ -11,7 +11,7 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
-from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind
+from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
@@ -155,9 +155,9 @@ class GPUClusterResource(dg.ConfigurableResource):
         return GPUClusterResource(**fields)
 
     @property
-    def place(self) -> str:
-        """The name of the cluster among those of all kinds."""
-        return f"{self.kind}.{self.cluster_name}"
+    def cluster_key(self) -> str:
+        """What tells the cluster apart among those of all kinds."""
+        return cluster_key(self.kind, self.cluster_name)
 
     @property
     def ranks_per_node(self) -> int:

@@ -37,8 +37,8 @@ class Pipeline:
 
     names: GraphNames = STOCK_NAMES
     cluster: str = ""
-    """What tells clusters of a code location apart, as a tag's value (`Settings.place`); empty where no settings were
-    read."""
+    """What tells clusters of a code location apart, as a tag's value (`Settings.cluster_key`); empty where no settings
+    were read."""
     source: SourceKind = "prices"
     """What is trained on: prices, a dataset's folder, what another asset returns, or what a script has."""
     upstream: dg.AssetKey | None = None

@@ -24,7 +24,7 @@ def choices_dots(table: Choices) -> str:
     points = [(row.seconds.expected, row.usd.expected) for row in table.rows]
     mine = table.planned
     marked = None if mine is None else (mine.seconds.expected, mine.usd.expected)
-    return small_dots(points, marked, f"{len(points)} choices: time to the right, cost upwards; orange: this plan")
+    return small_dots(points, marked, f"{len(points)} choices: time →, cost ↑; orange: this plan")
 
 
 def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def queueing(
     try:
         yield
     except NoCapacityError as error:
-        waiting = WaitingList(project.shared_uri, cluster.place)
+        waiting = WaitingList(project.shared_uri, cluster.cluster_key)
         raise _queued(context, project, waiting, _ticket_of(context, waiting), error) from error
 
 

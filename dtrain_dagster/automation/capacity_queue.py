@@ -48,7 +48,7 @@ class Ticket:
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags of each of its runs, such as the cause of the run."""
     cluster: str = ""
-    """The cluster that it waits for (`GPUClusterResource.place`); "" of a version that knew one only."""
+    """The cluster that it waits for (`GPUClusterResource.cluster_key`); "" of a version that knew one only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         project = project_resource(context, names)
-        waiting, now = WaitingList(project.shared_uri, cluster_resource(context, names).place), time.time()
+        waiting, now = WaitingList(project.shared_uri, cluster_resource(context, names).cluster_key), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
         reading = clock.reading()
         tickets = [item for item in waiting.tickets() if _is_of(context.repository_def, item)]

@@ -103,3 +103,8 @@ def describe_kind(kind: ClusterKind) -> dict[str, str]:
 
 def _yes(does: bool, how: str) -> str:
     return (f"yes, {how}" if how else "yes") if does else "no"
+
+
+def cluster_key(kind: str, name: str) -> str:
+    """Return what tells a cluster apart among those of all kinds: a tag, a ticket and a folder have it. Pure."""
+    return f"{kind}.{name}"

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName
+from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName, cluster_key
 from dtrain_dagster.settings.home_search import DEFAULT, find_home
 from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -285,9 +285,9 @@ class Settings(EnvironmentSettings):
         return self
 
     @property
-    def place(self) -> str:
-        """The name of the cluster among those of all kinds."""
-        return f"{self.cluster}.{self.cluster_name}"
+    def cluster_key(self) -> str:
+        """What tells the cluster apart among those of all kinds."""
+        return cluster_key(self.cluster, self.cluster_name)
 
     @property
     def kind(self) -> ClusterKind:

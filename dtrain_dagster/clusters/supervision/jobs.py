@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.supervision.settle import (
 )
 from dtrain_dagster.clusters.supervision.submit import SupervisorError, describe_launch, start_supervisor
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.cluster_kinds import KINDS, cluster_key
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
 from trainer.documents.places import PlaceError, checked_id
@@ -69,9 +69,9 @@ class LaunchSettings:
     """Seconds before a node's time limit at which its successor is submitted."""
 
     @property
-    def place(self) -> str:
-        """The name of the cluster among those of all kinds that share a home."""
-        return f"{self.engine}.{self.cluster_name}"
+    def cluster_key(self) -> str:
+        """What tells the cluster apart among those of all kinds that share a home."""
+        return cluster_key(self.engine, self.cluster_name)
 
     def has(self, launch: Mapping[str, Any]) -> bool:
         """Return whether this is the launch of a job of this cluster."""

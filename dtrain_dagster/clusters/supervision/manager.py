@@ -57,7 +57,7 @@ class SupervisedClusterManager(GPUClusterManager):
     ) -> None:
         self.home, self.cluster_name = Path(home).absolute(), settings.cluster_name
         self.processes_per_node = processes_per_node
-        self.state = open_storage(str(self.home / "clusters" / settings.place))
+        self.state = open_storage(str(self.home / "clusters" / settings.cluster_key))
         self.jobs = SupervisedJobs(self.home, settings, self.state, engine_options)
         self.use = self.jobs.use
 

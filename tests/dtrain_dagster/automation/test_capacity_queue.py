@@ -238,12 +238,14 @@ def test_each_cluster_has_a_queue_of_its_own(tmp_path: Path, instance: dg.Dagste
     """What is not to be had on one keeps nobody waiting for another, and the sensor of one starts no run of another."""
     here, there = Settings(home=tmp_path), Settings(home=tmp_path, cluster_name="there")
     full, late = (
-        new_ticket(run, ["cost_estimate"], {}, "no quota", 1e9 + at, 1e10, cluster=cluster.place, not_before=retry_at)
+        new_ticket(
+            run, ["cost_estimate"], {}, "no quota", 1e9 + at, 1e10, cluster=cluster.cluster_key, not_before=retry_at
+        )
         for run, at, cluster, retry_at in (("0123456789", 0, there, 2e10), ("9876543210", 1, here, 0.0))
     )
     everywhere = WaitingList(here.shared_uri)
     everywhere.put(full)
-    assert WaitingList(here.shared_uri, here.place).put(late) == 1, "the first in its own queue"
+    assert WaitingList(here.shared_uri, here.cluster_key).put(late) == 1, "the first in its own queue"
     [request] = tick(here, instance).run_requests
     assert request.tags[TICKET_TAG] == late.ticket
     assert not tick(there, instance).run_requests

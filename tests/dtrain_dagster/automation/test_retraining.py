@@ -31,7 +31,7 @@ from dtrain_dagster.automation.retraining import (
     claim_retraining,
     staleness,
 )
-from dtrain_dagster.automation.run_liveness import planned_assets
+from dtrain_dagster.automation.run_liveness import ON_NODES, planned_assets
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.job_notices import tell_of_end
 from dtrain_dagster.clusters.notice_claims import NOTICES
@@ -408,6 +408,8 @@ def test_what_a_run_makes(world: tuple[World, list[dict[str, Any]]]):
     started = dg.DagsterRunStatus.STARTED
     whole = here.add_run(dg.RunRequest(), started)
     assert {dg.AssetKey("trained_checkpoint"), dg.AssetKey("cost_estimate")} <= planned_assets(here.instance, whole)
+    graph = here.defs.resolve_asset_graph().get_all_asset_keys()
+    assert {dg.AssetKey(name) for name in ON_NODES if name != "program_run"} <= graph, "they exist under these names"
     part = whole._replace(asset_selection=frozenset({dg.AssetKey("scaling_study")}))
     assert planned_assets(here.instance, part) == {dg.AssetKey("scaling_study")}
     assert planned_assets(here.instance, here.add_run(dg.RunRequest(), started, nightly_copy)) == set()
