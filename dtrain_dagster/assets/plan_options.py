@@ -1,18 +1,21 @@
 """The options of `cost_estimate` in the launchpad: the training, its limits and its probe."""
 
+import copy
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from dtrain_dagster.assets.common import LaunchpadOptions
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.tiers import tier_of
 from trainer.config import DistributedTrainingConfig
+from trainer.model.allowed_factories import STOCK, modules_of_settings
 
 _DEFAULT = DistributedTrainingConfig()
 
@@ -95,13 +98,14 @@ class TrainingOptions(PlanOptions):
     """The training, its limits and its probe, in the launchpad."""
 
     model: str = "har_tcn"
-    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory. Where this is
-    left as it is, a dataset of rows or tokens gets the usual model of its kind."""
+    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory, which
+    DTRAIN_FACTORY_MODULES has to allow. Where this is left as it is, a dataset of rows or tokens gets the usual model
+    of its kind."""
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""
     loss: str = "return_and_volatility"
-    """A stock loss, or a factory of your own as package.module:factory. Left as it is: see the model; with another
-    model of windows, student_t."""
+    """A stock loss, or a factory of your own, as for the model. Left as it is: see the model; with another model of
+    windows, student_t."""
     loss_args: dict[str, Any] = {}
     """Arguments of the loss's factory, by name."""
     epochs: int = _of_training("epochs")
@@ -144,6 +148,23 @@ class TrainingOptions(PlanOptions):
             if any(getattr(self, name) != getattr(start, name) for start in starts)
         }
         return changed | set(self.more)
+
+
+def with_checked_names(kind: type[TrainingOptions], given: Mapping[str, Any]) -> type[TrainingOptions]:
+    """Return the options with the names of models and losses as enums, which Dagster offers and checks in the
+    launchpad. They stay strings where factories of the user's own are allowed. ``given``: where the launchpad
+    begins."""
+    if modules_of_settings():
+        return kind
+    checked: dict[str, Any] = {}
+    for part, names in STOCK.items():
+        if ":" in given.get(part, ""):
+            continue  # a factory of the graph's author
+        field = copy.copy(kind.model_fields[part])
+        options: Any = StrEnum(part.capitalize(), dict(zip(names, names, strict=True)))  # type: ignore[misc]
+        field.default = options(field.default)
+        checked[part] = (options, field)
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **checked)
 
 
 class ScriptOptions(PlanOptions):

@@ -11,7 +11,14 @@ from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
-from dtrain_dagster.assets.plan_options import NodeTier, PlanOptions, ScriptOptions, TrainingOptions, with_nodes_of_run
+from dtrain_dagster.assets.plan_options import (
+    NodeTier,
+    PlanOptions,
+    ScriptOptions,
+    TrainingOptions,
+    with_checked_names,
+    with_nodes_of_run,
+)
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
 from dtrain_dagster.assets.walk_forward_gate import refuse_without_report
@@ -48,7 +55,8 @@ def build_cost_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
 
 
 def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
-    names, options = pipeline.names, pipeline.options("cost_estimate", TrainingOptions)
+    kind = with_checked_names(TrainingOptions, pipeline.defaults.get("cost_estimate", {}))
+    names, options = pipeline.names, pipeline.options("cost_estimate", kind)
 
     @dg.asset(
         **pipeline.asset("cost_estimate", "planning", inputs=("sharded_dataset",)),

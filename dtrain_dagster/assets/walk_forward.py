@@ -15,7 +15,7 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, best_rows, head_of_page, links, page_of, refusing_mistakes
 from dtrain_dagster.assets.dataset import opened_engine, show_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_options import TrainingOptions, with_nodes_of_run
+from dtrain_dagster.assets.plan_options import TrainingOptions, with_checked_names, with_nodes_of_run
 from dtrain_dagster.assets.planning import DESCRIPTION, plan_training
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.assets.walk_forward_gate import START, training_settings
@@ -128,7 +128,8 @@ def shard_year(
 def build_year_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
     """Return the asset `cost_estimate` of a walk forward: each year has its own plan, refused where it exceeds the
     budget."""
-    names, options = pipeline.names, pipeline.options("cost_estimate", YearTrainingOptions)
+    kind = with_checked_names(YearTrainingOptions, pipeline.defaults.get("cost_estimate", {}))
+    names, options = pipeline.names, pipeline.options("cost_estimate", kind)
 
     @dg.asset(
         **pipeline.asset("cost_estimate", "planning", inputs=("sharded_dataset",)),

@@ -74,6 +74,23 @@ def test_an_endpoint_is_checked_where_one_is_named_and_blocks_nothing():
     assert not graph.get_check_spec(key).blocking
 
 
+def test_the_launchpad_checks_the_names_of_models_and_losses(monkeypatch: pytest.MonkeyPatch):
+    """As it is typed, before a run begins. A deployment that allows factories of its own has free text."""
+
+    def refused(model: str) -> bool:
+        config = {"ops": {"cost_estimate": {"config": {"model": model, "loss": "student_t"}}}}
+        try:
+            dg.validate_run_config(build_defs(Settings()).resolve_job_def("train"), config)
+        except dg.DagsterInvalidConfigError as error:
+            return "model not in enum type" in str(error)
+        return False
+
+    assert refused("tcm")
+    assert not refused("mlp")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
+    assert not refused("mine.models:build_model")
+
+
 def test_assets_are_out_of_date_when_the_code_that_makes_them_changes(monkeypatch: pytest.MonkeyPatch):
     """Dagster compares code versions. Those of data are in their ids, so the same code gives the same dataset."""
 

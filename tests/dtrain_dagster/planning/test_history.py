@@ -279,10 +279,8 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert "deadline_hours = -1.0" in "\n".join(said)
     for mistake, words in (
         ({"model_args": {"channel": 8}}, "it accepts: channels"),
-        ({"model": "tcnn"}, "neither a stock model"),
         ({"epochs": 0}, "launchpad: epochs = 0: it should be greater than or equal to 1"),
         ({"more": {"epoch": 3}}, "did you mean training.epochs?"),
-        ({"epohcs": 3}, "launchpad: epohcs is not a setting: did you mean epochs?"),
         ({"more": {"world_size": 1, "gradient_accumulation_steps": 5000}}, "micro-batches"),
     ):
         plan, said = plan_of(instance, home, dataset, **mistake)
