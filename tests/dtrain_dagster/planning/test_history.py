@@ -312,9 +312,8 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert plan.pace == pace_mark(own, 1)
     assert json.loads(json.dumps(asdict(plan)))["estimate"]["usd"]["expected"] > 0
     assert any("may reach stop_at_usd" in text for text in said)
-    assert instance.get_latest_materialization_event(dg.AssetKey("cost_estimate")).asset_materialization.metadata[
-        "basis"
-    ] == dg.TextMetadataValue("history")
+    page = Page(instance.get_latest_materialization_event(dg.AssetKey("cost_estimate")).asset_materialization.metadata)
+    assert page["basis"] == "history"
 
     plan, said = plan_of(instance, home, dataset, epochs=50_000, budget_usd=0.05)
     assert plan is None
