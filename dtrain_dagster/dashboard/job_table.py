@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.clusters.notice_text import UNTOLD
 from dtrain_dagster.dashboard.answers import encode
 from dtrain_dagster.dashboard.figures_index import FiguresIndex, KnownFigures
 from dtrain_dagster.dashboard.job_board import JobBoard, refresh_seconds
@@ -54,7 +55,10 @@ def table_row(row: JobRow, figures: JobFigures | None, fleets: Mapping[str, JobG
         "of": found.total_steps,
         "score": _rounded(found.score),
         "metric": found.metric,
-        "gate": {True: "passed", False: "not passed", None: ""}[found.is_passed],
+        # A probe's model is for no one, so its gate is no news.
+        "gate": ""
+        if row.job_id.startswith(UNTOLD)
+        else {True: "passed", False: "not passed", None: ""}[found.is_passed],
         "nodes": found.node_count,
         "valid": _rounded(found.valid_loss),
         "usd": _rounded(found.usd),

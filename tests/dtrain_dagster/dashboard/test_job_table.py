@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,8 @@ def test_figures_come_from_the_newest_events_and_the_records_of_the_end(tmp_path
     rundir.write_json("evaluation.json", {"model": model, "baselines": {"a": {}}, "gate": gate})
     judged = table_row(ended, read_figures(rundir, ended, "dedicated", time.time()), {})
     assert (judged["score"], judged["metric"], judged["gate"], judged["nodes"]) == (-2.5, "NLL", "passed", 3)
+    probe = table_row(replace(ended, job_id="probe-1"), read_figures(rundir, ended, "dedicated", time.time()), {})
+    assert "gate" not in probe
     assert figures.usd == figures.usd_at_end == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
     node = {"sku": "Standard_NC6s_v3", "started_at": START, "ended_at": START + 600, "node_id": 0}
     rundir.write_json("plan.json", {"probes": [{"job_id": "probe-1", "usage": [node]}], "tier": "dedicated"})
