@@ -44,6 +44,8 @@ def table_row(row: JobRow, figures: JobFigures | None, fleets: Mapping[str, JobG
     ended = row.ended_at is not None and row.started_at is not None
     took = row.seconds if row.seconds is not None else row.ended_at - row.started_at if ended else None  # type: ignore[operator]
     found = figures or JobFigures()
+    # A probe's model is for no one, so its gate is no news.
+    gate = "" if row.job_id.startswith(UNTOLD) else {True: "passed", False: "not passed", None: ""}[found.is_passed]
     group = group_of(row.job_id, fleets) or found.walk_forward
     says = {
         "id": row.job_id,
@@ -55,10 +57,7 @@ def table_row(row: JobRow, figures: JobFigures | None, fleets: Mapping[str, JobG
         "of": found.total_steps,
         "score": _rounded(found.score),
         "metric": found.metric,
-        # A probe's model is for no one, so its gate is no news.
-        "gate": ""
-        if row.job_id.startswith(UNTOLD)
-        else {True: "passed", False: "not passed", None: ""}[found.is_passed],
+        "gate": gate,
         "nodes": found.node_count,
         "valid": _rounded(found.valid_loss),
         "usd": _rounded(found.usd),
