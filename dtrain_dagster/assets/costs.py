@@ -117,11 +117,14 @@ def add_bill_to_mlflow(
     context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
 ) -> None:
     """Write the dollars to the training's run in MLflow; where that is impossible, a warning says why."""
-    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics
+    from dtrain_dagster.costs.timeline import CostCause
+    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
     cluster, project = cluster_resource(context, names), project_resource(context, names)
-    uri = cluster.registry(project).tracking_uri
-    if why := add_to_run(uri, RunDir(job.run_dir), job.job_id, metrics=cost_metrics(figures)):
+    uri, rundir = cluster.registry(project).tracking_uri, RunDir(job.run_dir)
+    rows = {row["cause"]: row["node_seconds"] for row in read_finished(rundir, COST_REPORT)["ledger"]}
+    metrics = cost_metrics(figures) | lost_metric(float(rows.get(CostCause.LOST, 0)))
+    if why := add_to_run(uri, rundir, job.job_id, metrics=metrics):
         context.log.warning(why)
 
 

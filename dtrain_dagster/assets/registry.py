@@ -27,6 +27,7 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
+from trainer.observability.mlflow_sink import gate_tag
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import REGISTERED, ROWS, WINDOWS
 
@@ -140,7 +141,7 @@ def register(
     model = models.register_model(
         job.run_dir,
         project.model_name,
-        provenance.tags(),
+        {**provenance.tags(), **gate_tag(verdict.passed)},
         card,
         experiment=project.experiment,
         cache_dir=project.cache_dir,

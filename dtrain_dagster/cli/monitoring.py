@@ -86,7 +86,7 @@ def dashboard(
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), FleetBoard(settings.home), services)
     with listening(host, port) as bound:
-        click.echo(f"{address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
+        click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])
