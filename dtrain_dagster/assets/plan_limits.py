@@ -64,7 +64,7 @@ def refuse_plan(
             fits.append(f"{in_words(require_choice(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
         except PlanError as error:
             nearest = f" Of all choices {error}."
-    remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
+    remedy = f"What would fit: {'; '.join(fits)}." if fits else "No known way to run this training would fit."
     remedy += nearest
     text = (
         f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "

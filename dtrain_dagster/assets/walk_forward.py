@@ -93,7 +93,8 @@ def build_year_dataset(pipeline: Pipeline, prices: dg.AssetKey) -> dg.AssetsDefi
         **pipeline.asset("sharded_dataset", "data") | {"ins": {"stock_prices": dg.AssetIn(key=prices)}},
         kinds={"parquet"},
         required_resource_keys={names.project},
-        description="The dataset of a test year: trained and validated on what came before, tested on the year. Prices "
+        description="The dataset of a test year: earlier days are for training and validation, the year is for the "
+        "test. Prices "
         "after the year are not read.",
     )
     def sharded_dataset(

@@ -112,7 +112,7 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
             reason = "a job of the same training succeeded after its orchestrator was gone"
             return JobChoice(action="adopt", job_id=job.job_id, reason=reason)
     if alike and (alike[0].has_checkpoint or alike[0].is_starved) and not alike[0].claimed:
-        where = "from its latest checkpoint" if alike[0].has_checkpoint else "in its folder: no nodes had come for it"
+        where = "from its latest checkpoint" if alike[0].has_checkpoint else "in its folder: it never had nodes"
         reason = f"the last job of the same training was {alike[0].state}; it goes on {where}"
         return JobChoice(action="restart", job_id=alike[0].job_id, reason=reason)
     alone = "".join(f"; {job_id} is left alone: {damage}" for job_id, damage in damaged.items())
@@ -333,7 +333,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
     if kind == "out_of_memory":
         short = events.read_event(events.OutOfMemoryEvent, item)
         if short.device == "cpu":
-            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it goes on on the CPU"
+            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it continues on the CPU"
         more = " and activation checkpointing" if short.activation_checkpointing else ""
         return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
     if kind == "checkpoint_failed":

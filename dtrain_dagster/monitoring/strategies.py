@@ -76,7 +76,7 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
             break
     steps, batch = (_setting(name, training, factor) for name in ("gradient_accumulation_steps", "batch_size_per_gpu"))
     larger = f"the global batch grows {factor}-fold: look at the learning rate (training.lr_scaling)"
-    fuller = f"at least as much, for larger operations are more efficient; needs memory; {larger}"
+    fuller = f"at least as much, since larger operations are more efficient; needs memory; {larger}"
     return [
         now.to(then, "more accumulation", steps, f"needs no memory; {larger}"),
         now.to(then, "larger micro-batch", batch, fuller),
@@ -244,7 +244,7 @@ def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
         return []
     fewer = replace(free.with_work(item.ranks / item.cores), waiting=waiting, nodes=item.cores)
     change = f"{item.cores} node(s) instead of {now.nodes} (DTRAIN_NODES): now {item.reason}"
-    note = "about as fast, as the cores are the same, for fewer paid nodes"
+    note = "about as fast, since the cores are the same, for fewer paid nodes"
     return [now.to(fewer, "as many nodes as cores", change, note)]
 
 

@@ -132,7 +132,7 @@ class ResourceOptimizer:
         """Return sentences on what nothing is recommended about, and why."""
         used, memory, said = self.utilization, self.memory, []
         if used is None:
-            said.append("utilisation: no node was looked at (training.monitor_interval_seconds)")
+            said.append("utilisation: no node was sampled (training.monitor_interval_seconds)")
         elif used.fraction < LOW_UTILIZATION and not self._now:
             said.append("fewer nodes, a smaller SKU: the job recorded no timing of its steps (training.timing)")
         elif used.fraction < LOW_UTILIZATION and used.of == "CPU":

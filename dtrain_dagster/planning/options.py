@@ -374,7 +374,7 @@ def _price_precision(base: BaseRun, training: Mapping[str, Any]) -> list[Option]
     now = training.get("precision", "fp32")
     if now != "fp32":
         return [_refused(base, "precision", "training.precision", f"it is {now} already")]
-    why = "what it gains on these GPUs has not been measured: `dtrain tune` does"
+    why = "what it gains on these GPUs has not been measured: `dtrain tune` measures it"
     return [_refused(base, "precision", "training.precision = bf16", why)]
 
 

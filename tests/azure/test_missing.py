@@ -90,7 +90,7 @@ def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: 
     assert {name: job["status"] for name, job in stage.jobs().items()} == {
         f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
     }  # fmt: skip
-    assert "took its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
+    assert "accepted its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
 
 
 @pytest.mark.long

@@ -118,7 +118,7 @@ def test_a_training_is_traced_cancelled_and_resumed_from_its_page(
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("token").fill("another")
     dialog.get_by_role("button", name="Trace").click()
-    page.get_by_text("the token is missing, or another one").wait_for()
+    page.get_by_text("the token is missing or wrong").wait_for()
     page.locator("#order-trace").click()
     dialog.get_by_label("token").fill(TOKEN)
     page.keyboard.press("Tab")

@@ -130,7 +130,7 @@ def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
             if name not in value:
                 return f"columns without {name!r}"
         if not isinstance(value[key], list):
-            return f"columns whose {key!r} is no list"
+            return f"columns whose {key!r} is not a list"
         for name in value.keys() & tests.keys():
             column, test = value[name], tests[name]
             if isinstance(column, list) and len(column) != len(value[key]):
@@ -159,7 +159,7 @@ def _telling_parts(column: Any) -> list[Any]:
 def row_of(size: int, check: Check) -> Check:
     """Return a check for a list of so many parts that pass another check."""
     each = many(check)
-    return lambda value: each(value) or ("" if len(value) == size else f"no list of {size} parts")
+    return lambda value: each(value) or ("" if len(value) == size else f"not a list of {size} parts")
 
 
 def alike(names: str, check: Check) -> dict[str, Check]:

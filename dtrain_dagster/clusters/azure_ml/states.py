@@ -123,7 +123,9 @@ def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
         return JobDecision(action=action, state=JobState.RUNNING, message="is being cancelled")
     if facts.stopping:
         again: Literal["report", "stop"] = "report" if phase == "stopping" else "stop"
-        return JobDecision(action=again, state=JobState.QUEUED, message=f"is being ended, to go on: {facts.stopping}")
+        return JobDecision(
+            action=again, state=JobState.QUEUED, message=f"is being ended, in order to continue: {facts.stopping}"
+        )
     if phase == "waiting":
         return _waiting(facts, patience)
     if phase == "working":
@@ -146,7 +148,7 @@ def _ended(facts: JobFacts) -> JobDecision:
             return _failed(str((facts.result or {}).get("error", "")))
         if _says(facts, "stopped"):
             return _lost(facts, "its processes were told to end (SIGTERM)")
-        return _failed("all processes ended in order, but the result does not say that the training is done")
+        return _failed("all processes exited normally, but the result does not say that the training is complete")
     if facts.cancel_asked:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
     if _says(facts, "failed"):
@@ -181,7 +183,7 @@ def explain_loss(facts: JobFacts) -> str:
 def _lost(facts: JobFacts, why: str) -> JobDecision:
     if facts.elastic and (facts.resubmissions_left > 0 or facts.never_began):
         return JobDecision(action="next", state=JobState.QUEUED, message=why)
-    spent = "it cannot go on by itself" if not facts.elastic else "it was submitted again as often as it may be"
+    spent = "it cannot go on by itself" if not facts.elastic else "it has been submitted again as often as is allowed"
     return _failed(f"{why}; {spent}")
 
 
@@ -195,7 +197,7 @@ def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
         return _unseen(facts, patience)
     since = facts.now - facts.misses[0] if facts.misses else 0.0
     if not is_absent(facts.misses, patience.absence):
-        words = f"the service does not know it since {since:.0f} s; such answers may be wrong, it is looked at again"
+        words = f"the service does not know it since {since:.0f} s; such answers may be wrong, so it is checked again"
         action: Literal["wait", "cancel"] = "cancel" if facts.cancel_asked else "wait"
         return JobDecision(action=action, state=JobState.RUNNING, message=words)
     if not facts.missing_cancel:

@@ -478,7 +478,7 @@ def test_report_saves_a_file_and_refuses_what_is_not_there(tmp_path: Path, monke
     outside = CliRunner().invoke(main, ["dashboard", "--job", "../mine"])
     assert (outside.exit_code, "the name of the job is '../mine'" in outside.output) == (2, True), outside.output
     too_late = CliRunner().invoke(main, ["profile", "mine"])
-    assert (too_late.exit_code, "only a job that runs can be traced" in too_late.output) == (2, True), too_late.output
+    assert (too_late.exit_code, "only a running job can be traced" in too_late.output) == (2, True), too_late.output
     refused = CliRunner().invoke(main, ["report", "mine", "-o", "missing/mine.html"])
     assert refused.exit_code == 2
     assert "-o missing/mine.html" in refused.output

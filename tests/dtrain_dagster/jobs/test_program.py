@@ -76,7 +76,7 @@ def test_where_code_is_sent_the_script_goes_along_and_is_run_by_its_name(
     assert found == (("/opt/python3", "s.py", "-x"), str(tmp_path / "below" / "s.py"))
     with pytest.raises(ConfigError, match=r"no script '/image/s\.py'"):
         command_on_nodes(["/image/s.py"], "/opt/python3", goes_along=True)
-    with pytest.raises(ConfigError, match="must be a Python script of this machine"):
+    with pytest.raises(ConfigError, match="must be a Python script on this machine"):
         command_on_nodes(["bash", "run.sh"], "/opt/python3", goes_along=True)
 
 

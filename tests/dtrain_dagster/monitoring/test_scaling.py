@@ -171,7 +171,7 @@ def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses
     assert result.error is not None
     assert result.error < -TOLERANCE
     assert result.curves == ()
-    said = "Nothing is said of more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
+    said = "No figures are given for more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
     assert said in result.withheld
     assert f"by {result.error:+.0%}, and its limit is 20%" in result.withheld
     assert result.withheld in result.verdict

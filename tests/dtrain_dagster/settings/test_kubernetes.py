@@ -47,7 +47,7 @@ def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
         ("volumes", "pvc:shared:data", "pvc:claim:/mount"),
         ("volumes", "pvc:a:/data,pvc:b:/data", "a folder of its own"),
         ("volumes", "host:/mnt:/", "pvc:claim:/mount"),
-        ("pull_secrets", "no_name", "no name of a Secret"),
+        ("pull_secrets", "no_name", "not the name of a Secret"),
         ("spread", "maybe", "prefer"),
         ("env_secrets", "env:TOKEN", "takes no reference"),
     ],

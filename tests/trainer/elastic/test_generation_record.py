@@ -85,7 +85,7 @@ def set_column(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (set_column("port", [1] * LARGE + [2]), "columns whose 'port' has another length"),
         (set_column("port", 70_000), "columns whose 'port' is out of range"),
         (set_column("node", [-1] * LARGE), "columns whose 'node' is out of range"),
-        (set_column("member", "n0p0-a"), "columns whose 'member' is no list"),
+        (set_column("member", "n0p0-a"), "columns whose 'member' is not a list"),
         (set_column("member", ["../a"] * LARGE), "columns whose 'member' is not of its form"),
         (set_column("ready", [1] * LARGE), "columns whose 'ready' is neither true nor false"),
         (lambda columns: columns.pop("host"), "columns without 'host'"),
