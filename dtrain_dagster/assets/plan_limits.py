@@ -88,7 +88,7 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     probe = f" with the {dollars(spent)} of its probe" if spent else ""
     if 0 < limits.budget_usd < usd.high + spent:
         high = dollars(usd.high + spent)
-        said.append(f"it may cost up to {high}{probe}, which is over budget_usd = {dollars(limits.budget_usd)}")
+        said.append(f"it may cost up to {high}{probe}, which exceeds budget_usd = {dollars(limits.budget_usd)}")
     if 0 < limits.deadline_hours * 3600 < seconds.high + limits.spent_seconds:
         said.append(
             f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"

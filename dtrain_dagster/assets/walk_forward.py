@@ -179,7 +179,7 @@ def start_of(instance: dg.DagsterInstance, key: dg.AssetKey, year: str) -> dict[
     records = instance.fetch_materializations(wanted, limit=1).records
     made = records[0].asset_materialization if records else None
     if made is None:
-        raise dg.Failure(f"warm_start: the year before, {year}, was not trained; {remedy}", allow_retries=False)
+        raise dg.Failure(f"warm_start: the year before, {year}, was not trained: {remedy}", allow_retries=False)
     run_dir = str(read_entries(made.metadata)["run_dir"])
     try:
         model = RunDir(run_dir).read_json("model/model.json")

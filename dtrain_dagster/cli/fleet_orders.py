@@ -97,7 +97,7 @@ def _job_of(
     history: HomeHistory,
 ) -> ExpectedJob:  # fmt: skip
     if entry.least_nodes > limits.nodes:
-        raise FleetError(f"least_nodes is {entry.least_nodes}, and the fleet has {limits.nodes} nodes")
+        raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)
     job_id = f"{fleet.name}-{entry.name}"
     order = _order_of(entry, settings, job_id, most, rehearsed)

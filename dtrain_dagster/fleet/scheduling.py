@@ -200,7 +200,7 @@ class _Look:
         for item in self.candidates:
             deadline, most = self.deadline_of(item), self.most_nodes_of(item)
             if item.job.least_nodes > self.limits.nodes:
-                self.end(item, f"it needs {item.job.least_nodes} nodes, and the fleet has {self.limits.nodes}")
+                self.end(item, f"it needs {item.job.least_nodes} nodes, but the fleet has {self.limits.nodes}")
             elif deadline < math.inf and self.now + (needs := item.seconds_left(most)) > deadline:
                 left = max(0.0, deadline - self.now)
                 on = f"{most} node{'s' if most > 1 else ''}"
@@ -371,7 +371,7 @@ class _Look:
             now, then = item.seconds_left(item.nodes), item.seconds_left(wide) + _about_to_end(item.job)
             more = units_to_end(item, wide, self.limits) - units_to_end(item, item.nodes, self.limits)
             if then < WIDEN_SHARE * now and more <= room:
-                self.pause(item, f"to be continued on {wide} nodes, which nobody else needs")
+                self.pause(item, f"to be continued on {wide} nodes, which no other job needs")
                 return
 
     def end_the_rest(self) -> None:

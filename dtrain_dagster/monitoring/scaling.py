@@ -283,8 +283,8 @@ def explain_withheld(checks: Sequence[Check], largest: int) -> str:
         return ""
     seen = " and ".join(map(str, worst.fitted_on))
     return said + (
-        f"the model, fitted on {seen} rank(s), misses the step of {worst.world_size} "
-        f"that it had not seen by {worst.error:+.0%}, and its limit is {TOLERANCE:.0%}."
+        f"the model, fitted on {seen} rank(s), misses the step of {worst.world_size}"
+        f", which it had not seen, by {worst.error:+.0%}; its limit is {TOLERANCE:.0%}."
     )
 
 

@@ -184,7 +184,7 @@ def test_a_service_that_is_away_is_a_message_and_no_error(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
     wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     stage.control("fault", fault="error", operation="job.get", count=None)
-    away = wait_for(lambda: _if("cannot be reached since", manager.job_status(spec.job_id)), "the message")
+    away = wait_for(lambda: _if("has been unreachable for", manager.job_status(spec.job_id)), "the message")
     assert away.state is JobState.RUNNING
     stage.control("clear")
     wait_for(lambda: not manager.job_status(spec.job_id).message, "the service to be back")

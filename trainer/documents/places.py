@@ -68,7 +68,7 @@ def own_folder(folder: str | os.PathLike[str], remedy: str) -> Path:
             raise PlaceError(f"{path} is a link of another user (uid {found.st_uid}): {remedy}")
         found = os.stat(path)
     if not stat.S_ISDIR(found.st_mode):
-        raise PlaceError(f"{path} is no folder: {remedy}")
+        raise PlaceError(f"{path} is not a folder: {remedy}")
     if found.st_uid != me:
         raise PlaceError(
             f"{path} belongs to another user (uid {found.st_uid}), who could change what is in it: {remedy}"

@@ -222,7 +222,7 @@ class JobController:
         came_in_vain = record["nodes_ready"] is not None
         waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
-            message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
+            message = f"{decision.message}; has been waiting for capacity for {now - waiting_since:.0f} s"
             status = self.status.report(record, facts, replace(decision, message=message))
             self._tell_of_wait(record, waiting_since)
             return status

@@ -278,7 +278,7 @@ def test_of_two_figures_the_newer_counts(home):
     ("broken", "said"),
     [
         ({"first": [(200, {}, b"<html>maintenance</html>")]}, "a price list"),
-        ({"first": [(200, {}, b'{"Items": "none"}')]}, "no list"),
+        ({"first": [(200, {}, b'{"Items": "none"}')]}, "not a list"),
         ({"first": [(200, {}, b'{"Items": [], "NextPageLink": 7}')]}, "NextPageLink"),
         ({"first": [(404, {}, b"no such thing")]}, "answers 404"),
         ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "answers 302"),

@@ -171,7 +171,8 @@ def test_resource_graph_is_asked_for_both_with_the_login():
 @pytest.mark.parametrize(
     ("status", "data", "said"),
     [
-        (403, None, "answers 403"), (200, "none", "not answer with a table"), (200, [{"skuName": 7}], "not answer with a history of Spot"),
+        (403, None, "answers 403"), (200, "none", "not answer with a table"),
+        (200, [{"skuName": 7}], "not answer with a history of Spot"),
         (200, [{"skuName": T4, "spotPrices": [{"priceUSD": "cheap"}]}], "not answer with a history of Spot"),
     ],
 )  # fmt: skip

@@ -332,8 +332,8 @@ def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
     whole = {"sound": "running", "node": "running"}
     assert {row["id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "damaged") | whole
     reasons = {row["id"]: row["verdict"] for row in jobs}
-    assert "job.json is damaged: it is no object" in reasons["list"]
-    assert "'started_at' is no number" in reasons["date"]
+    assert "job.json is damaged: it is not an object" in reasons["list"]
+    assert "'started_at' is not a number" in reasons["date"]
     assert 'dtrain_step{job="sound"} 25.0' in metrics
     assert (answer.status_code, "cannot be read" in answer.text) == (500, True)
 

@@ -173,7 +173,7 @@ def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses
     assert result.curves == ()
     said = "No figures are given for more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
     assert said in result.withheld
-    assert f"by {result.error:+.0%}, and its limit is 20%" in result.withheld
+    assert f"by {result.error:+.0%}; its limit is 20%" in result.withheld
     assert result.withheld in result.verdict
     assert json.loads(json.dumps(scaling_document(result)))["withheld"] == result.withheld
     found = model_check(result)

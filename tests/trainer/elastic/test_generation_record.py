@@ -118,5 +118,5 @@ def test_an_observer_refuses_nodes_that_are_no_numbers(storage: Storage, nodes: 
     data = json.loads(text_of(generation(LARGE)))
     data["members"]["node"] = nodes
     storage.create(path_of(1), json.dumps(data).encode())
-    with pytest.raises(DamagedError, match="columns whose 'node' is no whole number"):
+    with pytest.raises(DamagedError, match="columns whose 'node' is not a whole number"):
         read_nodes(storage, "g000001.json")
