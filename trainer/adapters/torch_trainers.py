@@ -158,7 +158,9 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     )
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam) or len(optimizer.param_groups) != 1:
-        raise ConfigError(f"the optimizer {kind.__name__} has {len(optimizer.param_groups)} parameter groups: {remedy}")
+        raise ConfigError(
+            f"the optimizer is {kind.__name__} with {len(optimizer.param_groups)} parameter group(s): {remedy}"
+        )
     [group] = optimizer.param_groups
     usual = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
     odd = [name for name, value in usual.items() if group[name] != value]

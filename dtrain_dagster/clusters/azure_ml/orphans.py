@@ -33,7 +33,7 @@ def why_orphaned(
     if is_settled:
         return "its run directory says that it has ended"
     if record.get("cancel_asked_at"):
-        return "somebody asked for its cancellation"
+        return "it should have been cancelled"
     if owner is not None and owner not in live_runs:
         return f"no live Dagster run follows it; the last was {owner}"
     return ""

@@ -294,7 +294,7 @@ def test_of_two_figures_the_newer_counts(home):
         ({"items": [meter(effectiveStartDate="soon")]}, "cannot be read"),
         ({"items": []}, "'eastus': is the name right"),
         ({"items": WANTED, "next_link": "http://127.0.0.1:9/api/retail/prices?$skip=100"}, "another address"),
-        ({"items": WANTED, "next_link": "http://[bad/"}, "no address"),
+        ({"items": WANTED, "next_link": "http://[bad/"}, "not the address of"),
         ({"items": WANTED, "next_link": "SELF"}, "does not end"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -190,7 +190,7 @@ def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
     runs = running("runs", deadline=500.0)
     assert not decided(runs, now=100.0), "it may still end in time"
     [end] = decided(runs, now=300.0)
-    assert "needs 4 min 00 s more, and its deadline is in 3 min 20 s" in getattr(end, "reason", "")
+    assert "needs at least 4 min 00 s more, and its deadline is in 3 min 20 s" in getattr(end, "reason", "")
     [end] = [item for item in decided(running("over", deadline=50.0), now=50.0) if isinstance(item, End)]
     assert end.reason == "its deadline has passed"
 
@@ -199,7 +199,7 @@ def test_what_cannot_end_within_the_budget_is_not_begun_and_is_told_why():
     dear = waiting("dear", node_seconds=20_000.0)
     [end] = decided(dear)
     assert isinstance(end, End)
-    assert "not begun: it would cost $26.02 to its end, and of the budget $10.00 is left" in end.reason
+    assert "not begun: it would cost $26.02 to its end, and $10.00 of the budget is left" in end.reason
     assert starts(decided(dear, waiting("cheap", 1))) == {"cheap": 1}
     rest = replace(dear, paid_units=100 * CENT, grant_units=100 * CENT, launched_at=0.0, state=FleetState.PAUSED)
     [end] = decided(rest)

@@ -180,7 +180,7 @@ def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses
     assert not found.passed
     assert found.metadata["why"].value == result.withheld
     assert found.metadata["error"].value == pytest.approx(abs(result.error))
-    with pytest.raises(ValueError, match="Nothing is said"):
+    with pytest.raises(ValueError, match="No figures are given"):
         modelled_chart(result)
 
 

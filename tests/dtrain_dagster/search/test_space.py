@@ -38,7 +38,7 @@ class TestWhatIsRefused:
         [
             ({"low": -1.0, "high": 1.0, "log": True}, ["no logarithm of low = -1", "take a low above 0"]),
             ({"low": 0, "high": 8, "log": True, "type": "float"}, ["no logarithm of low = 0"]),
-            ({"low": 2.0, "high": 1.0}, ["low = 2 is above high = 1", "exchange"]),
+            ({"low": 2.0, "high": 1.0}, ["low = 2 is above high = 1", "swap"]),
             ({"low": 1.0}, ["high = None is not a number"]),
             ({"low": "1", "high": 2}, ["low = '1' is not a number"]),
             ({"low": True, "high": 2}, ["low = True is not a number"]),

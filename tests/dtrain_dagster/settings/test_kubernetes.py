@@ -42,7 +42,7 @@ def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
         ("gpus", "-1", "greater than or equal to 0"),
         ("node_selector", "gpu", "give key=value"),
         ("node_selector", "a b=c", "give key=value"),
-        ("tolerations", "gpu=yes:Never", "no toleration"),
+        ("tolerations", "gpu=yes:Never", "not a toleration"),
         ("volumes", "shared:/data", "pvc:claim:/mount"),
         ("volumes", "pvc:shared:data", "pvc:claim:/mount"),
         ("volumes", "pvc:a:/data,pvc:b:/data", "a folder of its own"),

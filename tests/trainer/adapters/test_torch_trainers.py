@@ -55,7 +55,7 @@ def test_a_training_by_the_names_of_ddp(tmp_path: Path) -> None:
         ({"deepspeed_config": {"zero_optimization": {"stage": 0}}}, r"stage = 0 .*stage \(1, 2 or 3\)"),
         ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}}, "to the device 'cpu'"),
         ({"mlflow_tracking": True}, "MLFLOW_TRACKING_URI"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD of 1 groups"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD with 1 parameter group"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(
