@@ -95,7 +95,7 @@ def test_a_manifest_that_does_not_fit_is_refused(copy: Path, cache: Path, change
 def test_a_dataset_of_another_kind_is_refused(copy: Path, dataset: Path, cache: Path) -> None:
     with pytest.raises(DatasetError, match=r"is a dataset of rows, but windows are needed here"):
         DataShardManager(str(copy), cache)
-    with pytest.raises(DatasetError, match=r"is a dataset of windows, and rows are needed here"):
+    with pytest.raises(DatasetError, match=r"is a dataset of windows, but rows are needed here"):
         RowData(str(dataset), cache)
 
 
