@@ -82,19 +82,19 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("cost_breakdown", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
-        description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
+        description="What the training cost, by node, by time and by cause, and why it differs from the estimate.",
         check_specs=[
             dg.AssetCheckSpec(
                 "within_estimate",
                 asset=key,
-                description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows.",
+                description="The cost exceeds the estimate by no more than DTRAIN_OVERRUN_FRACTION.",
             ),
             dg.AssetCheckSpec(
                 "ledger_is_the_bill",
                 asset=key,
                 blocking=True,
-                description="Every paid node-second is in one row, and the rows sum to the bill exactly. What no "
-                "record explains is a row of its own.",
+                description="Every paid node-second is in one row, and the rows sum to the bill exactly. Unexplained "
+                "time has a row of its own.",
             ),
         ],
     )

@@ -45,9 +45,9 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         kinds={"mlflow"},
         required_resource_keys=names.resources,
         description=(
-            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion "
-            "if it passes the check promotion_gate, a real server answers with its numbers, and it beats the champion "
-            "before it on the same windows or rows; else challenger."
+            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Its alias is "
+            "champion if it passes the check promotion_gate, a real server answers with its numbers, and it beats "
+            "the previous champion on the same windows or rows; otherwise it is challenger."
         ),
         check_specs=[
             dg.AssetCheckSpec(
@@ -90,8 +90,8 @@ def why_unregistered(manifest: Mapping[str, Any]) -> str:
     if kind in REGISTERED:
         return ""
     return (
-        f"a model of {kind} is not registered: card and scoring server are for models of windows and of rows. Its "
-        "weights are in the run directory, model/weights.pt"
+        f"a model of {kind} is not registered: model cards and the scoring server support only models of windows and "
+        "of rows. Its weights are in the run directory, model/weights.pt"
     )
 
 
@@ -282,8 +282,8 @@ def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
         asset=names.key("registered_model"),
         required_resource_keys=names.resources,
         description=(
-            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. A warning "
-            "where it could not be asked or answers for another version; an error where its form is not the model's."
+            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. Warns if it "
+            "could not be asked or answers for another version; fails if its format is not the model's."
         ),
     )
     def endpoint_compatible(

@@ -132,7 +132,7 @@ def record_end(
             usd=tracker.total_usd, node_hours=tracker.node_hours, lost_node_seconds=lost.seconds if lost else 0.0
         )
     except PriceError as error:
-        say(f"the dollars of {job.job_id} are not known: {error}", err=True)
+        say(f"the cost of {job.job_id} is not known: {error}", err=True)
     metrics, note = describe_end(rundir, tier, bill, (rundir.read_json(RESULT) or {}).get("status", ""))
     uri = job.tracking.mlflow_tracking_uri
     why = add_to_run(uri, rundir, job.job_id, metrics=metrics, note=note)

@@ -55,10 +55,10 @@ def add_to_run(
         client = open_client(address)
         run_id = run_of(client, rundir, job_id)
         if run_id is None:
-            return f"MLflow has no run of {job_id}: why, is in the log of its first node (dtrain logs {job_id})"
+            return f"MLflow has no run of {job_id}: the log of its first node says why (dtrain logs {job_id})"
         write_to_run(client, run_id, rundir, metrics=metrics or {}, pictures=pictures or {}, note=note)
     except (MlflowException, OSError, ValueError) as error:
-        return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory has"
+        return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory does"
     return ""
 
 
