@@ -27,7 +27,6 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
-from trainer.observability.mlflow_sink import gate_tag
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import REGISTERED, ROWS, WINDOWS
 
@@ -120,6 +119,7 @@ def register(
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
     from dtrain_dagster.costs.worth import worth_line
+    from trainer.observability.mlflow_sink import gate_tag
 
     rundir = RunDir(job.run_dir)
     order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order

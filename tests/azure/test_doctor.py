@@ -204,7 +204,7 @@ def test_a_read_that_is_not_allowed_names_its_operation(practice: Practice) -> N
 def test_a_read_that_a_network_rule_refuses_is_not_called_a_missing_role(practice: Practice) -> None:
     practice.refuse("compute.list", "UserError", BY_NETWORK)
     line = practice.one("roles", "missing", "refused by a network rule (UserError)")
-    assert "not a role" in line["remedy"]
+    assert "not a missing role" in line["remedy"]
     assert line["command"].endswith("--query properties.publicNetworkAccess")
 
 

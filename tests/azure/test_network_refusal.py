@@ -68,9 +68,9 @@ def test_a_missing_role_stays_one(code: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("status", "name", "remedy"),
     [
-        (403, "workspace-401", "This is the network, not a role"),
-        (401, "workspace-401", "This is the network, not a role"),
-        (502, "workspace-502", "This is the network, not a role"),
+        (403, "workspace-401", "This is a network restriction, not a missing role"),
+        (401, "workspace-401", "This is a network restriction, not a missing role"),
+        (502, "workspace-502", "This is a network restriction, not a missing role"),
         (403, "arm", "The identity lacks a role"),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_registry_of_models_says_which_it_is(code: str, message: str) -> Non
     error.status_code = 403
     with pytest.raises(RegistryError) as caught, _explained("read the model"):
         raise error
-    assert ("the network, not a role" in str(caught.value)) is (code == "UserError")
+    assert ("a network restriction, not a missing role" in str(caught.value)) is (code == "UserError")
     assert ("needs the roles" in str(caught.value)) is (code != "UserError")
 
 

@@ -182,7 +182,7 @@ def test_each_rank_takes_a_gpu_of_those_that_it_sees(
         (["GPU-a", "GPU-b"], ""),
         (["", ""], ""),
         ([UNKNOWN_GPU, UNKNOWN_GPU], ""),
-        (["GPU-a", "GPU-b", "GPU-a"], "rank 0 and rank 2 have the same GPU (GPU-a)"),
+        (["GPU-a", "GPU-b", "GPU-a"], "rank 0 and rank 2 use the same GPU (GPU-a)"),
         (["GPU-a", ""], "rank 0 has a GPU and rank 1 sees none"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_registry_behind_a_firewall_is_explained_as_network() -> None:
     said = '{"errors":[{"code":"DENIED","message":"client with IP \'203.0.113.7\' is not allowed access."}]}'
     line = surroundings.judge_image(ImageName("team.azurecr.io", "a", "1"), 403, said, "me")
     assert line.verdict == "missing"
-    assert "not a role" in line.remedy
+    assert "not a missing role" in line.remedy
 
 
 @pytest.mark.parametrize(
