@@ -235,7 +235,7 @@ def run_flows(
         is_called_off = called_off is not None and any(number == called_off.fileno() for number, _ in ready)
         if not ready and not is_ready:
             late = sorted({channel.peer for channel, _ in flows})
-            raise PeerError(late[0], f"nothing came from ranks {late} in time")
+            raise PeerError(late[0], f"no data arrived from ranks {late} in time")
 
 
 def connect(
@@ -260,9 +260,9 @@ def connect(
                 channel.close()
             cause = error.__cause__ if isinstance(error, PeerError) else error
             if isinstance(cause, AuthenticationError):
-                raise AuthenticationError(f"who is at {place} {str(cause).removeprefix('it ')}") from error
+                raise AuthenticationError(f"the process at {place} {str(cause).removeprefix('it ')}") from error
             if isinstance(error, PeerError) and error.told:
-                raise ConnectionRefusedError(f"who listens at {place} refused rank {me}: {error}") from error
+                raise ConnectionRefusedError(f"the process at {place} refused rank {me}: {error}") from error
             is_dropped = channel is not None and isinstance(
                 cause, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError
             )
@@ -326,4 +326,4 @@ def parse_json_of_peer(rank: int, raw: bytearray) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise PeerError(rank, f"what it sent is no JSON: {error}") from error
+        raise PeerError(rank, f"what it sent is not JSON: {error}") from error

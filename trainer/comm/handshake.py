@@ -41,14 +41,14 @@ class Caller:
     def answer(self, reply: bytes) -> bytes:
         """Return the last message, for this reply. Raise `AuthenticationError` if the reply is not from ``other``."""
         if len(reply) != REPLY.size:
-            raise AuthenticationError("it speaks something else")
+            raise AuthenticationError("it uses another protocol")
         magic, nonce, proof = REPLY.unpack(reply)
         if magic != _MAGIC:
-            raise AuthenticationError("it speaks something else; is training.tls the same on all nodes?")
+            raise AuthenticationError("it uses another protocol; is training.tls the same on all nodes?")
         if not hmac.compare_digest(proof, _proof(self._key, _LISTENER, self.hello, nonce, self._other)):
             raise AuthenticationError(
-                "it does not prove that it knows this launch's secret: it is of another launch, job or generation, or "
-                "a stranger"
+                "it does not prove that it knows this launch's secret: it belongs to another launch, job or "
+                "generation, or is a foreign process"
             )
         return _proof(self._key, _CALLER, self.hello, nonce, self._other)
 
@@ -63,7 +63,7 @@ class Listener:
     def reply(self, hello: bytes) -> bytes:
         """Return the answer to a first message. Raise `AuthenticationError` if it is not a valid one."""
         if len(hello) != HELLO.size or hello[: len(_MAGIC)] != _MAGIC or self._hello:
-            raise AuthenticationError("it speaks something else; is training.tls the same on all nodes?")
+            raise AuthenticationError("it uses another protocol; is training.tls the same on all nodes?")
         self._hello = bytes(hello)
         return REPLY.pack(_MAGIC, self._nonce, _proof(self._key, _LISTENER, self._hello, self._nonce, self._me))
 
@@ -76,7 +76,7 @@ class Listener:
         try:
             return name.decode()
         except UnicodeDecodeError:
-            raise AuthenticationError("its name is no text") from None
+            raise AuthenticationError("its name is not text") from None
 
 
 def _proof(key: bytes, side: bytes, hello: bytes, nonce: bytes, listener: bytes) -> bytes:

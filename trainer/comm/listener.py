@@ -30,7 +30,7 @@ BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_SECONDS = 0.05
 """The pause before the next accept if there is no room for one more and no unproven connection to close."""
-_LATE = "it said nothing in time"
+_LATE = "it sent nothing in time"
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Door(Generic[T]):
         while True:
             now = time.monotonic()
             if now >= until:
-                raise TimeoutError("nobody came in time")
+                raise TimeoutError("nobody connected in time")
             for number, guest in list(self._guests.items()):
                 if now >= guest.until:
                     self._turn_away(number, _LATE)
@@ -122,12 +122,12 @@ class Door(Generic[T]):
         except NoRoomError:
             if not self._guests:
                 return True
-            self._turn_away(next(iter(self._guests)), "there is no descriptor left")
+            self._turn_away(next(iter(self._guests)), "no file descriptor is left")
             return False
         if connection is None:
             return False
         if len(self._guests) >= MOST_UNPROVEN:
-            self._turn_away(next(iter(self._guests)), "too many came at once")
+            self._turn_away(next(iter(self._guests)), "too many connected at once")
         channel = Channel(-1, connection)
         try:
             address = str(connection.getpeername()[0])
@@ -172,11 +172,11 @@ def check_rank(name: str, size: int, channels: Collection[int] = (), above: int 
     """Return the rank of a caller's name. Raise `PeerError` for one outside a world of ``size``, not ``above`` that
     rank, or in ``channels`` already."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
-        raise PeerError(None, f"it takes itself for rank {name[:20]!r} in a world of {size}")
+        raise PeerError(None, f"it claims to be rank {name[:20]!r} in a world of {size}")
     if int(name) <= above:
         raise PeerError(None, f"rank {name} is not expected here")
     if int(name) in channels:
-        raise PeerError(None, f"rank {name} is here already")
+        raise PeerError(None, f"rank {name} is already connected")
     return int(name)
 
 

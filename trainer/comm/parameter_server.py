@@ -60,7 +60,7 @@ class ParameterServerGroup(SocketGroup):
         except OSError as error:
             late = [rank for rank in range(1, size) if rank not in channels]
             why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
-            lost = PeerError(late[0], "; ".join([f"ranks {late} did not come to the server {why}", *door.refused[-3:]]))
+            lost = PeerError(late[0], "; ".join([f"ranks {late} did not connect to the server {why}", *door.refused[-3:]]))
             cls(0, channels, size, timeout)._end(lost)
             raise lost from error
         return cls(0, channels, size, timeout)

@@ -335,7 +335,7 @@ def exchange_places(store: dist.Store, rank: int, size: int, host: str) -> tuple
     places = [json.loads(store.get(str(peer))) for peer in range(size)]
     if None in places:
         listener.close()
-        raise OSError(f"rank {places.index(None)} listens at no address")
+        raise OSError(f"rank {places.index(None)} does not listen at any address")
     return listener, [(address, port) for address, port in places]
 
 

@@ -250,7 +250,7 @@ def _join_small_sums(
         has_cores = here * torch.get_num_threads() <= len(os.sched_getaffinity(0))
         links = MeshGroup(rank, channels, timeout, small, AWAKE_SECONDS if has_cores else 0.0)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
-        _log.warning("rank %d has no channels to all others: %s; small sums take gloo's way", rank, error)
+        _log.warning("rank %d has no channels to all others: %s; small sums go through gloo", rank, error)
     having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
     try:
         group.allreduce([having]).wait()
@@ -301,7 +301,7 @@ def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: flo
     if false:
         raise AuthenticationError(
             f"gloo's connections of rank {rank} to ranks {false} lead to a process that does not know this "
-            "launch's secret: a stranger came before them"
+            "launch's secret: a foreign process connected before them"
         )
 
 

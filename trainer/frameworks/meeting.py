@@ -141,7 +141,7 @@ class Meeting:
                     missing = sorted(set(range(1, self.facts.world_size)) - set(self._links))
                     turned_away = f"; {door.refused[-1]}" if door.refused else ""
                     raise MeetingError(
-                        f"ranks {missing} did not come to {address}:{self.facts.master_port} within "
+                        f"ranks {missing} did not connect to {address}:{self.facts.master_port} within "
                         f"{self._seconds:.0f} s{turned_away}"
                     ) from None
                 if (before := self._links.pop(rank, None)) is not None:
@@ -155,7 +155,7 @@ class Meeting:
         try:
             return connect(address, self._key, str(self.facts.rank), NAME, None, time.monotonic() + self._seconds)
         except AuthenticationError as error:
-            raise MeetingError(f"who listens at {address[0]}:{address[1]} is not rank 0: {error}") from error
+            raise MeetingError(f"the process at {address[0]}:{address[1]} is not rank 0: {error}") from error
         except OSError as error:
             raise MeetingError(f"rank 0 is not at {address[0]}:{address[1]}: {error}") from error
 

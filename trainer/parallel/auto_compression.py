@@ -273,5 +273,5 @@ def _reason(choice: str, step: MeasuredStep, expected: Mapping[str, float]) -> s
         for name, seconds in sorted(expected.items(), key=lambda item: item[1])
         if name != choice
     )
-    text = f"communication holds up {share:.0%} of a step; with {choice} one takes {1000 * expected[choice]:.3g} ms"
+    text = f"communication takes up {share:.0%} of a step; with {choice} one takes {1000 * expected[choice]:.3g} ms"
     return f"{text}, and would take {others}" if others else f"{text}: nothing to gain"

@@ -187,6 +187,6 @@ def _copied(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, dict(shared))
     except Exception as error:
         raise ConfigError(
-            f"training.zero_stage = 3 trains a copy of the model, which cannot be copied ({error}): let "
+            f"training.zero_stage = 3 trains a copy of the model, which cannot be copied ({error}): make "
             "copy.deepcopy(model) work, set training.zero_stage to 1 or 2, or training.strategy to fsdp"
         ) from error

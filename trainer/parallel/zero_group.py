@@ -30,7 +30,7 @@ def form_default_group(world: World, timeout: float) -> None:
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise RuntimeError(
                 f"torch's default process group has rank {dist.get_rank()} of {dist.get_world_size()}, and this "
-                f"training is rank {rank} of {size}: call torch.distributed.destroy_process_group() before"
+                f"training is rank {rank} of {size}: call torch.distributed.destroy_process_group() first"
             )
         return
     limit = timedelta(seconds=timeout)

@@ -149,7 +149,7 @@ def test_a_frozen_worker_is_named_by_all_when_the_time_is_over(start: Start, num
     for rank in (0, 1):
         outcome = ranks[rank].outcome()
         assert (outcome.error, outcome.blamed) == ("PeerError", 2), outcome
-    assert "nothing came from ranks [2] in time" in outcome.message
+    assert "no data arrived from ranks [2] in time" in outcome.message
     ranks[2].signal(THAW)
     assert ranks[2].outcome().error == "PeerError"  # it finds out that the others have gone on
 
@@ -248,7 +248,7 @@ def test_a_worker_with_another_key_is_turned_away_and_the_right_one_let_in(
     assert values([alive[0], right]) == [[3.0], [3.0]]
 
 
-@pytest.mark.parametrize(("rank", "why"), [(3, "rank '3' in a world of 3"), (2, "rank 2 is here already")])
+@pytest.mark.parametrize(("rank", "why"), [(3, "rank '3' in a world of 3"), (2, "rank 2 is already connected")])
 def test_a_worker_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, why: str) -> None:
     with listening() as listener:
         address = listener.getsockname()
@@ -310,7 +310,7 @@ def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig
     alive += [Rank(address, rank, 4, at.sum_one, [1.0], tls=tls) for rank in (1, 3)]
     server, *workers = outcomes(alive)
     assert (server.error, server.blamed) == ("PeerError", 2), server
-    assert "ranks [2] did not come to the server within 4 s" in server.message
+    assert "ranks [2] did not connect to the server within 4 s" in server.message
     for worker in workers:
         assert (worker.error, worker.blamed) == ("PeerError", 2), worker
         assert "ranks [2] did not come" in worker.message

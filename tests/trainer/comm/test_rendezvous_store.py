@@ -103,7 +103,7 @@ def test_closing_it_ends_every_wait_on_all_ranks(served: AuthenticatedStore, oth
 def test_nobody_gets_in_with_another_key_or_as_a_rank_that_is_not(served: AuthenticatedStore) -> None:
     with pytest.raises(AuthenticationError, match="does not prove that it knows this launch's secret"):
         AuthenticatedStore(address(served), 1, 3, b"another generation's", PATIENCE)
-    with pytest.raises(ConnectionRefusedError, match="takes itself for rank '3' in a world of 3"):
+    with pytest.raises(ConnectionRefusedError, match="claims to be rank '3' in a world of 3"):
         AuthenticatedStore(address(served), 3, 3, KEY, PATIENCE)  # it has proven the key
     assert served.num_keys() == 0
 
@@ -113,7 +113,7 @@ def test_a_stranger_at_its_address_is_not_believed() -> None:
         asking = pool.submit(AuthenticatedStore, stranger.getsockname(), 1, 2, KEY, PATIENCE)
         connection, _ = stranger.accept()
         connection.sendall(b"dtA1" + bytes(64))
-        with pytest.raises(AuthenticationError, match=r"who is at 127.0.0.1:\d+ does not prove"):
+        with pytest.raises(AuthenticationError, match=r"the process at 127.0.0.1:\d+ does not prove"):
             asking.result(PATIENCE)
         connection.close()
 
