@@ -28,6 +28,7 @@ from trainer.comm.channel import (
     WAIT,
     Channel,
     Flow,
+    PeerError,
     connect,
     parse_json_of_peer,
     run_flows,
@@ -72,6 +73,7 @@ class SocketGroup:
         self._spare = torch.empty(0, dtype=torch.uint8)
         self._called_off, self._call_off = socket.socketpair()
         self._call_off.setblocking(False)  # nobody takes out what is put in
+        self._is_closed = False
 
     def interrupt(self) -> None:
         """Make present and later operations fail at once, unless all data has arrived already. Any thread may call it;
@@ -85,12 +87,15 @@ class SocketGroup:
             channel.shut()
 
     def close(self) -> None:
+        self._is_closed = True
         for channel in self._channels.values():
             channel.close()
         self._called_off.close()
         self._call_off.close()
 
     def _run(self, flows: Flows, until: float | None = None, silence: float | None = None) -> None:
+        if self._is_closed:
+            raise PeerError(None, "the group has been closed")
         silence = self.timeout if silence is None else silence
         run_flows(flows, silence, until, self._called_off, self._awake_seconds)
 

@@ -313,7 +313,7 @@ def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig
     assert "ranks [2] did not connect to the server within 4 s" in server.message
     for worker in workers:
         assert (worker.error, worker.blamed) == ("PeerError", 2), worker
-        assert "ranks [2] did not come" in worker.message
+        assert "ranks [2] did not connect" in worker.message
 
 
 def test_a_worker_waits_for_a_server_that_is_not_there_yet(alive: list[Rank]) -> None:
