@@ -60,7 +60,9 @@ class ParameterServerGroup(SocketGroup):
         except OSError as error:
             late = [rank for rank in range(1, size) if rank not in channels]
             why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
-            lost = PeerError(late[0], "; ".join([f"ranks {late} did not connect to the server {why}", *door.refused[-3:]]))
+            lost = PeerError(
+                late[0], "; ".join([f"ranks {late} did not connect to the server {why}", *door.refused[-3:]])
+            )
             cls(0, channels, size, timeout)._end(lost)
             raise lost from error
         return cls(0, channels, size, timeout)
@@ -167,7 +169,7 @@ class ParameterServerGroup(SocketGroup):
             raise
 
     def _end(self, error: PeerError) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and error.rank is not None:  # else it was called off
             with contextlib.suppress(PeerError):  # a lost peer does not listen
                 told = self._with_all(lambda channel: channel.refuse(error.rank, str(error)))
                 run_flows(told, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
