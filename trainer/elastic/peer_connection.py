@@ -10,14 +10,10 @@ import socket
 from collections.abc import Callable, Coroutine
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, Caller, Listener
-from trainer.comm.listener import MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+from trainer.comm.listener import MOST_UNPROVEN, SPEAK_SECONDS, TLS_SECONDS, NoRoomError, accept
 from trainer.comm.tls import TLSContexts
 
 CONNECT_SECONDS = 3.0
-TLS_SECONDS = 4.0
-"""Additional seconds for a connection to authenticate if TLS comes first."""
-
-
 REST_SECONDS = 0.1
 """The pause before the next accept if there is no descriptor left and no unproven connection to close."""
 

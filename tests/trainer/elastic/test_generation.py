@@ -255,7 +255,7 @@ def test_members_that_encrypt_differently_are_refused() -> None:
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([(0, 0), (0, 1)], "local rank 0 of node 0 and local rank 1 of node 0 have the same GPU (GPU-a)"),
+        ([(0, 0), (0, 1)], "local rank 0 of node 0 and local rank 1 of node 0 use the same GPU (GPU-a)"),
         ([(0, 0), (0, 0)], ""),  # a node's new incarnation beside its dead one, which is lost at the first collective
     ],
 )
