@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from trainer.comm.gloo_listeners import deafen, find_listeners
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
 from trainer.runtime.affinity import yield_to_senders
@@ -218,8 +219,9 @@ def make_torch_transport(
     the ranks have. ``close_store``: called when the transport is closed, or cannot be made."""
 
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
-        group = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
+        group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
         prove_connections(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
+        deafen(listeners)
         return group
 
     try:
@@ -261,10 +263,14 @@ def _join_small_sums(
     return links if all_have else None
 
 
-def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str) -> Any:
+def _group(
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str
+) -> tuple[Any, frozenset[int]]:  # fmt: skip
+    """Return a group and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _gloo_options(timeout, host))
+    options, listeners = find_listeners(lambda: _gloo_options(timeout, host))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     yield_to_senders()
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     group._set_default_backend(kind.GLOO)
@@ -274,7 +280,7 @@ def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, ti
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         group._register_backend(gpu, kind.NCCL, nccl)
         group._set_default_backend(kind.NCCL)
-    return group
+    return group, listeners
 
 
 def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
