@@ -4,7 +4,7 @@ Run `python -m benchmarks.cpu_parts`. Two ranks of one thread each train the sto
 every variant is one training, in random order; each makes its world anew, since cores and connections are taken when
 it forms. Of each training, the step seconds are the median over its ``step`` events after the first fifth.
 
-    peer_to_peer    small sums over connections between ranks (`trainer.comm.peer_to_peer`); without: gloo
+    peer_to_peer    small sums over connections between ranks (`trainer.comm.socket_group`); without: gloo
     flat_adamw      one update of all weights (`trainer.parallel.flat_adamw`); without: torch's, parameter by parameter
     bind_cores      cores of a rank's own (`trainer.runtime.affinity`); without: the scheduler decides
 

@@ -39,14 +39,13 @@ import switch  # noqa: E402
 
 from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
 from benchmarks.namespaces import Hosts  # noqa: E402
-from trainer.comm.encrypted_mesh import EncryptedMesh  # noqa: E402
 from trainer.comm.launch_certificate import LaunchCertificate  # noqa: E402
 from trainer.comm.launch_secret import LaunchSecret  # noqa: E402
-from trainer.comm.mesh_links import connect_links  # noqa: E402
 from trainer.comm.parameter_server import ParameterServerGroup  # noqa: E402
 from trainer.comm.rendezvous_store import AuthenticatedStore  # noqa: E402
+from trainer.comm.socket_group import MeshGroup, connect_mesh  # noqa: E402
 from trainer.comm.static_rendezvous import open_listener  # noqa: E402
-from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport  # noqa: E402
+from trainer.comm.torch_transport import Transport, make_torch_transport  # noqa: E402
 
 KINDS = ("gloo", "mesh", "star_tls")
 """Ways to sum; these names are keys of the saved results."""
@@ -65,18 +64,18 @@ def be(pipe: Connection, namespace: str, host: str, rank: int, size: int, rounds
     places: list[dict[str, tuple[str, int]]] = pipe.recv()
     began = time.monotonic()
     contexts = LaunchCertificate(SECRET, "benchmark")
-    links = connect_links([one["mesh"] for one in places], rank, listeners["mesh"], contexts, KEY, SECONDS)
+    links = connect_mesh([one["mesh"] for one in places], rank, listeners["mesh"], KEY, SECONDS, contexts)
     forming = time.monotonic() - began
     first = {kind: places[0][kind] for kind in KINDS}
     store = AuthenticatedStore(first["gloo"], rank, size, KEY, SECONDS, listeners["gloo"] if rank == 0 else None)
     if rank == 0:
-        star = ParameterServerGroup.serve(listeners["star_tls"], size, KEY, SECONDS, contexts.server)
+        star = ParameterServerGroup.serve(listeners["star_tls"], size, KEY, SECONDS, contexts)
     else:
-        star = ParameterServerGroup.connect_worker(first["star_tls"], rank, size, KEY, SECONDS, contexts.client)
+        star = ParameterServerGroup.connect_worker(first["star_tls"], rank, size, KEY, SECONDS, contexts)
     transports: dict[str, Transport] = {
-        "mesh": EncryptedMesh(rank, links, contexts, SECONDS),
+        "mesh": MeshGroup(rank, links, SECONDS),
         "gloo": make_torch_transport(store, rank, size, None, SECONDS, SECONDS, host, key=KEY),
-        "star_tls": ParameterServerTransport(star),
+        "star_tls": star,
     }
     pipe.send(forming)
     while (order := pipe.recv()) is not None:

@@ -37,8 +37,8 @@ from certificates import Authority  # noqa: E402
 
 from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
 from trainer.comm.parameter_server import ParameterServerGroup  # noqa: E402
-from trainer.comm.tls import client_context, server_context  # noqa: E402
-from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport  # noqa: E402
+from trainer.comm.tls import CertificateFiles  # noqa: E402
+from trainer.comm.torch_transport import Transport, make_torch_transport  # noqa: E402
 from trainer.config import TLSConfig  # noqa: E402
 
 KINDS = ("star", "star_tls", "gloo")
@@ -79,17 +79,11 @@ def connect(kind: str, listener: socket.socket, rank: int, size: int, tls: TLSCo
         listener.close()
         store = dist.TCPStore(*address, size, rank == 0, wait_for_workers=False, **options)
         return make_torch_transport(store, rank, size, None, SECONDS, SECONDS, "127.0.0.1")
-    with_tls, key = kind == "star_tls", kind.encode()
+    contexts, key = CertificateFiles(tls) if kind == "star_tls" else None, kind.encode()
     if rank == 0:
-        return ParameterServerTransport(
-            ParameterServerGroup.serve(listener, size, key, SECONDS, server_context(tls) if with_tls else None)
-        )
+        return ParameterServerGroup.serve(listener, size, key, SECONDS, contexts)
     listener.close()
-    return ParameterServerTransport(
-        ParameterServerGroup.connect_worker(
-            address, rank, size, key, SECONDS, client_context(tls) if with_tls else None
-        )
-    )
+    return ParameterServerGroup.connect_worker(address, rank, size, key, SECONDS, contexts)
 
 
 def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:

@@ -224,7 +224,7 @@ class DistributedTrainingConfig:
     """Seconds between two heartbeats to a peer; more where a process has more than 16 of them."""
     adaptive_detection: bool = True
     """Whether a peer counts as frozen or cut off as soon as its silence is out of proportion to its silences before
-    (`trainer.elastic.phi_accrual`); False: after ``peer_timeout_seconds`` only."""
+    (`trainer.elastic.watched_peer`); False: after ``peer_timeout_seconds`` only."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
     """A peer that has been silent for this long is frozen or cut off, whatever its silences were, and counts as
     lost."""

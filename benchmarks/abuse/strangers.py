@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ import torch.distributed as dist
 
 from benchmarks.abuse.tally import Tally
 from benchmarks.stranger import JOB, Stranger, besiege, stranger
-from trainer.comm.framed_socket import PeerError
+from trainer.comm.channel import PeerError
 from trainer.comm.handshake import PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.launch_secret import SECRET_BYTES, LaunchSecret
-from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
-from trainer.comm.peer_to_peer import connect_all
+from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.socket_group import MeshGroup, connect_mesh, exchange_places
 from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.torch_transport import make_torch_transport
 from trainer.elastic.failure_detector import FailureDetector
@@ -202,10 +203,13 @@ def peer_to_peer(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
                 answers.extend(who.does("hello", ports=[port], names=["1"], recorded="cd" * PROOF_BYTES))
 
     told = Told()
-    _note(
-        tally, "peer-to-peer connections", answers,
-        lambda: _sums([lambda rank=rank: connect_all(told, rank, 2, HOST, PATIENCE, key) for rank in range(2)]),
-    )  # fmt: skip
+
+    def join(rank: int) -> MeshGroup:
+        listener, places = exchange_places(told, rank, 2, HOST)
+        return MeshGroup(rank, connect_mesh(places, rank, listener, key, PATIENCE), PATIENCE)
+
+    openers = [partial(join, rank) for rank in range(2)]
+    _note(tally, "peer-to-peer connections", answers, lambda: _sums(openers))
 
 
 # A stranger in the place of a rank, which runs this very code without the key.
@@ -252,7 +256,7 @@ def _refused(tally: Tally, what: str, openers: Sequence[Callable[[], Any]]) -> N
     tally.tried += 1
     made = []
     for future in _at_once(openers):
-        with contextlib.suppress(AuthenticationError, PeerError, ParameterServerError):
+        with contextlib.suppress(AuthenticationError, PeerError):
             made.append(future.result(PATIENCE))
     for thing in made:
         thing.close()

@@ -17,7 +17,7 @@ from trainer.elastic.generation_record import RECORD, read_nodes
 from trainer.rundir import JOB, MEMBERSHIP, RunDir
 
 _CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")
-"""Names of candidacies (`trainer.elastic.candidacies`), with node and local rank; other names are not ours."""
+"""Names of candidacies (`trainer.elastic.generation_record`), with node and local rank; other names are not ours."""
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.launch_certificate import LaunchCertificate
 from trainer.comm.launch_secret import LaunchSecret
-from trainer.comm.mesh_links import connect_links
+from trainer.comm.socket_group import MeshGroup, connect_mesh
 
 SECRET, KEY, HOST = LaunchSecret(b"s" * 32), b"key", "127.0.0.1"
 T = TypeVar("T")
@@ -28,9 +27,9 @@ def places_of(sockets: Sequence[socket.socket]) -> list[tuple[str, int]]:
 def join(
     places: Sequence[tuple[str, int]], rank: int, listener: socket.socket, timeout: float = 60.0,
     contexts: Any = None, key: bytes = KEY,
-) -> EncryptedMesh:  # fmt: skip
+) -> MeshGroup:  # fmt: skip
     contexts = contexts or LaunchCertificate(SECRET, "job")
-    return EncryptedMesh(rank, connect_links(places, rank, listener, contexts, key, timeout), contexts, timeout)
+    return MeshGroup(rank, connect_mesh(places, rank, listener, key, timeout, contexts), timeout)
 
 
 def on_all(ranks: Sequence[T], action: Callable[[int, T], Any]) -> list[Any]:
@@ -41,7 +40,7 @@ def on_all(ranks: Sequence[T], action: Callable[[int, T], Any]) -> list[Any]:
 
 
 @contextmanager
-def mesh_of(size: int, timeout: float = 60.0) -> Iterator[list[EncryptedMesh]]:
+def mesh_of(size: int, timeout: float = 60.0) -> Iterator[list[MeshGroup]]:
     sockets = listeners(size)
     places = places_of(sockets)
     made = on_all(sockets, lambda rank, listener: join(places, rank, listener, timeout))

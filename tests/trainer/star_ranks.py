@@ -21,8 +21,9 @@ import psutil
 import torch
 from worlds import FORKS
 
-from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
-from trainer.comm.tls import client_context, server_context
+from trainer.comm.channel import PeerError
+from trainer.comm.parameter_server import ParameterServerGroup
+from trainer.comm.tls import CertificateFiles
 from trainer.config import TLSConfig
 
 TOKEN = b"the key of this job and generation"
@@ -39,7 +40,6 @@ class Outcome:
     error: str = ""
     message: str = ""
     blamed: int | None = None
-    operation: str = ""
 
 
 class Rank:
@@ -100,19 +100,18 @@ def _be(pipe: Connection, options: tuple[Any, ...], work: Callable[..., Any], ar
     where, rank, size, timeout, forming, token, tls = options
     torch.set_num_threads(1)
     try:
+        contexts = CertificateFiles(tls) if tls else None
         if rank == 0:
-            group = ParameterServerGroup.serve(where, size, token, forming, server_context(tls) if tls else None)
+            group = ParameterServerGroup.serve(where, size, token, forming, contexts)
         else:
-            group = ParameterServerGroup.connect_worker(
-                where, rank, size, token, forming, client_context(tls) if tls else None
-            )
+            group = ParameterServerGroup.connect_worker(where, rank, size, token, forming, contexts)
         group.timeout = timeout
         result = Outcome(work(group, pipe, *arguments))
         group.close()
-    except ParameterServerError as error:
+    except PeerError as error:
         left = psutil.Process().net_connections("tcp")
         assert not left, left  # nothing is held open by who has lost its group
-        result = Outcome(None, "ParameterServerError", str(error), error.rank, error.operation)
+        result = Outcome(None, "PeerError", str(error), error.rank)
     except Exception as error:
         result = Outcome(None, type(error).__name__, str(error))
     pipe.send(result)
@@ -164,13 +163,13 @@ def sum_draws(group: ParameterServerGroup, pipe: Connection, delays: dict[int, f
 def other_operations(group: ParameterServerGroup, pipe: Connection) -> dict[str, Any]:
     tensors = draws(group.rank, 1)
     for tensor in tensors:
-        group.broadcast(tensor)
+        group.broadcast(tensor, 0)
     value = {"rank": group.rank, "text": "«ä» \n" * group.rank, "none": None, "list": [1.5, group.rank > 1]}
     return {
         "broadcast": [bits(tensor) for tensor in tensors],
         "gather": group.all_gather_object(value),
         "long": group.all_gather_object("x" * 3_000_000 * (group.rank == 1)),
-        "barrier": group.barrier(),
+        "barrier": group.barrier(PATIENCE),
     }
 
 
@@ -188,7 +187,7 @@ def sum_for_ever(group: ParameterServerGroup, pipe: Connection, numel: int = 2_0
     for number in range(1_000_000):
         tensor.fill_(1.0)
         group.all_reduce(tensor)
-        assert (tensor == group.world_size).all()
+        assert (tensor == group.size).all()
         if number < 3:
             pipe.send(number)
 
@@ -206,7 +205,7 @@ def call_off(group: ParameterServerGroup, pipe: Connection, caller: int, numel: 
     """One rank's other thread aborts, while all are in the middle of sums, or wait for a rank that does not come."""
     if numel is None and group.rank != caller:
         pipe.poll(PATIENCE)
-        group.barrier()
+        group.barrier(PATIENCE)
         return
     if group.rank == caller:
         threading.Timer(1.0, group.abort).start()
@@ -217,10 +216,13 @@ def call_off(group: ParameterServerGroup, pipe: Connection, caller: int, numel: 
 def after_an_abort(group: ParameterServerGroup, pipe: Connection) -> list[str]:
     group.abort()
     said = []
-    for action in (group.barrier, lambda: group.all_reduce(torch.ones(1)), lambda: group.broadcast(torch.ones(1))):
+    for action in (
+        lambda: group.barrier(PATIENCE), lambda: group.all_reduce(torch.ones(1)),
+        lambda: group.broadcast(torch.ones(1), 0),
+    ):  # fmt: skip
         try:
             action()
-        except ParameterServerError as error:
+        except PeerError as error:
             said.append(str(error))
     group.close()
     return said
@@ -231,7 +233,7 @@ def differ(group: ParameterServerGroup, pipe: Connection, what: str, odd: int) -
     if what == "operation" and mine:
         group.all_gather_object(1)
     elif what == "broadcast" and mine:
-        group.broadcast(torch.ones(6))
+        group.broadcast(torch.ones(6), 0)
     elif what == "type":
         group.all_reduce(torch.ones(6, dtype=torch.float64 if mine else torch.int64))
     else:
@@ -245,7 +247,7 @@ def gather_nonsense(group: ParameterServerGroup, pipe: Connection, odd: int) -> 
 def share(group: ParameterServerGroup, pipe: Connection, operation: str, numel: int) -> str:
     """Digest of what was summed or broadcast."""
     tensor = torch.arange(numel, dtype=torch.float32) * (group.rank == 0)
-    (group.all_reduce if operation == "sum" else group.broadcast)(tensor)
+    group.all_reduce(tensor) if operation == "sum" else group.broadcast(tensor, 0)
     return bits(tensor)
 
 

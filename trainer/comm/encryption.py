@@ -1,7 +1,7 @@
 """What is encrypted between the members of a launch, and what is said or refused where it cannot be.
 
 The decisions, pure functions, belong here. How certificates are made is in `trainer.comm.launch_certificate`, the
-encrypted collectives are in `trainer.comm.encrypted_mesh`.
+encrypted collectives are in `trainer.comm.socket_group`.
 """
 
 from __future__ import annotations

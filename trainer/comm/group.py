@@ -4,7 +4,7 @@ A blocking collective of gloo cannot be interrupted: a rank that waits for a fro
 the communication thread waits in the collective, and the training waits for that thread, which can be interrupted:
 `InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
-Small sums over peer-to-peer connections (`trainer.comm.peer_to_peer`) can be interrupted: the calling thread carries
+Small sums over peer-to-peer channels (`trainer.comm.socket_group`) can be interrupted: the calling thread carries
 them out itself."""
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class InterruptibleGroup:
 
     def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
         """Sum over ranks, in place, in order with all other collectives; the result is the tensor. The sum runs at once
-        on this thread if peer-to-peer connections take it and no collective is in progress, else on the communication
+        on this thread if peer-to-peer channels take it and no collective is in progress, else on the communication
         thread."""
         collective = self._begin_here(what, tensor)
         if collective is None:

@@ -15,9 +15,6 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Generator
-
-from trainer.comm.framed_socket import Flow, FramedSocket
 
 HELLO = struct.Struct("!4s32s64s")
 """Magic, nonce, and name of who connects."""
@@ -80,30 +77,6 @@ class Listener:
             return name.decode()
         except UnicodeDecodeError:
             raise AuthenticationError("its name is not text") from None
-
-
-def authenticate_to_listener(link: FramedSocket, key: bytes, me: str, other: str) -> Flow:
-    """Carry out the caller's side over a link, after its TLS handshake if it uses TLS."""
-    caller, reply = Caller(key, me, other), bytearray(REPLY.size)
-    yield from link.send(caller.hello)
-    yield from link.receive(reply)
-    yield from link.send(caller.answer(bytes(reply)))
-
-
-def authenticate_caller(link: FramedSocket, key: bytes, me: str) -> Generator[int, None, str]:
-    """Carry out the listener's side and return the caller's proven name."""
-    listener, hello, proof = Listener(key, me), bytearray(HELLO.size), bytearray(PROOF_BYTES)
-    yield from link.receive(hello)
-    yield from link.send(listener.reply(bytes(hello)))
-    yield from link.receive(proof)
-    return listener.admit(bytes(proof))
-
-
-def parse_rank(name: str, size: int) -> int:
-    """Return the rank of a proven name. Raise `AuthenticationError` for a rank outside a world of ``size``."""
-    if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
-        raise AuthenticationError(f"it claims to be rank {name[:20]!r} in a world of {size}")
-    return int(name)
 
 
 def _proof(key: bytes, side: bytes, hello: bytes, nonce: bytes, listener: bytes) -> bytes:

@@ -12,17 +12,20 @@ import select
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.comm.framed_socket import FramedSocket, PeerError
+from trainer.comm.channel import ADMITTED, Channel, PeerError, authenticate_caller
+from trainer.comm.tls import TLSContexts
 
 MOST_UNPROVEN = 128
 """The most connections that have not yet authenticated. When there is one more, the oldest is closed: a member needs a
 millisecond, so it is hardly ever the oldest, and if it is closed it connects again."""
 SPEAK_SECONDS = 1.0
 """The seconds that each of them has to authenticate."""
+TLS_SECONDS = 4.0
+"""Additional seconds if TLS comes first."""
 BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_SECONDS = 0.05
@@ -53,7 +56,7 @@ class NoRoomError(OSError):
 class _Guest(Generic[T]):
     """A connection that is being authenticated, and its flow."""
 
-    link: FramedSocket
+    channel: Channel
     flow: Generator[int, None, T | None]
     address: str
     until: float
@@ -62,15 +65,16 @@ class _Guest(Generic[T]):
 
 @dataclass
 class Door(Generic[T]):
-    """An authenticator of incoming connections that handles several at once.
+    """An authenticator of incoming connections that handles several at once, in the name ``me``.
 
-    ``welcome``: a flow over the new link that returns the facts about the guest, or raises `PeerError` or OSError.
-    ``refuse``: a flow that tells the guest the reason of a `PeerError`.
-    """
+    ``check`` returns the facts about a caller of this proven name, or raises `PeerError` with why it is not wanted, or
+    `trainer.comm.handshake.AuthenticationError`. The caller hears the reason (`trainer.comm.channel.connect`)."""
 
     listener: socket.socket
-    welcome: Callable[[FramedSocket], Generator[int, None, T]]
-    speak_seconds: float = SPEAK_SECONDS
+    key: bytes
+    me: str
+    check: Callable[[str], T]
+    tls: TLSContexts | None = None
     refused: list[str] = field(default_factory=list)
     """The reasons for which the latest ones were turned away."""
     _guests: OrderedDict[int, _Guest[T]] = field(default_factory=OrderedDict)
@@ -78,7 +82,7 @@ class Door(Generic[T]):
     def __post_init__(self) -> None:
         self.listener.setblocking(False)
 
-    def next(self, until: float) -> tuple[FramedSocket, T]:
+    def next(self, until: float) -> tuple[Channel, T]:
         """Return the next authenticated guest. Raise TimeoutError at ``until`` (of `time.monotonic`), OSError if the
         listener fails."""
         while True:
@@ -104,7 +108,12 @@ class Door(Generic[T]):
     def close(self) -> None:
         """Close the connections that are still unauthenticated. The listener stays open."""
         while self._guests:
-            self._guests.popitem()[1].link.connection.close()
+            self._guests.popitem()[1].channel.close()
+
+    def _welcome(self, channel: Channel) -> Generator[int, None, T]:
+        facts = self.check((yield from authenticate_caller(channel, self.key, self.me, self.tls)))
+        yield from channel.send(ADMITTED)
+        return facts
 
     def _take(self) -> bool:
         """Accept one connection from the queue. Return True if there is no room and no guest to turn away."""
@@ -119,17 +128,18 @@ class Door(Generic[T]):
             return False
         if len(self._guests) >= MOST_UNPROVEN:
             self._turn_away(next(iter(self._guests)), "too many connected at once")
-        link = FramedSocket(-1, connection)
+        channel = Channel(-1, connection)
         try:
             address = str(connection.getpeername()[0])
         except OSError:
             address = "somebody"
-        until = time.monotonic() + self.speak_seconds
-        self._guests[connection.fileno()] = _Guest(link, self.welcome(link), address, until)
+        until = time.monotonic() + SPEAK_SECONDS + (TLS_SECONDS if self.tls else 0.0)
+        self._guests[connection.fileno()] = _Guest(channel, self._welcome(channel), address, until)
         return False
 
-    def _go_on(self, number: int) -> tuple[FramedSocket, T] | None:
-        """Continue with one guest as far as possible without waiting; return its link and facts once it is admitted."""
+    def _go_on(self, number: int) -> tuple[Channel, T] | None:
+        """Continue with one guest as far as possible without waiting; return its channel and facts once it is
+        admitted."""
         guest = self._guests.get(number)
         if guest is None:  # turned away a moment ago
             return None
@@ -138,20 +148,47 @@ class Door(Generic[T]):
         except StopIteration as done:
             del self._guests[number]
             if done.value is None:  # it has heard why not
-                guest.link.connection.close()
+                guest.channel.close()
                 return None
-            return guest.link, done.value
+            return guest.channel, done.value
         except (OSError, PeerError) as error:
             self._note(guest, str(error) or type(error).__name__)
-            guest.flow = guest.link.refuse(None, str(error)) if isinstance(error, PeerError) else guest.link.leave()
+            tells = isinstance(error, PeerError)
+            guest.flow = guest.channel.refuse(None, str(error)) if tells else guest.channel.leave()
             guest.events = select.POLLIN | select.POLLOUT  # at once
         return None
 
     def _turn_away(self, number: int, why: str) -> None:
         guest = self._guests.pop(number)
         self._note(guest, why)
-        guest.link.connection.close()
+        guest.channel.close()
 
     def _note(self, guest: _Guest[T], why: str) -> None:
         self.refused.append(f"{guest.address} was turned away: {why}")
         del self.refused[:-8]
+
+
+def check_rank(name: str, size: int, channels: Collection[int] = (), above: int = -1) -> int:
+    """Return the rank of a caller's name. Raise `PeerError` for one outside a world of ``size``, not ``above`` that
+    rank, or in ``channels`` already."""
+    if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
+        raise PeerError(None, f"it claims to be rank {name[:20]!r} in a world of {size}")
+    if int(name) <= above:
+        raise PeerError(None, f"rank {name} is not expected here")
+    if int(name) in channels:
+        raise PeerError(None, f"rank {name} is already connected")
+    return int(name)
+
+
+def admit_ranks(door: Door[int], channels: dict[int, Channel], count: int, until: float) -> None:
+    """Put the channel of each rank that is admitted into ``channels``, until they are ``count``, and close the door.
+    Raise TimeoutError if they do not come in time, another OSError if the listener fails."""
+    try:
+        while len(channels) < count:
+            channel, rank = door.next(until)
+            if rank in channels:  # two came at once
+                channel.close()
+                continue
+            channel.peer, channels[rank] = rank, channel
+    finally:
+        door.close()

@@ -15,13 +15,11 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from trainer.comm.framed_socket import Flow, FramedSocket, PeerError, open_connection, prepare_socket, run_flows
-from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
-from trainer.comm.listener import SPEAK_SECONDS, Door
+from trainer.comm.channel import connect
+from trainer.comm.listener import Door, check_rank
 from trainer.comm.tls import TLSContexts
 from trainer.errors import ConfigError
 
@@ -31,9 +29,6 @@ MOST_BYTES = 1 << 26
 WAIT_SECONDS = 0.5
 """The server answers a wait after at most this time, so that other threads of the same rank get their turn."""
 YIELD_SECONDS = 0.001
-RETRY_SECONDS = 0.02
-TLS_SECONDS = 4.0
-"""Additional seconds for a connection to authenticate if TLS comes first."""
 LOOK_SECONDS = 5.0
 """The seconds after which the thread that admits ranks checks whether the store was closed, if the system does not wake
 it."""
@@ -71,13 +66,15 @@ class AuthenticatedStore(dist.Store):
         """Connect to the store. ``listener``: rank 0's socket, bound to ``address``; the store owns it. ``seconds``:
         the timeout of every wait. ``tls``: None for plain connections.
 
-        Raise `AuthenticationError` if another process answers, OSError if none answers within that time."""
+        Raise `trainer.comm.handshake.AuthenticationError` if another process answers, another OSError if none answers
+        within that time."""
         super().__init__()
         self._seconds, self._lock = seconds, threading.Lock()
         self._server = _Server(listener, size, key, tls) if listener is not None else None
         self._closed = False
         try:
-            self._connection = _connect(address, rank, key, time.monotonic() + seconds, tls)
+            self._connection = connect(address, key, str(rank), NAME, tls, time.monotonic() + seconds).connection
+            self._connection.setblocking(True)
         except BaseException:
             if self._server:
                 self._server.close()
@@ -172,8 +169,8 @@ class _Server:
     """Rank 0's server: a thread that admits ranks, and one thread that serves each of them."""
 
     def __init__(self, listener: socket.socket, size: int, key: bytes, tls: TLSContexts | None) -> None:
-        self._listener, self._size, self._key, self._closed = listener, size, key, False
-        self._tls = tls
+        self._listener, self._closed = listener, False
+        self._door: Door[int] = Door(listener, key, NAME, lambda name: check_rank(name, size), tls)
         self._data: dict[bytes, bytes] = {}
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
@@ -189,27 +186,20 @@ class _Server:
 
     def _admit(self) -> None:
         """Admit ranks until the listener is shut down."""
-        door: Door[int] = Door(self._listener, self._welcome, SPEAK_SECONDS + (TLS_SECONDS if self._tls else 0.0))
         with self._listener:
             while not self._closed:
                 try:
-                    link, rank = door.next(time.monotonic() + LOOK_SECONDS)
+                    channel, rank = self._door.next(time.monotonic() + LOOK_SECONDS)
                 except TimeoutError:
                     continue
                 except OSError:
                     break
-                link.connection.setblocking(True)
+                connection = channel.connection
+                connection.setblocking(True)
                 with self._changed:
-                    self._connections.add(link.connection)
-                threading.Thread(target=self._serve, args=(link.connection,), name=f"store-{rank}", daemon=True).start()
-            door.close()
-
-    def _welcome(self, link: FramedSocket) -> Any:
-        context = self._tls.server if self._tls else None
-        link.connection = prepare_socket(link.connection, context, server_side=True)
-        yield from link.shake_hands()
-        name = yield from authenticate_caller(link, self._key, NAME)
-        return parse_rank(name, self._size)
+                    self._connections.add(connection)
+                threading.Thread(target=self._serve, args=(connection,), name=f"store-{rank}", daemon=True).start()
+            self._door.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError, IndexError):
@@ -248,44 +238,6 @@ class _Server:
             data[key] = data.get(key, b"") + value if what == b"P" else value
             self._changed.notify_all()
             return [data[key] if what == b"A" else b""]
-
-
-def _connect(address: tuple[str, int], rank: int, key: bytes, until: float, tls: TLSContexts | None) -> socket.socket:
-    """Return a connection to the store as this rank; retry until it is there."""
-    while True:
-        why: Exception
-        try:
-            connection = open_connection(address, until - time.monotonic())
-        except OSError as error:
-            why = error
-        else:
-            try:
-                connection = prepare_socket(connection, tls.client if tls else None, server_side=False)
-                link = FramedSocket(0, connection)
-                run_flows([(link, _introduce(link, key, rank))], 0.0, until)
-                connection.setblocking(True)
-                return connection
-            except PeerError as error:
-                connection.close()
-                if isinstance(error.__cause__, AuthenticationError):
-                    raise AuthenticationError(f"who is at {address[0]}:{address[1]} {_told(error)}") from error
-                why = error
-            except BaseException:
-                connection.close()
-                raise
-        if time.monotonic() + RETRY_SECONDS >= until:
-            hint = "; is training.encryption the same on all ranks?" if isinstance(why, PeerError) else ""
-            raise TimeoutError(f"rank 0's store at {address[0]}:{address[1]} cannot be reached: {why}{hint}") from why
-        time.sleep(RETRY_SECONDS)
-
-
-def _introduce(link: FramedSocket, key: bytes, rank: int) -> Flow:
-    yield from link.shake_hands()
-    yield from authenticate_to_listener(link, key, str(rank), NAME)
-
-
-def _told(error: PeerError) -> str:
-    return str(error).removeprefix("it ")
 
 
 def _send(connection: socket.socket, words: Sequence[bytes]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.encryption import (
     CertificateSource,
     choose_certificates,
@@ -30,9 +28,9 @@ from trainer.comm.group import GroupError, InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_unauthenticated
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.listener import BACKLOG
-from trainer.comm.mesh_links import connect_links
 from trainer.comm.own_address import is_loopback, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
+from trainer.comm.socket_group import MeshGroup, connect_mesh, exchange_places
 from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank, choose_device, explain_shared_gpu, gpu_name
@@ -93,9 +91,12 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
             store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener, tls)
         if tls is not None and not by_nccl:
             refuse_own_connections(config)
-            mesh_key = secret.key("mesh", prefix)
+            mesh_store, rank = dist.PrefixStore(f"{prefix}/mesh", store), facts.rank
             try:
-                return _join_mesh(dist.PrefixStore(f"{prefix}/mesh", store), facts, host, tls, mesh_key, seconds)
+                mine, places = exchange_places(mesh_store, rank, facts.world_size, host)
+                return MeshGroup(
+                    rank, connect_mesh(places, rank, mine, secret.key("mesh", prefix), seconds, tls), seconds
+                )
             finally:  # all others have connected to rank 0, which holds the store, and so have read all addresses
                 getattr(store, "close", lambda: None)()
         gpu = device if backend == "nccl" else None
@@ -138,16 +139,6 @@ def _explain_mixed(gpus: Sequence[str]) -> str:
         f"rank {there} has a GPU and rank {missing} sees none: give every rank one, or set training.backend = 'gloo' "
         "to train on the CPUs"
     )
-
-
-def _join_mesh(
-    store: dist.Store, facts: RankFacts, host: str, tls: TLSContexts, key: bytes, seconds: float
-) -> EncryptedMesh:
-    """Return this rank's end of an encrypted mesh; ranks exchange their addresses through ``store``."""
-    listener = open_listener(host)
-    store.set(str(facts.rank), json.dumps([host, listener.getsockname()[1]]))
-    places = [tuple(json.loads(store.get(str(rank)))) for rank in range(facts.world_size)]
-    return EncryptedMesh(facts.rank, connect_links(places, facts.rank, listener, tls, key, seconds), tls, seconds)
 
 
 def _stay_on_loopback(address: str) -> None:

@@ -1,12 +1,15 @@
-"""Transports that carry out collectives on the communication thread of a `trainer.comm.group.InterruptibleGroup`: gloo
-and NCCL, or a parameter server."""
+"""What carries out collectives on the communication thread of a `trainer.comm.group.InterruptibleGroup`, and one over
+gloo and NCCL. Others are `trainer.comm.socket_group` and `trainer.comm.parameter_server`."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import logging
 import os
+import secrets
+import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,11 +17,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer.comm.gloo_connections import deafen, find_listeners, prove_connections
-from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, connect_all
+from trainer.comm.gloo_listeners import deafen, find_listeners
+from trainer.comm.handshake import AuthenticationError
+from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
 from trainer.runtime.affinity import yield_to_senders
 
+MOST_RANKS = 8
+"""The most ranks with channels for small sums: in larger worlds too few sums are small enough."""
+FORMING_SECONDS = 5.0
+"""The most seconds to form these channels."""
+AWAKE_SECONDS = 2e-4
+"""The seconds for which a rank that waits in a small sum polls, if it takes no core from another rank: waking up from
+sleep takes longer than all the rest of a sum."""
+_NONCE = 32
 _log = logging.getLogger(__name__)
 
 
@@ -69,14 +80,14 @@ class TorchTransport:
 
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
-        make_group: Callable[[str, int, int], Any], peer_to_peer: PeerToPeerAllReduce | None = None,
+        make_group: Callable[[str, int, int], Any], small_sums: MeshGroup | None = None,
         close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Use ``make_group`` to make a subgroup from its name, this process's rank in it and its size.
-        ``peer_to_peer``: links for small sums, if all ranks have them. ``close_store``: called when the store is no
+        ``small_sums``: channels for small sums, if all ranks have them. ``close_store``: called when the store is no
         longer needed."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
-        self._peer_to_peer, self._close_store = peer_to_peer, close_store
+        self._small_sums, self._close_store = small_sums, close_store
         self._levels: tuple[Any, Any] | None = None
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
@@ -91,17 +102,17 @@ class TorchTransport:
             self.all_reduce(host)
             tensor.detach().copy_(host)
         elif self.takes_at_once(tensor):
-            assert self._peer_to_peer is not None
-            self._peer_to_peer.all_reduce(tensor)
+            assert self._small_sums is not None
+            self._small_sums.all_reduce(tensor)
         else:
             self.group.allreduce([tensor]).wait()
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
-        return self._peer_to_peer is not None and self._peer_to_peer.takes(tensor)
+        return self._small_sums is not None and self._small_sums.takes_at_once(tensor)
 
     def interrupt(self) -> None:
-        if self._peer_to_peer is not None:
-            self._peer_to_peer.interrupt()
+        if self._small_sums is not None:
+            self._small_sums.interrupt()
 
     def all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
@@ -192,47 +203,10 @@ class TorchTransport:
 
     def close(self) -> None:
         """Close the group without a message to the peers: their last barrier is over."""
-        if self._peer_to_peer is not None:
-            self._peer_to_peer.close()
+        if self._small_sums is not None:
+            self._small_sums.close()
         if self._gpu is None:  # NCCL's own threads may look into it at any time
             self._close_store()
-
-
-class ParameterServerTransport:
-    """A transport for parameter-server mode, where all data goes through rank 0."""
-
-    linger_seconds = 0.0
-
-    def __init__(self, members: ParameterServerGroup) -> None:
-        self.members = members
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.members.all_reduce(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if source == 0:
-            self.members.broadcast(tensor)
-            return
-        if self.members.rank != source:
-            tensor.zero_()
-        self.members.all_reduce(tensor)  # the others add zeros
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.members.all_gather_object(value)
-
-    def barrier(self, seconds: float) -> None:
-        self.members.barrier(seconds)
-
-    def takes_at_once(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def interrupt(self) -> None: ...
-
-    def abort(self) -> None:
-        self.members.abort()
-
-    def close(self) -> None:
-        self.members.close()
 
 
 def make_torch_transport(
@@ -253,30 +227,32 @@ def make_torch_transport(
     try:
         data = make("data", rank, size)
         patient = make("patient", rank, size, None, patience)
-        peer_to_peer = None
+        small_sums = None
         if gpu is None and size <= MOST_RANKS:
-            words = hmac.digest(key, b"peer_to_peer", "sha256")
-            peer_to_peer = _connect_peers(
-                dist.PrefixStore("peer_to_peer", store), rank, size, host, timeout, data, words
-            )
+            words = hmac.digest(key, b"small_sums", "sha256")
+            small_sums = _join_small_sums(dist.PrefixStore("small_sums", store), rank, size, host, timeout, data, words)
     except BaseException:
         close_store()
         raise
-    return TorchTransport(data, patient, gpu, timeout, make, peer_to_peer, close_store)
+    return TorchTransport(data, patient, gpu, timeout, make, small_sums, close_store)
 
 
-def _connect_peers(
+def _join_small_sums(
     store: dist.Store, rank: int, size: int, host: str, timeout: float, group: Any, key: bytes
-) -> PeerToPeerAllReduce | None:
-    """Return peer-to-peer connections if all ranks have them, else None: they are optional. ``group``: the group of
-    these ranks."""
+) -> MeshGroup | None:
+    """Return a group for small sums if all ranks have one, else None: it is optional. ``group``: gloo's group of these
+    ranks."""
     links = None
     try:
-        links = connect_all(store, rank, size, host, timeout, key)
+        listener, places = exchange_places(store, rank, size, host)
+        # Others may wait in a collective already.
+        channels = connect_mesh(places, rank, listener, key, min(FORMING_SECONDS, timeout / 2))
+        here = sum(address == host for address, _ in places)
+        small = NEAR_BYTES if size == 2 or here == size else FAR_BYTES
+        has_cores = here * torch.get_num_threads() <= len(os.sched_getaffinity(0))
+        links = MeshGroup(rank, channels, timeout, small, AWAKE_SECONDS if has_cores else 0.0)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
-        _log.warning(
-            "rank %d has no peer-to-peer connections to all others: %s; small sums go through gloo", rank, error
-        )
+        _log.warning("rank %d has no channels to all others: %s; small sums go through gloo", rank, error)
     having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
     try:
         group.allreduce([having]).wait()
@@ -305,6 +281,42 @@ def _group(
         group._register_backend(gpu, kind.NCCL, nccl)
         group._set_default_backend(kind.NCCL)
     return group, listeners
+
+
+def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
+    """Have each pair of ranks prove to each other, over gloo's connection between them, that they have the key.
+
+    Gloo takes the first connection that names a pair's number, which is easy to guess: a stranger could come before the
+    peer. Raise `AuthenticationError` with the ranks that did not, and gloo's error if one sends nothing in
+    ``seconds``."""
+    mine = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE * size)), dtype=torch.uint8).view(size, _NONCE)
+    theirs = _swapped(group, mine, seconds)
+
+    def proof(maker: int, checker: int, challenge: torch.Tensor, own: torch.Tensor) -> bytes:
+        text = struct.pack("!II", maker, checker) + bytes(challenge.tolist()) + bytes(own.tolist())
+        return hmac.digest(key, text, hashlib.sha256)
+
+    answers = [proof(rank, peer, theirs[peer], mine[peer]) for peer in range(size)]
+    got = _swapped(group, torch.frombuffer(bytearray(b"".join(answers)), dtype=torch.uint8).view(size, _NONCE), seconds)
+    expected = [proof(peer, rank, mine[peer], theirs[peer]) for peer in range(size)]
+    false = [
+        peer
+        for peer in range(size)
+        if peer != rank and not hmac.compare_digest(bytes(got[peer].tolist()), expected[peer])
+    ]
+    if false:
+        raise AuthenticationError(
+            f"gloo's connections of rank {rank} to ranks {false} lead to a process that does not know this "
+            "launch's secret: a foreign process connected before them"
+        )
+
+
+def _swapped(group: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Return rows of which row i comes from rank i; row j of ``rows`` goes to rank j over gloo's connections."""
+    output, options = torch.empty_like(rows), dist.AllToAllOptions()
+    options.timeout = timedelta(seconds=seconds)
+    group.alltoall_base(output, rows.contiguous(), [], [], options).wait()
+    return output
 
 
 def _gloo_options(timeout: float, host: str) -> Any:

@@ -43,7 +43,7 @@ class World:
     generation: int = 1
     group: InterruptibleGroup | None = None
     topology: str = "mesh"
-    """``star``: parameter-server mode, see `trainer.comm.torch_transport.ParameterServerTransport`."""
+    """``star``: parameter-server mode, see `trainer.comm.parameter_server`."""
     solo_timeout: float = 1800.0
     cores: CoreTurns | None = None
     """The turns in which the ranks of this host exchange their cores; None: they do not."""

@@ -25,12 +25,9 @@ from typing import Any
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.listener import BACKLOG
 from trainer.comm.tls import TLSContexts
-from trainer.elastic.doorkeeper import Doorkeeper
-from trainer.elastic.loss_telling import LossTelling
-from trainer.elastic.mailbox import Mailbox, line_of
-from trainer.elastic.peer_connection import admit_peer, connect_peer
-from trainer.elastic.phi_accrual import SignsOfLife
-from trainer.elastic.watched_peer import LEAST_BEATS, Address, PeerStatus, WatchedPeer
+from trainer.elastic.mailbox import LossTelling, Mailbox, line_of
+from trainer.elastic.peer_connection import Doorkeeper, admit_peer, connect_peer
+from trainer.elastic.watched_peer import LEAST_BEATS, Address, PeerStatus, SignsOfLife, WatchedPeer
 
 RETRY_SECONDS = 0.1
 MOST_DOUBLED = 5

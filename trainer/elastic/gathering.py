@@ -18,9 +18,9 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.elastic.candidacies import Candidacies, candidate_of, document_of, place_of
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import Candidate
+from trainer.elastic.generation_record import Candidacies, candidate_of, document_of, place_of
 from trainer.elastic.overlay import TAKEOVER_SECONDS, count_acting, neighbours_of
 
 READ_SECONDS, REMOTE_READ_SECONDS = 0.25, 1.0

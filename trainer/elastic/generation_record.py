@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, fields
 from itertools import repeat
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.documents.reader import DOCUMENT_BYTES, known_names, read_document
-from trainer.elastic.candidacies import candidate_of
+from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
 from trainer.elastic.generation import Candidate, Generation
 from trainer.elastic.overlay import is_partial
 from trainer.errors import DamagedError
@@ -88,3 +87,64 @@ def _seats_of(columns: Mapping[str, Any]) -> Iterable[Candidate]:
     names = [name for name in _COLUMNS if name in columns]
     rows = zip(*(column if isinstance(column := columns[name], list) else repeat(column) for name in names))  # noqa: B905
     return (Candidate(**dict(zip(names, row, strict=True))) for row in rows)
+
+
+CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
+"""A candidacy's file name, from the name of the member (`trainer.elastic.dynamic_rendezvous`). Files with other names
+in these folders are ignored."""
+_PLACE = re.compile(r"n(\d{1,9})p(\d{1,9})-")
+_CANDIDATE_FIELDS = tuple(field.name for field in fields(Candidate))
+
+
+class Candidacies:
+    """The candidacies that the members of one launch file in a storage."""
+
+    def __init__(self, storage: Storage, launch: int) -> None:
+        self.storage, self.launch = storage, launch
+
+    def submit(self, number: int, mine: Candidate) -> None:
+        """Ask to be in a generation, or update the request."""
+        self.storage.write(f"{_folder(number)}/{mine.member}.json", json.dumps(document_of(mine)).encode())
+
+    def list_members(self, number: int) -> list[str]:
+        """Return the members, of any launch, that have filed for a generation: first those of the first nodes, by what
+        their names say."""
+        names = known_names(self.storage, _folder(number), self.storage.list(_folder(number)), CANDIDACY)
+        return sorted((name.removesuffix(".json") for name in names), key=place_of)
+
+    def read(self, number: int, member: str) -> Candidate | None:
+        """Return one candidacy; None where it is missing, of another launch, or cannot be read: its owner is then
+        unknown and files it again."""
+        try:
+            data = read_document(self.storage, f"{_folder(number)}/{member}.json", schemas.CANDIDATE, MARK_BYTES * 16)
+        except DamagedError as error:
+            warn_once(f"a candidacy is ignored: {error}")
+            return None
+        if data is None or data["launch"] != self.launch or data["member"] != member:
+            return None
+        return candidate_of(data)
+
+    def read_all(self, number: int, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[Candidate]:
+        """Return the candidates for a generation: of ``only`` these members (None: of all), and of none of ``but``."""
+        names = [name for name in self.list_members(number) if (only is None or name in only) and name not in but]
+        return [item for name in names if (item := self.read(number, name)) is not None]
+
+
+def document_of(candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as a document."""
+    return {name: getattr(candidate, name) for name in _CANDIDATE_FIELDS}
+
+
+def candidate_of(data: dict[str, Any]) -> Candidate:
+    """Return a candidate from a document that has passed its check; fields of later versions are left out."""
+    return Candidate(**{key: data[key] for key in _CANDIDATE_FIELDS if key in data})
+
+
+def place_of(member: str) -> tuple[int, int, str]:
+    """Return a key that sorts members by node and local rank, as their names tell them; others come last."""
+    match = _PLACE.match(member)
+    return (int(match[1]), int(match[2]), member) if match else (1 << 31, 0, member)
+
+
+def _folder(number: int) -> str:
+    return f"{MEMBERSHIP}/g{number:06d}"

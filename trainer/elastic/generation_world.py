@@ -10,7 +10,6 @@ import socket
 import torch
 import torch.distributed as dist
 
-from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.encryption import (
     describe_open_traffic,
     is_mesh_encrypted,
@@ -21,11 +20,11 @@ from trainer.comm.encryption import (
 from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.mesh_links import connect_links
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.socket_group import MeshGroup, connect_mesh
 from trainer.comm.tls import TLSContexts
-from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
+from trainer.comm.torch_transport import Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank, explain_shared_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.elastic.generation import Generation
@@ -84,17 +83,12 @@ def form_world(
             if topology == "star":
                 key = secret.key("star", *about)
                 if rank == 0:
-                    context = tls.server if tls else None
-                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, context))
-                context = tls.client if tls else None
-                return ParameterServerTransport(
-                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, context)
-                )
+                    return ParameterServerGroup.serve(listener, size, key, seconds, tls)
+                return ParameterServerGroup.connect_worker(address, rank, size, key, seconds, tls)
             if is_mesh:
-                assert tls is not None
                 places = [(seat.host, seat.store_port) for seat in generation.members]
-                links = connect_links(places, rank, listener, tls, secret.key("mesh", *about), seconds)
-                return EncryptedMesh(rank, links, tls, seconds)
+                channels = connect_mesh(places, rank, listener, secret.key("mesh", *about), seconds, tls)
+                return MeshGroup(rank, channels, seconds)
             key = secret.key("store", *about)
             store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None, tls)
             gpu = device if backend == "nccl" else None

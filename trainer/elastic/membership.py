@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trainer.documents.reader import MARK_BYTES
-from trainer.elastic.candidacies import Candidacies
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.gathering import Gathered, Gathering, read_letter
 from trainer.elastic.generation import (
@@ -29,7 +28,7 @@ from trainer.elastic.generation import (
     refuse_mixed_encryption,
     survivors_of,
 )
-from trainer.elastic.generation_record import path_of, read_generation, records, text_of
+from trainer.elastic.generation_record import Candidacies, path_of, read_generation, records, text_of
 from trainer.elastic.overlay import is_partial, neighbours_of
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP

@@ -1,4 +1,4 @@
-"""Connections between members on which both sides have proved who they are, on an event loop.
+"""Connections between members on which both sides have proved who they are, on an event loop, and their port.
 
 What is said over them belongs in `trainer.elastic.failure_detector`; the proof itself in `trainer.comm.handshake`.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable, Coroutine
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, Caller, Listener
-from trainer.comm.listener import SPEAK_SECONDS
+from trainer.comm.listener import MOST_UNPROVEN, SPEAK_SECONDS, TLS_SECONDS, NoRoomError, accept
 from trainer.comm.tls import TLSContexts
 
 CONNECT_SECONDS = 3.0
-TLS_SECONDS = 4.0
-"""Additional seconds for a connection to authenticate if TLS comes first."""
+REST_SECONDS = 0.1
+"""The pause before the next accept if there is no descriptor left and no unproven connection to close."""
 
 
 async def connect_peer(
@@ -57,3 +58,57 @@ async def admit_peer(
         else:
             writer.transport.abort()
         raise
+
+
+class Doorkeeper:
+    """Accepts connections at a listening socket, and starts ``serve`` for each. Its methods run on the loop's
+    thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        serve: Callable[[socket.socket], Coroutine[None, None, None]],
+    ) -> None:
+        self._loop, self._socket, self._serve = loop, listener, serve
+        self._unproven: dict[asyncio.Task[None], socket.socket] = {}
+        """In the order in which they came."""
+        self.most_unproven = MOST_UNPROVEN
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and close the socket."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def admit(self, task: asyncio.Task[None]) -> None:
+        """Take the connection of a task for authenticated."""
+        self._unproven.pop(task, None)
+
+    def _accept(self) -> None:
+        """Accept a connection. Without a free descriptor, close the oldest unauthenticated one, or wait a little."""
+        try:
+            connection = accept(self._socket)
+        except NoRoomError:
+            if not self._drop_oldest():
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(REST_SECONDS, self._loop.add_reader, self._socket, self._accept)
+            return
+        if connection is None:
+            return
+        if len(self._unproven) >= self.most_unproven:
+            self._drop_oldest()
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection))
+        self._unproven[task] = connection
+        task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    def _drop_oldest(self) -> bool:
+        for task in self._unproven:
+            del self._unproven[task]
+            task.cancel()
+            return True
+        return False

@@ -11,25 +11,22 @@ import ipaddress
 import json
 import select
 import socket
-import struct
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 
-from trainer.comm.framed_socket import Flow, FramedSocket, PeerError, open_connection, prepare_socket, run_flows
-from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
+from trainer.comm.channel import Channel, Flow, PeerError, connect, run_flows
+from trainer.comm.handshake import AuthenticationError
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.listener import BACKLOG, Door
+from trainer.comm.listener import BACKLOG, Door, check_rank
 from trainer.comm.own_address import own_address
 from trainer.errors import ConfigError
 
 MEET_SECONDS = 1800.0
 """The seconds that ranks wait for each other: nodes of one launch may come at different times."""
-RETRY_SECONDS = 0.05
 NAME = "meeting"
-MOST_BYTES = 1 << 20
-_SIZE = struct.Struct("!I")
+_SAID = b"said"
 LOOK_SECONDS = 3600.0
 
 
@@ -47,7 +44,7 @@ class Meeting:
         cannot listen at its address."""
         self.facts, self._seconds = facts, seconds
         self._key = secret.key("frameworks", facts.world_size)
-        self._links: dict[int, FramedSocket] = {}
+        self._links: dict[int, Channel] = {}
         if facts.world_size == 1:
             return
         try:
@@ -68,19 +65,19 @@ class Meeting:
     def close(self) -> None:
         """End it for this rank."""
         for link in self._links.values():
-            link.connection.close()
+            link.close()
         self._links.clear()
 
     def gather(self, said: str) -> list[str]:
         """Return what each rank has said, in the order of ranks; all ranks call it. Raise `MeetingError` where one of
         them has ended."""
         if self.facts.rank:
-            self._run({0: _say(self._links[0], said)}, self._seconds)
+            self._run({0: self._links[0].send(_SAID, said.encode())}, self._seconds)
             return list(json.loads(self._hear(self._seconds)))
         heard = {0: said}
 
-        def listen(rank: int, link: FramedSocket) -> Flow:
-            heard[rank] = yield from _listen(link)
+        def listen(rank: int, link: Channel) -> Flow:
+            heard[rank] = (yield from link.receive(_SAID)).decode()
 
         self._run({rank: listen(rank, link) for rank, link in self._links.items()}, self._seconds)
         answer = [heard[rank] for rank in range(self.facts.world_size)]
@@ -91,7 +88,7 @@ class Meeting:
         """Say something to all others, as rank 0; those that have ended are passed over."""
         for rank, link in self._links.items():
             with contextlib.suppress(MeetingError):
-                self._run({rank: _say(link, said)}, self._seconds)
+                self._run({rank: link.send(_SAID, said.encode())}, self._seconds)
 
     def hear(self) -> str:
         """Wait, as another rank, for what rank 0 says next, however long that takes. Raise `MeetingError` where it has
@@ -111,7 +108,7 @@ class Meeting:
         heard = list[str]()
 
         def listen() -> Flow:
-            heard.append((yield from _listen(self._links[0])))
+            heard.append((yield from self._links[0].receive(_SAID)).decode())
 
         self._run({0: listen()}, seconds)
         return heard[0]
@@ -135,7 +132,7 @@ class Meeting:
                     "to the address of its node, or choose another --master-port"
                 ) from error
             listener.listen(BACKLOG)
-            door: Door[int] = Door(listener, self._welcome)
+            door: Door[int] = Door(listener, self._key, NAME, lambda name: check_rank(name, self.facts.world_size))
             until = time.monotonic() + self._seconds
             while len(self._links) < self.facts.world_size - 1:
                 try:
@@ -149,29 +146,18 @@ class Meeting:
                     ) from None
                 if (before := self._links.pop(rank, None)) is not None:
                     before.connection.close()
-                link.rank = rank
+                link.peer = rank
                 self._links[rank] = link
             door.close()
 
-    def _welcome(self, link: FramedSocket) -> Generator[int, None, int]:
-        link.connection = prepare_socket(link.connection, None, server_side=True)
-        return parse_rank((yield from authenticate_caller(link, self._key, NAME)), self.facts.world_size)
-
-    def _join(self) -> FramedSocket:
+    def _join(self) -> Channel:
         address = (self.facts.master_addr, self.facts.master_port or 0)
-        until = time.monotonic() + self._seconds
-        while True:
-            try:
-                connection = prepare_socket(open_connection(address, until - time.monotonic()), None, server_side=False)
-                link = FramedSocket(0, connection)
-                run_flows([(link, authenticate_to_listener(link, self._key, str(self.facts.rank), NAME))], 0.0, until)
-                return link
-            except (OSError, PeerError) as error:
-                if isinstance(error.__cause__, AuthenticationError):
-                    raise MeetingError(f"the process at {address[0]}:{address[1]} is not rank 0: {error}") from error
-                if time.monotonic() + RETRY_SECONDS >= until:
-                    raise MeetingError(f"rank 0 is not at {address[0]}:{address[1]}: {error}") from error
-            time.sleep(RETRY_SECONDS)
+        try:
+            return connect(address, self._key, str(self.facts.rank), NAME, None, time.monotonic() + self._seconds)
+        except AuthenticationError as error:
+            raise MeetingError(f"the process at {address[0]}:{address[1]} is not rank 0: {error}") from error
+        except OSError as error:
+            raise MeetingError(f"rank 0 is not at {address[0]}:{address[1]}: {error}") from error
 
 
 def bind_address(facts: RankFacts, environment: Mapping[str, str]) -> str:
@@ -182,19 +168,3 @@ def bind_address(facts: RankFacts, environment: Mapping[str, str]) -> str:
     except ValueError:
         return own_address(environment)
     return facts.master_addr
-
-
-def _say(link: FramedSocket, said: str) -> Flow:
-    raw = said.encode()
-    yield from link.send(_SIZE.pack(len(raw)), raw)
-
-
-def _listen(link: FramedSocket) -> Generator[int, None, str]:
-    size = bytearray(_SIZE.size)
-    yield from link.receive(size)
-    length = _SIZE.unpack(size)[0]
-    if length > MOST_BYTES:
-        raise PeerError(link.rank, f"it announces {length:,} bytes")
-    raw = bytearray(length)
-    yield from link.receive(raw)
-    return raw.decode()

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.group import Collective, GroupError
+from trainer.comm.socket_group import MeshGroup
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.performance.link import bytes_carried
@@ -328,7 +328,7 @@ def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[fl
     with few bytes and goes on with more only if, by the times so far, that is expected to fit in `PROBE_SECONDS`. Raise
     `GroupError` on a transport that sends nothing between two ranks.
     """
-    if not isinstance(transport, TorchTransport | EncryptedMesh):
+    if not isinstance(transport, TorchTransport | MeshGroup):
         raise GroupError("links can be probed only if every rank has a connection to every other one")
     bytes_, took, before = PROBE_LEAST, 0.0, 0.0
     while True:
@@ -341,7 +341,7 @@ def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[fl
         bytes_, before = PROBE_GROWTH * bytes_, sum(seconds)
 
 
-def _send_over_links(transport: TorchTransport | EncryptedMesh, rank: int, size: int, bytes_: int) -> list[float]:
+def _send_over_links(transport: TorchTransport | MeshGroup, rank: int, size: int, bytes_: int) -> list[float]:
     """Seconds of each link, then of all of it, by rank 0's clock."""
     seconds = torch.zeros(len(links(size)) + 1, dtype=torch.float64)
     data, word = torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)

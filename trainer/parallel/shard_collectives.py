@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.group import GroupError
+from trainer.comm.socket_group import MeshGroup
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.step_timer import Segment, StepTimer
 
-_DIVIDABLE = (TorchTransport, EncryptedMesh)
+_DIVIDABLE = (TorchTransport, MeshGroup)
 """The transports that gather and sum over a part of the ranks."""
 
 

@@ -2,7 +2,7 @@
 
 `trainer.parallel.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks,
 in order, as ``training.communication`` says (`trainer.parallel.compression`). The only bucket of a small model is
-summed uncompressed by the thread that trains, where ranks have peer-to-peer connections (`trainer.comm.peer_to_peer`):
+summed uncompressed by the thread that trains, where ranks have channels to each other (`trainer.comm.socket_group`):
 nothing is left that it could overlap with. In parameter-server mode there are no buckets: after the backward pass all
 gradients go to rank 0 and back, uncompressed, since that mode is the last resort."""
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.comm.gloo_connections import prove_connections
 from trainer.comm.own_address import interface_of, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.static_rendezvous import open_listener
+from trainer.comm.torch_transport import prove_connections
 from trainer.comm.world import World
 
 

@@ -27,9 +27,9 @@ import trainer.comm.group
 from trainer.comm.group import GroupError, InterruptibleGroup, has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.peer_to_peer import NEAR_BYTES, UNSHARED
+from trainer.comm.socket_group import NEAR_BYTES, UNSHARED
 from trainer.comm.static_rendezvous import open_listener
-from trainer.comm.torch_transport import ParameterServerTransport, TorchTransport, Transport, make_torch_transport
+from trainer.comm.torch_transport import TorchTransport, Transport, make_torch_transport
 from trainer.comm.world import World
 from trainer.observability import comm_profiler
 from trainer.observability.comm_profiler import (
@@ -71,11 +71,9 @@ class Ranks:
 
         def opener(rank: int) -> Callable[[], Transport]:
             if kind == "star" and rank == 0:
-                return lambda: ParameterServerTransport(ParameterServerGroup.serve(listener, size, b"key", timeout))
+                return lambda: ParameterServerGroup.serve(listener, size, b"key", timeout)
             if kind == "star":
-                return lambda: ParameterServerTransport(
-                    ParameterServerGroup.connect_worker(address, rank, size, b"key", timeout)
-                )
+                return lambda: ParameterServerGroup.connect_worker(address, rank, size, b"key", timeout)
             return lambda: make_torch_transport(store, rank, size, None, timeout, timeout, "127.0.0.1")
 
         self.groups = [InterruptibleGroup(rank, size, opener(rank)) for rank in range(size)]
@@ -231,9 +229,7 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
-        group = InterruptibleGroup(
-            1, 2, lambda: ParameterServerTransport(ParameterServerGroup.connect_worker(address, 1, 2, b"key", 0.5))
-        )
+        group = InterruptibleGroup(1, 2, lambda: ParameterServerGroup.connect_worker(address, 1, 2, b"key", 0.5))
         future = group.submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
         error = future.exception(60)
     assert isinstance(error, GroupError)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.comm.channel import PeerError
 from trainer.comm.handshake import (
     HELLO,
     NAME_BYTES,
@@ -14,9 +15,9 @@ from trainer.comm.handshake import (
     AuthenticationError,
     Caller,
     Listener,
-    parse_rank,
 )
 from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.listener import check_rank
 
 KEY = LaunchSecret(bytes(range(32))).key("peer_to_peer", "job", 3)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=NAME_BYTES // 4)
@@ -135,9 +136,9 @@ def test_nothing_is_admitted_before_it_said_hello_or_twice() -> None:
 
 @pytest.mark.parametrize("name", ["", "-1", "3", "1.0", " 1", "²", "1" * 30, "0x1"])
 def test_a_name_that_is_no_rank_of_this_world_is_refused(name: str) -> None:
-    with pytest.raises(AuthenticationError, match="claims to be rank"):
-        parse_rank(name, 3)
-    assert parse_rank("2", 3) == 2
+    with pytest.raises(PeerError, match="claims to be rank"):
+        check_rank(name, 3)
+    assert check_rank("2", 3) == 2
 
 
 @pytest.mark.parametrize("name", ["x" * (NAME_BYTES + 1), "a\0"])

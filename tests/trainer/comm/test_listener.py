@@ -7,14 +7,14 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from trainer.comm.channel import Channel, _introduce, prepare_socket, run_flows
 from trainer.comm.descriptors import raise_descriptor_limit
-from trainer.comm.framed_socket import FramedSocket, prepare_socket, run_flows
-from trainer.comm.handshake import authenticate_caller, authenticate_to_listener
+from trainer.comm.handshake import REPLY, Caller
 from trainer.comm.listener import MOST_UNPROVEN, Door
 from trainer.elastic.failure_detector import FailureDetector
 
@@ -29,16 +29,12 @@ def listener() -> Iterator[socket.socket]:
 
 
 def door_at(listener: socket.socket) -> Door[str]:
-    def welcome(guest: FramedSocket) -> Generator[int, None, str]:
-        guest.connection = prepare_socket(guest.connection, None, server_side=True)
-        return (yield from authenticate_caller(guest, KEY, "here"))
-
-    return Door(listener, welcome)
+    return Door(listener, KEY, "here", str)
 
 
 def knock(connection: socket.socket, key: bytes = KEY) -> None:
-    link = FramedSocket(0, prepare_socket(connection, None, server_side=False))
-    run_flows([(link, authenticate_to_listener(link, key, "guest", "here"))], 0.0, time.monotonic() + PATIENCE)
+    channel = Channel(0, prepare_socket(connection, None, server_side=False))
+    run_flows([(channel, _introduce(channel, key, "guest", "here"))], 0.0, time.monotonic() + PATIENCE)
 
 
 def test_more_than_may_be_unproven_keep_nobody_out_and_the_oldest_go(listener: socket.socket) -> None:
@@ -119,8 +115,10 @@ def test_without_any_descriptor_nothing_ends_and_who_waits_is_let_in_later(liste
             came = pool.submit(door.next, time.monotonic() + PATIENCE)
             time.sleep(0.5)
             assert not came.done()
-        for connection in (honest, other):
-            knock(connection)
+        knock(honest)
+        caller = Caller(KEY, "guest", "here")
+        other.sendall(caller.hello)
+        other.sendall(caller.answer(other.recv(REPLY.size, socket.MSG_WAITALL)))
         assert came.result(PATIENCE)[1] == "guest"
     other.settimeout(PATIENCE)
     assert other.recv(100) == b'{"member": "here"}\n'

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.elastic.mailbox import Mailbox
+from trainer.elastic.mailbox import Mailbox, Rumours
 from trainer.elastic.overlay import FULL_MESH, TAKEOVER_SECONDS, count_acting, is_partial, neighbours_of
-from trainer.elastic.rumours import Rumours
 
 
 def names(count: int, seed: int = 0) -> list[str]:

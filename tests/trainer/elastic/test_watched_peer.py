@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainer.elastic.phi_accrual import LEAST_GAPS, WINDOW, SignsOfLife, tail_of
+from trainer.elastic.watched_peer import LEAST_GAPS, WINDOW, SignsOfLife, tail_of
 
 
 def heard(gaps: list[float], expected: float = 0.5) -> SignsOfLife:

@@ -1,4 +1,4 @@
-"""The encrypted mesh: the same results as gloo, what ends it, and who is kept out of it."""
+"""A mesh of channels: the same results as gloo, what ends it, who is kept out of it, and small sums beside gloo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import mesh_ranks as at
 import pytest
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from mesh_ranks import listeners, mesh_of, on_all, places_of
 from torch import Tensor
 
-from trainer.comm import encrypted_mesh, launch_certificate, mesh_links
-from trainer.comm.encrypted_mesh import EncryptedMesh
-from trainer.comm.framed_socket import PeerError
+from trainer.comm import launch_certificate, socket_group, torch_transport
+from trainer.comm.channel import Channel, PeerError, connect
 from trainer.comm.group import GroupError, InterruptibleGroup
 from trainer.comm.launch_certificate import LaunchCertificate
 from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.observability.comm_profiler import links, time_links
 
@@ -33,7 +34,7 @@ pieces."""
 
 
 @pytest.fixture(scope="module", params=[2, 3, 5])
-def worlds(request: pytest.FixtureRequest) -> Iterator[tuple[list[EncryptedMesh], list[TorchTransport]]]:
+def worlds(request: pytest.FixtureRequest) -> Iterator[tuple[list[MeshGroup], list[TorchTransport]]]:
     """The same ranks twice: over the mesh, and over gloo."""
     size, store = request.param, dist.HashStore()
     with mesh_of(size) as meshes:
@@ -82,7 +83,7 @@ def test_all_reduce(worlds: Any, kind: torch.dtype) -> None:
 
 
 def test_a_tensor_larger_than_a_block(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encrypted_mesh, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(socket_group, "BLOCK_BYTES", 1 << 20)
     tensors = [data(rank, 900_001) for rank in range(len(worlds[0]))]
     expected = tensors[0].clone()
     for one in tensors[1:]:
@@ -123,12 +124,12 @@ def test_broadcast(worlds: Any) -> None:
             assert all(torch.equal(one, data(source, numbers)) for one in [*ours, *gloos])
 
 
-@pytest.mark.parametrize("block", [encrypted_mesh.BLOCK_BYTES, 4096])
+@pytest.mark.parametrize("block", [socket_group.BLOCK_BYTES, 4096])
 def test_parts_of_the_ranks_gather_and_sum_by_themselves(
     worlds: Any, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """All ranks, then those with an even and an odd number side by side, as replicas of a shared model do."""
-    monkeypatch.setattr(encrypted_mesh, "BLOCK_BYTES", block)
+    monkeypatch.setattr(socket_group, "BLOCK_BYTES", block)
     size = len(worlds[0])
     for numbers in (1, 50_000):
         for step in (1, 2):
@@ -214,36 +215,8 @@ def test_links_are_probed_as_with_gloo(worlds: Any) -> None:
         assert took > 0
 
 
-def test_keys_are_renewed_between_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a number of records both ends make a new handshake on the same connection, wherever either of them is."""
-    renewed: list[int] = []
-    renew = mesh_links.MeshLink.renew
-
-    def note(link: mesh_links.MeshLink, contexts: Any) -> Any:
-        renewed.append(link.peer)
-        return renew(link, contexts)
-
-    monkeypatch.setattr(mesh_links.MeshLink, "renew", note)
-    monkeypatch.setattr(mesh_links, "MOST_RECORDS", 20)
-    with mesh_of(3) as meshes:
-
-        def work(rank: int, mesh: EncryptedMesh) -> Tensor:
-            tensor = data(rank, 30_000)
-            for number in range(12):
-                mesh.all_reduce(tensor)
-                mesh.broadcast(tensor, number % 3)
-                tensor /= 3
-            return tensor
-
-        found = on_all(meshes, work)
-        assert all(torch.equal(one, found[0]) for one in found)
-        assert {link.connection.version() for mesh in meshes for link in mesh._links.values()} == {"TLSv1.3"}
-    assert len(renewed) > 3 * 2 * 3
-    assert len(renewed) % 2 == 0, "always both ends"
-
-
 def test_a_rank_at_another_operation_is_named() -> None:
-    def add(mesh: EncryptedMesh, numbers: int) -> None:
+    def add(mesh: MeshGroup, numbers: int) -> None:
         try:
             mesh.all_reduce(torch.zeros(numbers))
         finally:
@@ -252,7 +225,7 @@ def test_a_rank_at_another_operation_is_named() -> None:
     with mesh_of(2) as (one, other), ThreadPoolExecutor(2) as pool:
         errors = [future.exception(60) for future in (pool.submit(add, one, 5), pool.submit(add, other, 6))]
         assert all(isinstance(error, PeerError) for error in errors)
-        assert any(f"rank {1 - rank} is at operation 1" in str(error) for rank, error in enumerate(errors))
+        assert any(f"rank {1 - rank} is at message" in str(error) for rank, error in enumerate(errors))
 
 
 @pytest.mark.parametrize("numbers", [1, 3_000_000])
@@ -310,7 +283,7 @@ def outcome_of_stranger(stranger: Callable[[list[Any]], Any]) -> Any:
 
 
 def reach_as_1(places: Any, contexts: Any, key: bytes = at.KEY) -> Any:
-    return mesh_links._reach(places[0], contexts, key, 1, 0, time.monotonic() + 20)
+    return connect(places[0], key, "1", "0", contexts, time.monotonic() + 20)
 
 
 def test_a_certificate_of_another_launch_is_refused() -> None:
@@ -366,3 +339,96 @@ def test_ranks_that_do_not_come_are_named() -> None:
         at.join(places_of(sockets), 0, sockets[0], 0.3)
     for one in sockets:
         one.close()
+
+
+# Small sums beside gloo.
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "bytes_"), [(2, 2, NEAR_BYTES), (3, 1, NEAR_BYTES // 2), (3, 2, FAR_BYTES // 2)]
+)
+def test_what_is_small_depends_on_how_often_it_is_sent_and_how_far(
+    size: int, hosts: int, bytes_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a connection: what ranks would sum over."""
+    places = [(f"10.0.0.{rank % hosts}", 1) for rank in range(size)]
+    listener = socket.create_server((at.HOST, 0))
+    monkeypatch.setattr(torch_transport, "exchange_places", lambda *_: (listener, places))
+    ends = [socket.socketpair() for _ in range(size - 1)]
+    channels = {rank: Channel(rank, ends[rank - 1][0]) for rank in range(1, size)}
+    monkeypatch.setattr(torch_transport, "connect_mesh", lambda *_: channels)
+
+    class Alone:
+        def allreduce(self, tensors: list[Tensor]) -> Any:
+            tensors[0] *= size
+            return self
+
+        def wait(self) -> None: ...
+
+    made = torch_transport._join_small_sums(dist.HashStore(), 0, size, "10.0.0.0", NEVER, Alone(), b"key")
+    assert made is not None
+    assert made.takes_at_once(torch.empty(bytes_, dtype=torch.uint8))
+    assert not made.takes_at_once(torch.empty(bytes_ + 1, dtype=torch.uint8))
+    made.close()
+    for end in (*(other for _, other in ends), listener):
+        end.close()
+
+
+def test_what_is_there_already_counts_though_it_is_called_off() -> None:
+    """And to call it off over and over, with nobody looking, holds nobody up."""
+    with mesh_of(2) as (one, other), ThreadPoolExecutor(1) as pool:
+        for _ in range(2000):
+            one.interrupt()
+        tensors = [torch.ones(4), torch.ones(4)]
+        going = pool.submit(other.all_reduce, tensors[1])
+        time.sleep(0.2)
+        one.all_reduce(tensors[0])
+        going.result(60)
+        assert tensors[0].tolist() == [2.0] * 4
+        with pytest.raises(PeerError, match="called off"):
+            one.all_reduce(torch.ones(4))
+
+
+def groups(size: int) -> list[InterruptibleGroup]:
+    store = dist.HashStore()
+
+    def opener(rank: int) -> Callable[[], TorchTransport]:
+        return lambda: make_torch_transport(store, rank, size, None, 60.0, 60.0, at.HOST)
+
+    return [InterruptibleGroup(rank, size, opener(rank)) for rank in range(size)]
+
+
+def summed(group: InterruptibleGroup, value: float) -> tuple[float, list[str]]:
+    group.run("barrier", lambda transport: transport.barrier(60.0))
+    with mock.patch.object(group, "submit", wraps=group.submit) as submit:
+        total = group.all_reduce("all-reduce", torch.full((4,), value)).result()
+    return total[0].item(), [call.args[0] for call in submit.call_args_list]
+
+
+def test_a_small_sum_needs_no_other_thread_and_is_noted_like_any() -> None:
+    pair = groups(2)
+    assert on_all(pair, lambda rank, group: summed(group, rank + 1.0)) == [(3.0, [])] * 2
+    latest = pair[0].collectives[-1]
+    assert (latest.what, latest.bytes, latest.sequence) == ("all-reduce", 16, 2)
+    assert latest.began is not None
+    assert latest.ended is not None
+    assert latest.submitted <= latest.began <= latest.ended
+    assert pair[0].doing[0] == "nothing"
+    on_all(pair, lambda _, group: group.close())
+
+
+def test_where_one_rank_has_no_channels_all_take_the_other_way(caplog: pytest.LogCaptureFixture) -> None:
+    real, turns = socket.create_server, iter((True, False))
+
+    def once_without_a_port(*given: Any, **named: Any) -> socket.socket:
+        if next(turns):
+            raise OSError("there is no port left")
+        return real(*given, **named)
+
+    with mock.patch("socket.create_server", once_without_a_port):
+        pair = groups(2)
+        found = on_all(pair, lambda rank, group: summed(group, rank + 1.0))
+    assert found == [(3.0, ["all-reduce"])] * 2
+    assert "there is no port left" in caplog.text
+    assert "does not listen at any address" in caplog.text
+    on_all(pair, lambda _, group: group.close())
