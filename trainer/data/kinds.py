@@ -15,30 +15,23 @@ from trainer.documents.places import checked_name
 from trainer.spec import (
     BINARY,
     KINDS,
+    LANGUAGE_MODEL,
     MULTICLASS,
     REGRESSION,
     ROWS,
-    TOKENS,
     WINDOWS,
     DataSpec,
     RowSpec,
-    TokenSpec,
     row_spec_of,
     spec_of,
-    token_spec_of,
 )
 
 SPLITS = ("train", "valid", "test")
 ARRAYS = ("features", "target", "ticker", "date")
 """Arrays that every dataset of windows has; other columns are called as they are."""
 MOST_CLASSES = 10_000
-MOST_IDS = 1 << 24
-"""The largest vocabulary. Ids are stored in 16 bits up to 65,536, and in 32 above."""
-FEW_DOCUMENTS = 20
-"""With fewer documents, each is divided by itself: its beginning is for training, its end for the test."""
 _COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _LONGEST_WINDOW = 100_000
-_LONGEST_CONTEXT = 1 << 20
 _LONGEST_NAME = 200
 
 
@@ -47,16 +40,14 @@ def kind_of(manifest: Mapping[str, Any]) -> str:
     for one that this version does not know."""
     kind = manifest.get("kind", WINDOWS)
     if kind not in KINDS:
-        raise ValueError(f"kind = {str(kind)[:40]!r}: known are {', '.join(KINDS)}")
+        known = LANGUAGE_MODEL if kind == "tokens" else f"known are {', '.join(KINDS)}"
+        raise ValueError(f"kind = {str(kind)[:40]!r}: {known}")
     return kind
 
 
-def describe(manifest: Mapping[str, Any]) -> DataSpec | RowSpec | TokenSpec:
+def describe(manifest: Mapping[str, Any]) -> DataSpec | RowSpec:
     """Return the description that a manifest gives to models, by its kind. Pure."""
-    kind = kind_of(manifest)
-    if kind == ROWS:
-        return row_spec_of(manifest)
-    return token_spec_of(manifest) if kind == TOKENS else spec_of(manifest)
+    return row_spec_of(manifest) if kind_of(manifest) == ROWS else spec_of(manifest)
 
 
 def check_windows(manifest: Mapping[str, Any]) -> None:
@@ -92,33 +83,11 @@ def check_rows(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{column['name']!r}: missing is neither true nor false")
         _check_moments(manifest["normalisation"]["features"][column["name"]])
     _check_moments(manifest["normalisation"]["target"])
-    _check_parts(manifest, "rows")
-
-
-def check_tokens(manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError where the figures of a stream of tokens do not fit together."""
-    context = whole(manifest["context"], "context", least=1, most=_LONGEST_CONTEXT)
-    whole(manifest["vocabulary"], "vocabulary", least=2, most=MOST_IDS)
-    rows = _check_parts(manifest, "tokens")
-    for split in SPLITS:
-        if manifest["samples"][split] != windows_in(rows[split], context):
-            raise ValueError(f"samples.{split} = {manifest['samples'][split]} do not follow from the tokens")
-    for split in SPLITS:
-        whole(manifest["units"][split], f"units.{split}", least=0)
-
-
-def windows_in(tokens: int, context: int) -> int:
-    """Return the number of samples in a stream of tokens: windows of ``context`` tokens, each with the one after it."""
-    return max(0, tokens - 1) // context
-
-
-def id_bytes(vocabulary: int) -> int:
-    """Return the bytes of one stored token: 2 or 4."""
-    return 2 if vocabulary <= 1 << 16 else 4
+    _check_row_shards(manifest)
 
 
 def shards_by_split(manifest: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the shards of each split, in order. Of rows and tokens each shard belongs to one."""
+    """Return the shards of each split, in order. Of rows each shard belongs to one."""
     return {split: [shard for shard in manifest["shards"] if shard["split"] == split] for split in SPLITS}
 
 
@@ -148,20 +117,16 @@ def _check_moments(figures: Mapping[str, Any]) -> None:
         raise ValueError("normalisation: every mean is a number, every std one above zero")
 
 
-def _check_parts(manifest: Mapping[str, Any], what: str) -> dict[str, int]:
-    """Return the number of rows or tokens of each split, after the checks of the shards."""
+def _check_row_shards(manifest: Mapping[str, Any]) -> None:
     order = [SPLITS.index(shard["split"]) for shard in manifest["shards"]]
     if order != sorted(order):
         raise ValueError("shards are in the order of their splits: train, valid, test")
     for shard in manifest["shards"]:
         checked_name(shard["path"], "the path of a shard")
-        whole(shard["rows"], what, least=0)
-    counts = {
-        split: sum(shard["rows"] for shard in shards) for split, shards in shards_by_split(manifest).items()
-    }  # fmt: skip
-    if what == "rows" and any(manifest["samples"][split] != counts[split] for split in SPLITS):
-        raise ValueError("samples are not the rows of the shards")
-    return counts
+        whole(shard["rows"], "rows", least=0)
+    for split, shards in shards_by_split(manifest).items():
+        if manifest["samples"][split] != sum(shard["rows"] for shard in shards):
+            raise ValueError("samples are not the rows of the shards")
 
 
 def _check_columns(manifest: Mapping[str, Any]) -> None:

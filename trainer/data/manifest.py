@@ -13,12 +13,12 @@ import os
 import stat
 from typing import Any
 
-from trainer.data.kinds import check_rows, check_tokens, check_windows, kind_of
+from trainer.data.kinds import check_rows, check_windows, kind_of
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import parse_document
 from trainer.documents.schemas import many, mapping, obj, record, text, whole
 from trainer.errors import DamagedError
-from trainer.spec import ROWS, TOKENS, WINDOWS
+from trainer.spec import ROWS, WINDOWS
 from trainer.storage.base import Storage
 
 SCHEMA_VERSION = 1
@@ -52,7 +52,7 @@ def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: st
     """Return a loaded manifest after the checks of `read_dataset_manifest`, which raise `DatasetError`."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: rebuild it")
-    known = (SCHEMA_VERSION,) if manifest.get("kind", WINDOWS) in (WINDOWS, TOKENS) else (SCHEMA_VERSION, STANDARDISED)
+    known = (SCHEMA_VERSION,) if manifest.get("kind", WINDOWS) == WINDOWS else (SCHEMA_VERSION, STANDARDISED)
     if (found := manifest.get("schema_version")) not in known:
         raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {known[-1]}; rebuild it")
     check_manifest(manifest, storage.uri)
@@ -104,8 +104,12 @@ def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
 def check_manifest(manifest: dict[str, Any], uri: str) -> None:
     """Raise `DatasetError` if a manifest has a forbidden name, or its figures do not fit together."""
     try:
+        check = check_rows if kind_of(manifest) == ROWS else check_windows
+    except ValueError as error:
+        raise DatasetError(f"{uri}/manifest.json: {error}") from None
+    try:
         checked_id(manifest["dataset_id"], "dataset_id")
-        {WINDOWS: check_windows, ROWS: check_rows, TOKENS: check_tokens}[kind_of(manifest)](manifest)
+        check(manifest)
     except PlaceError as error:
         raise DatasetError(f"{uri}/manifest.json: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:

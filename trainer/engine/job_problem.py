@@ -22,21 +22,18 @@ from trainer.data.kinds import SPLITS, kind_of
 from trainer.data.manifest import DatasetError, load_manifest
 from trainer.data.own_dataset import open_own_dataset
 from trainer.data.row_data import RowData
-from trainer.data.token_data import TokenData
 from trainer.data.training_data import TrainingData
 from trainer.data.window_data import WindowData
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.evaluation.row_judge import RowJudge, row_task
-from trainer.evaluation.token_judge import TokenJudge
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.factories import build_from_factory
 from trainer.model.rows import build_row_loss, build_row_model
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
-from trainer.model.tokens import NextToken, build_token_loss, build_token_model
-from trainer.spec import OWN, ROWS, TOKENS, WINDOWS
+from trainer.spec import OWN, ROWS, WINDOWS
 from trainer.storage.open import open_storage
 
 ROWS_AT_ONCE = 4096
@@ -46,8 +43,6 @@ OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
     "squared_error": nn.MSELoss,
 }
 """The stock losses for datasets of the user's own."""
-LOGITS_AT_ONCE = 1 << 25
-"""Logits of an evaluation's batch of tokens, about: pieces of a large vocabulary go through the model few at a time."""
 
 
 class JobProblemMaker:
@@ -63,8 +58,7 @@ class JobProblemMaker:
         refuse_other_kinds(job, kind)
         if kind == WINDOWS:
             return WindowProblemMaker().open_data(job, device)
-        reader: type[RowData] | type[TokenData] = RowData if kind == ROWS else TokenData
-        data = reader(job.dataset.uri, expected_id=job.dataset.dataset_id)
+        data = RowData(job.dataset.uri, expected_id=job.dataset.dataset_id)
         for split in SPLITS:
             if not data.count(split):
                 raise DatasetError(
@@ -79,8 +73,6 @@ class JobProblemMaker:
             return make_window_problem(job, data.shards, device)
         if isinstance(data, RowData):
             return make_row_problem(job, data, device)
-        if isinstance(data, TokenData):
-            return make_token_problem(job, data, device)
         assert isinstance(data, DatasetData)
         return make_own_problem(job, data, device)
 
@@ -100,24 +92,6 @@ def make_row_problem(job: JobConfig, data: RowData, device: torch.device) -> Pro
         identity=(data.dataset_id, model, loss),
         description={"kind": ROWS, "model": model, "loss": loss, "spec": asdict(data.spec)},
         evaluation_batch=ROWS_AT_ONCE,
-    )
-
-
-def make_token_problem(job: JobConfig, data: TokenData, device: torch.device) -> Problem:
-    """Return the problem of a job on a stream of tokens. Raise `trainer.config.ConfigError` for a model or loss that
-    cannot be used."""
-    criterion = build_token_loss(job.loss, data.spec).to(device)
-    module = build_token_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
-    model, loss = asdict(job.model), asdict(job.loss)
-    task = SupervisedTask(criterion)
-    return Problem(
-        data=data,
-        task=task,
-        module=module,
-        judge=TokenJudge(task, data, job.training.seed, isinstance(criterion, NextToken)),
-        identity=(data.dataset_id, model, loss),
-        description={"kind": TOKENS, "model": model, "loss": loss, "spec": asdict(data.spec)},
-        evaluation_batch=max(1, LOGITS_AT_ONCE // (data.spec.context * data.spec.vocabulary)),
     )
 
 

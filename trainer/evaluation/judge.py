@@ -140,16 +140,9 @@ class TaskJudge:
         return report
 
 
-def evaluate_task(
-    task: Task,
-    data: TrainingData,
-    split: str,
-    request: JudgeRequest,
-    losses: NDArray[np.float64] | None = None,
-) -> Evaluation:
+def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
     """Return the means of loss and metrics over a split; a collective. Ranks take whole batches, the same at any world
-    size, and sums are taken in float64: the result does not depend on how many ranks there are. ``losses`` (count,),
-    where given, gets the loss of each sample that this rank has judged, in its place."""
+    size, and sums are taken in float64: the result does not depend on how many ranks there are."""
     count = data.count(split)
     first, last = SharedWork(request.world).part(count, request.batch_size)
     was_training = request.model.training
@@ -164,8 +157,6 @@ def evaluate_task(
         request.before_batch()
         for name, values in judging.figures(batch, len(positions)).items():
             sums[name] = sums.get(name, 0.0) + values.sum().item()
-            if losses is not None and name == "loss":
-                losses[positions] = values.cpu().numpy()
             if odd is None and name == "loss" and not math.isfinite(sums[name]):
                 odd = describe_odd(batch, values, positions)
     request.model.train(was_training)

@@ -75,7 +75,7 @@ def test_rows_and_targets_are_those_of_the_parquet_files(built: Path, cache: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows, tokens"),
+        (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows"),
         (lambda m: m["shards"][0].update(rows=3), r"samples are not the rows of the shards"),
         (lambda m: m["shards"][0].update(path="../x.parquet"), r"no relative path"),
         (lambda m: m["shards"].reverse(), r"in the order of their splits"),
