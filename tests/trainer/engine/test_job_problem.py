@@ -151,6 +151,8 @@ def test_datasets_of_ones_own_are_learned(tmp_path: Path, loss: str) -> None:
     assert report["split"] == "valid", "there is no test split"
     assert report["model"]["loss"] < (1.0 if ":" in loss else 0.5)
     assert ("accuracy" in report["model"]) == (":" in loss)
+    with pytest.raises(SavedModelError, match=r"kind 'own', whose models are neither registered nor served"):
+        load_saved_model(lambda name: (tmp_path / "run" / "model" / name).read_bytes(), ())
 
 
 @pytest.mark.parametrize(
