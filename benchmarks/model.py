@@ -48,9 +48,8 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig,
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
-from trainer.evaluation.judged_baselines import BaselineJudgement
 from trainer.evaluation.leakage_check import run_leakage_checks
-from trainer.evaluation.report import Predictions, judge_baseline
+from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
 from trainer.evaluation.shared_work import SharedWork
 from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
 from trainer.evaluation.year_scores import score_predictions
@@ -115,7 +114,7 @@ def walk_year(prices: PricesRef, home: Path, year: int, seed: int) -> tuple[Year
         names = ("row", "target", "loss", "mu", "sigma", "nu")
         found = score_predictions(year, Predictions(*(stored[name] for name in names)), shards)
     fewer: Any = FewerFeatures(shards, OWN_FEATURES)
-    nll = BaselineJudgement(fewer, "test").scores(SharedWork())["ridge"].nll
+    nll = judge_baselines(fewer, "test", SharedWork())["ridge"].nll
     assert nll is not None
     rows = shards.end_rows("test", np.arange(shards.count("test")))
     days, place = np.unique(shards.dates(rows), return_inverse=True)

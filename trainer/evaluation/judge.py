@@ -27,7 +27,6 @@ from trainer.rundir import EVALUATION, RunDir
 if TYPE_CHECKING:
     from trainer.comm.world import World
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.judged_baselines import BaselineJudgement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +61,6 @@ class WindowJudge:
 
     criterion: nn.Module
     shards: DataShardManager
-    baselines: BaselineJudgement
-    """On the test split."""
     make_criterion: Callable[[Mapping[str, float]], nn.Module]
     """Returns the loss with these arguments besides its own."""
 
@@ -81,7 +78,7 @@ class WindowJudge:
         criterion = self.make_criterion(arguments) if arguments else self.criterion
         report = final_report(
             request.model, criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
-            begin=begin, baselines=self.baselines,
+            begin=begin,
         )  # fmt: skip
         return {**report, "correction": arguments}
 
