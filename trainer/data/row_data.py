@@ -21,15 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.comm.world import World
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
 from trainer.data.kinds import split_ranges
+from trainer.data.loader import ArrayReader
 from trainer.data.manifest import STANDARDISED, DatasetError
-from trainer.data.position_loader import PositionLoader
-from trainer.data.sampler import Sampler
-from trainer.runtime.fault_injection import Faults
 from trainer.runtime.host_memory import available_bytes
-from trainer.runtime.step_timer import StepTimer
 from trainer.spec import LEAST_STEP, REGRESSION, ROWS, row_spec_of
 
 
@@ -37,6 +33,8 @@ class RowData(CachedArrays):
     """The rows of one table: batches are pairs (stored rows (B, columns) float32, targets (B,))."""
 
     kind = ROWS
+    device = torch.device("cpu")
+    """The device on which rows are gathered."""
 
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
@@ -93,14 +91,12 @@ class RowData(CachedArrays):
         offset = self._ranges[split][0]
         self._read_ahead(first + offset, last + offset)
 
-    def make_loader(
-        self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
-    ) -> PositionLoader:
-        """Return the loader of this rank's rows."""
-        return PositionLoader(self, sampler, world, faults, timer, prefetch_batches)
+    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> ArrayReader:
+        """Return the reader of training rows."""
+        return ArrayReader(self, device, prefetch_batches)
 
     def close(self) -> None:
-        """There is nothing to end: each loader ends its own thread."""
+        """There is nothing to end: each reader ends its own thread."""
 
     def content_digest(self) -> str:
         """Return the sha256 of what the arrays depend on: the digests, order and rows of the shards, the columns."""

@@ -1,6 +1,6 @@
 """What a training needs of its data, whatever its kind: samples that are counted, dealt and read by position.
 
-The interfaces belong here; windows of prices are `trainer.data.window_data`, a user's datasets
+The interfaces belong here; windows of prices are `trainer.data.shards`, a user's datasets
 `trainer.data.dataset_data`.
 """
 
@@ -13,24 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.comm.world import World
-from trainer.data.batches import Batch
-from trainer.data.sampler import Sampler
-from trainer.runtime.fault_injection import Faults
-from trainer.runtime.step_timer import StepTimer
-
-
-class Loader(Protocol):
-    """The interface of what reads a rank's batches, in the order of a sampler."""
-
-    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the optimizer steps that are done
-        by then, over all epochs."""
-        ...
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        ...
+from trainer.data.loader import Reader
 
 
 class TrainingData(Protocol):
@@ -50,10 +33,8 @@ class TrainingData(Protocol):
         """Return the samples at these positions (0 … count - 1) as one batch on the device."""
         ...
 
-    def make_loader(
-        self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
-    ) -> Loader:
-        """Return the loader of the training samples of this rank."""
+    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> Reader:
+        """Return what reads the training samples of this rank for a `trainer.data.loader.BatchLoader`."""
         ...
 
     def close(self) -> None:

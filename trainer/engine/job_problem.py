@@ -22,8 +22,8 @@ from trainer.data.kinds import SPLITS, kind_of
 from trainer.data.manifest import DatasetError, load_manifest
 from trainer.data.own_dataset import open_own_dataset
 from trainer.data.row_data import RowData
+from trainer.data.shards import WindowData
 from trainer.data.training_data import TrainingData
-from trainer.data.window_data import WindowData
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.loader import keep_on_gpu
-from trainer.data.shards import DatasetError, DataShardManager
+from trainer.data.loader import fits_on_device
+from trainer.data.shards import DatasetError, DataShardManager, WindowData
 from trainer.data.training_data import TrainingData
-from trainer.data.window_data import WindowData
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
@@ -117,8 +116,9 @@ def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManag
 def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
     """Return the dataset of a job as `open_dataset` does, on the device where that is configured."""
     shards = open_dataset(job, splits)
-    if job.training.data_on_device:
-        keep_on_gpu(shards, device)
+    is_wanted = job.training.data_on_device and device.type == "cuda"
+    if is_wanted and fits_on_device(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
+        shards.keep_on(device)
     return shards
 
 
