@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, JobConfig
-from trainer.data.kinds import describe, kind_of
-from trainer.data.manifest import DatasetError, load_manifest
+from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.performance.memory import ModelBytes
 from trainer.secrets.redaction import redact

@@ -19,8 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
-from trainer.data.kinds import describe
-from trainer.data.manifest import DatasetError, read_dataset_manifest
+from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.model.correction import is_correction

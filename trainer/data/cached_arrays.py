@@ -27,8 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.kinds import kind_of
-from trainer.data.manifest import DatasetError, read_dataset_manifest
+from trainer.data.manifest import DatasetError, kind_of, read_dataset_manifest
 from trainer.data.shard_cache import (
     CACHE_VERSION,
     HashedFile,
@@ -48,7 +47,7 @@ class CachedArrays(ABC):
     """The manifest of one dataset, and its arrays once `open_arrays` was called."""
 
     kind: ClassVar[str]
-    """That of the datasets that this class reads, see `trainer.data.kinds`."""
+    """That of the datasets that this class reads, see `trainer.data.manifest`."""
 
     def __init__(self, uri: str, expected_id: str | None = None) -> None:
         """Read the manifest. Raise `DatasetError` if it cannot be used, or is of another kind."""

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import move_to
-from trainer.data.loader import PlannedStep
+from trainer.data.loader import PlannedStep, TrainingData
 from trainer.data.loader_workers import ReadOptions, WorkerPool
 from trainer.data.sampler import micro_batch_seed
 from trainer.errors import ConfigError
@@ -118,7 +118,7 @@ def _own_random_state() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class DatasetData:
+class DatasetData(TrainingData):
     """The datasets of a training, by split. Their lengths are those at the beginning."""
 
     train: Dataset[Any]

@@ -1,4 +1,4 @@
-"""`BatchLoader`: the batches of training steps, in the order of the sampler, whatever they are read from.
+"""`TrainingData` and `BatchLoader`: what a training needs of its data, of whatever kind, and the batches of its steps.
 
 Which samples belong to the next few steps is worked out for all of them together. What reads them is a `Reader`: of
 arrays of this node `ArrayReader`, of a user's datasets `trainer.data.dataset_data`. Arrays are read in one of three
@@ -14,6 +14,7 @@ The two ways of a GPU have not been run on a GPU yet.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,26 +67,58 @@ class Reader(Protocol):
         ...
 
 
-class Arrays(Protocol):
-    """The interface of data in arrays of this node, as `ArrayReader` reads it."""
+class TrainingData(ABC):
+    """A dataset with the splits ``train``, ``valid`` and ``test``, of which the last two may be empty."""
 
     @property
-    def device(self) -> torch.device:
-        """The device on which samples are gathered."""
-        ...
+    @abstractmethod
+    def dataset_id(self) -> str:
+        """The name of its content: a checkpoint belongs to one."""
 
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Whether the arrays did not fit into what memory was free when they were opened."""
-        ...
+    @abstractmethod
+    def count(self, split: str) -> int:
+        """Return the number of samples of a split."""
 
+    @abstractmethod
+    def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
+        """Return the samples at these positions (0 … count - 1) as one batch on the device."""
+
+    def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
+        """Yield what `read` returns for each of these positions, in order, read ahead where that is worth it."""
+        return (self.read(split, positions, device) for positions in parts)
+
+    @abstractmethod
+    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> Reader:
+        """Return what reads the training samples of this rank."""
+
+    def close(self) -> None:
+        """End what reads ahead for good."""
+        return
+
+
+class ArrayData(TrainingData):
+    """Data in arrays of this node, whose batches are pairs (inputs, targets)."""
+
+    device: torch.device
+    """Where samples are gathered."""
+    is_larger_than_memory: bool
+    """Whether the arrays did not fit into what memory was free when they were opened."""
+
+    @abstractmethod
     def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of the samples at these positions, on `device`."""
-        ...
+        """Return the samples at these positions as one batch on `device`."""
 
+    @abstractmethod
     def will_need(self, split: str, first: int, last: int) -> None:
         """Have the kernel read the samples at positions [first, last) into memory, without waiting for it."""
-        ...
+
+    def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
+        """Return the samples at these positions as one batch on the device."""
+        return tuple(part.to(device) for part in self.gather(split, positions))
+
+    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> Reader:
+        """Return what reads the training samples of this rank, and ends its own thread."""
+        return ArrayReader(self, device, prefetch_batches)
 
 
 def batches_ahead(given: int | None, device: torch.device, resident: bool, larger_than_memory: bool) -> int:
@@ -148,7 +181,7 @@ class BatchLoader:
 class ArrayReader:
     """Gathers whole steps from arrays of this node, ahead in a thread where that is worth it."""
 
-    def __init__(self, data: Arrays, device: torch.device, prefetch_batches: int | None) -> None:
+    def __init__(self, data: ArrayData, device: torch.device, prefetch_batches: int | None) -> None:
         self.data, self.device = data, device
         resident = data.device.type == device.type != "cpu"
         self.ahead = batches_ahead(prefetch_batches, device, resident, data.is_larger_than_memory)

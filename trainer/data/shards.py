@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.loader import ArrayReader
+from trainer.data.loader import ArrayData
 from trainer.data.manifest import DatasetError, content_digest
 from trainer.runtime.host_memory import available_bytes
 from trainer.spec import WINDOWS, spec_of
@@ -198,27 +197,17 @@ class DataShardManager(CachedArrays):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class WindowData:
+class WindowData(ArrayData):
     """The windows of ``shards`` as the data of a training: batches are pairs (raw windows (B, W, F), targets (B,) or
     (B, 2)), float32."""
 
-    shards: DataShardManager
+    def __init__(self, shards: DataShardManager) -> None:
+        self.shards, self.device, self.is_larger_than_memory = shards, shards.device, shards.is_larger_than_memory
 
     @property
     def dataset_id(self) -> str:
         """The dataset's id, from its manifest."""
         return self.shards.spec.dataset_id
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which windows are gathered."""
-        return self.shards.device
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Whether features and targets did not fit into what memory was free when they were opened."""
-        return self.shards.is_larger_than_memory
 
     def count(self, split: str) -> int:
         """Return the number of windows of a split."""
@@ -228,17 +217,6 @@ class WindowData:
         """Return the windows at these positions, and their targets."""
         return self.shards.gather(self.shards.end_rows(split, positions))
 
-    def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
-        """Return the windows at these positions, and their targets, on the device."""
-        return tuple(part.to(device) for part in self.gather(split, positions))
-
     def will_need(self, split: str, first: int, last: int) -> None:
         """Have the kernel read the windows at positions [first, last) into memory, without waiting for it."""
         self.shards.will_need(split, first, last)
-
-    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> ArrayReader:
-        """Return the reader of training windows."""
-        return ArrayReader(self, device, prefetch_batches)
-
-    def close(self) -> None:
-        """There is nothing to end: each reader ends its own thread."""

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import ConfigError, FactoryConfig, JobConfig, parse_job
 from trainer.data.dataset_data import DatasetData
-from trainer.data.kinds import SPLITS, kind_of
-from trainer.data.manifest import DatasetError, load_manifest
-from trainer.data.own_dataset import open_own_dataset
+from trainer.data.loader import TrainingData
+from trainer.data.manifest import SPLITS, DatasetError, kind_of, load_manifest
 from trainer.data.row_data import RowData
 from trainer.data.shards import WindowData
-from trainer.data.training_data import TrainingData
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
@@ -126,6 +125,32 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
         valid_collate=data.collate_of("valid"),
         evaluation_batch=job.training.batch_size_per_gpu,
     )
+
+
+def open_own_dataset(job: JobConfig) -> DatasetData:
+    """Return the datasets that the function of a job makes on each node: it returns a map-style dataset for training,
+    or a mapping with some of ``train``, ``valid`` and ``test``. Raise `ConfigError` where it is not allowed, fails or
+    returns something else, and `DatasetError` where they are not those that the job expects."""
+    assert job.dataset.factory is not None
+    made = build_from_factory("dataset", FactoryConfig(factory=job.dataset.factory, args=job.dataset.args), {})
+    where = f"dataset.factory = {job.dataset.factory!r}"
+    if not isinstance(made, Mapping):
+        made = {"train": made}
+    if unknown := sorted(set(map(str, made)) - set(SPLITS)):
+        raise ConfigError(f"{where} returned a mapping with {unknown[0]!r}: known are {', '.join(SPLITS)}")
+    if not isinstance(made.get("train"), Dataset) and not hasattr(made.get("train"), "__getitem__"):
+        raise ConfigError(
+            f"{where} returned no training dataset but a {type(made.get('train')).__name__}: return a map-style "
+            'dataset (__getitem__ and __len__), or {"train": …, "valid": …, "test": …}'
+        )
+    data = DatasetData(train=made["train"], valid=made.get("valid"), test=made.get("test"))
+    expected = job.dataset.dataset_id
+    if expected is not None and data.dataset_id != expected:
+        raise DatasetError(
+            f"{where} made {data.dataset_id!r} here, and dataset.dataset_id = {expected!r}: all nodes must get "
+            "the same samples in the same order"
+        )
+    return data
 
 
 def describe_own_job(path: str) -> None:

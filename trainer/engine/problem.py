@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.loader import fits_on_device
+from trainer.data.loader import TrainingData, fits_on_device
 from trainer.data.shards import DatasetError, DataShardManager, WindowData
-from trainer.data.training_data import TrainingData
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError
 from trainer.data.batches import find_odd_row
-from trainer.data.training_data import TrainingData, read_each
+from trainer.data.loader import TrainingData
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
 from trainer.evaluation.shared_work import SharedWork
@@ -150,7 +150,7 @@ def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequ
     parts = [
         np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
     ]
-    for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
+    for positions, batch in zip(parts, data.read_each(split, parts, request.device), strict=True):
         request.before_batch()
         for name, values in judging.figures(batch, len(positions)).items():
             sums[name] = sums.get(name, 0.0) + values.sum().item()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.kinds import SPLITS
+from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.report import JudgedBaseline, Predictions, judge_baseline, score_forecast
