@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from trainer.data.sampler import spread_positions
 from trainer.documents.events import FinishStage
-from trainer.evaluation.gate import Gate, gate, suspect_leak
 from trainer.evaluation.report import Predictions, build_report, judge_baselines, score_forecast
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.losses import Predictive, gives_predictive
@@ -32,8 +31,6 @@ from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 if TYPE_CHECKING:
     from trainer.comm.world import World
     from trainer.data.shards import DataShardManager
-
-__all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
 
 EVAL_BATCH = 1024
 CHUNK = 1 << 16
