@@ -20,9 +20,9 @@ from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
+from trainer.documents.factory_arguments import is_correction
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
-from trainer.model.correction import is_correction
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DataSpec, RowSpec
