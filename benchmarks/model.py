@@ -44,16 +44,15 @@ from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import YearSplit, build_year
+from dtrain_dagster.registry.walk_forward import YearScores, gain_over, judge_years
+from dtrain_dagster.registry.year_scores import score_predictions
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
-from trainer.evaluation.judged_baselines import BaselineJudgement
 from trainer.evaluation.leakage_check import run_leakage_checks
-from trainer.evaluation.report import Predictions, judge_baseline
+from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
 from trainer.evaluation.shared_work import SharedWork
-from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
-from trainer.evaluation.year_scores import score_predictions
 from trainer.exit_codes import DONE
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import PREDICTIONS, RESULT, RunDir
@@ -115,7 +114,7 @@ def walk_year(prices: PricesRef, home: Path, year: int, seed: int) -> tuple[Year
         names = ("row", "target", "loss", "mu", "sigma", "nu")
         found = score_predictions(year, Predictions(*(stored[name] for name in names)), shards)
     fewer: Any = FewerFeatures(shards, OWN_FEATURES)
-    nll = BaselineJudgement(fewer, "test").scores(SharedWork())["ridge"].nll
+    nll = judge_baselines(fewer, "test", SharedWork())["ridge"].nll
     assert nll is not None
     rows = shards.end_rows("test", np.arange(shards.count("test")))
     days, place = np.unique(shards.dates(rows), return_inverse=True)

@@ -38,12 +38,12 @@ from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import VALID_YEARS, YearSplit, build_year
 from dtrain_dagster.registry.evaluated import stored_predictions
+from dtrain_dagster.registry.walk_forward import YearScores, gain_over, judge_years
+from dtrain_dagster.registry.year_scores import score_predictions
 from dtrain_dagster.reports.walk_forward_charts import walk_forward_figure
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import train_job
-from trainer.evaluation.walk_forward import YearScores, gain_over, judge_years
-from trainer.evaluation.year_scores import score_predictions
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import RESULT, RunDir
 from trainer.spec import WINDOWS

@@ -1,4 +1,4 @@
-"""Small datasets of rows and of tokens, built by the product itself, for tests of both packages."""
+"""Small datasets of rows, built by the product itself, for tests of both packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from dtrain_dagster.data.build_once import FinishedDataset
 from dtrain_dagster.data.rows import RowParams, build_rows
-from dtrain_dagster.data.tokens import TokenParams, build_tokens
 
 WORDS = ("red", "green", "blue")
 
@@ -55,22 +54,3 @@ def original_rows(made: Any) -> dict[str, pd.DataFrame]:
         for name, scale in scales.items():
             rows[name] = rows[name].astype(np.float64) * scale["std"] + scale["mean"]
     return found
-
-
-def documents(folder: Path, count: int = 40, seed: int = 0) -> Path:
-    """Short texts in which one word often follows another."""
-    random, place = np.random.default_rng(seed), folder / "texts"
-    place.mkdir()
-    for number in range(count):
-        words, word = [], 0
-        for _ in range(random.integers(60, 120)):
-            word = (word + 1) % 3 if random.random() < 0.9 else int(random.integers(3))
-            words.append(WORDS[word])
-        (place / f"{number:03d}.txt").write_text(" ".join(words) + "\n")
-    return place
-
-
-def build_texts(folder: Path, context: int = 16, **params: Any) -> FinishedDataset:
-    """A dataset of bytes."""
-    params = {"valid_fraction": 0.15, "test_fraction": 0.15, **params}
-    return build_tokens(str(documents(folder)), str(folder), TokenParams(context=context, **params))

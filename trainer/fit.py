@@ -45,8 +45,8 @@ from trainer.config import (
     settings_of,
 )
 from trainer.data.dataset_data import DatasetData
+from trainer.data.loader import TrainingData
 from trainer.data.sampler import steps_left
-from trainer.data.training_data import TrainingData
 from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
 from trainer.elastic.node_presence import record_presence
 from trainer.engine.module_state import refuse_extra_state

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WINDOWS, ROWS, TOKENS = "windows", "rows", "tokens"
-KINDS = (WINDOWS, ROWS, TOKENS)
+WINDOWS, ROWS = "windows", "rows"
+KINDS = (WINDOWS, ROWS)
 """The kinds of datasets that have a manifest."""
-REGISTERED = (WINDOWS, ROWS)
-"""The kinds whose models can be registered and served."""
+LANGUAGE_MODEL = "a language model has become a script of its own, as examples/language_model shows"
+"""What is said of the datasets of tokens and their model, which older versions had."""
 OWN = "own"
 """The kind of a dataset that a function of the user's own makes on each node."""
 REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
@@ -80,24 +80,6 @@ class RowSpec:
         return sum(len(values) or 1 + missing for values, missing in columns)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSpec:
-    """The shape of one stream of tokens, from its manifest; every model and loss factory for tokens gets it.
-
-    A model gets ids of shape (batch, context), int64; the target has the same shape and holds the id that follows each.
-    """
-
-    dataset_id: str
-    vocabulary: int
-    """The number of ids: 0 … vocabulary - 1."""
-    context: int
-    """Tokens in one sample."""
-    encoding: str
-    """``bytes``, or the ``package.module:encode`` that made the ids."""
-    end: int | None
-    """The id that ends each document; None where documents have no end of their own."""
-
-
 def row_spec_of(manifest: Mapping[str, Any]) -> RowSpec:
     """Return the description that the manifest of a table gives to models. Pure."""
     norm, columns = manifest["normalisation"], manifest["columns"]
@@ -115,17 +97,6 @@ def row_spec_of(manifest: Mapping[str, Any]) -> RowSpec:
         classes=tuple(manifest["classes"]),
         target_mean=norm["target"]["mean"],
         target_std=norm["target"]["std"],
-    )
-
-
-def token_spec_of(manifest: Mapping[str, Any]) -> TokenSpec:
-    """Return the description that the manifest of a stream of tokens gives to models. Pure."""
-    return TokenSpec(
-        dataset_id=manifest["dataset_id"],
-        vocabulary=manifest["vocabulary"],
-        context=manifest["context"],
-        encoding=manifest["encoding"],
-        end=manifest.get("end"),
     )
 
 

@@ -98,8 +98,8 @@ class TrainingOptions(PlanOptions):
     """The training, its limits and its probe, in the launchpad."""
 
     model: str = "har_tcn"
-    """A stock model, such as har_tcn, mlp or gpt, or a factory of your own as package.module:factory, which
-    DTRAIN_FACTORY_MODULES has to allow. Where this is left as it is, a dataset of rows or tokens gets the usual model
+    """A stock model, such as har_tcn or mlp, or a factory of your own as package.module:factory, which
+    DTRAIN_FACTORY_MODULES has to allow. Where this is left as it is, a dataset of rows gets the usual model
     of its kind."""
     model_args: dict[str, Any] = {}
     """Arguments of the model's factory, by name."""

@@ -33,7 +33,7 @@ from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
-from trainer.spec import REGISTERED, WINDOWS
+from trainer.spec import WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
@@ -78,7 +78,7 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         kind = sharded_dataset.manifest().get("kind", WINDOWS)
         refuse_without_report(Path(project.storage_uri), pipeline, kind)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
-        return plan_training(context, config, cluster, project, request, registers=kind in REGISTERED)
+        return plan_training(context, config, cluster, project, request, registers=True)
 
     return cost_estimate
 

@@ -28,7 +28,7 @@ from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.spec import REGISTERED, ROWS, WINDOWS
+from trainer.spec import ROWS, WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import Gate, RegisteredModel, ServingCheck, TrainingProvenance
@@ -72,38 +72,12 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
         cluster, project = cluster_resource(context, names), project_resource(context, names)
-        manifest = sharded_dataset.manifest()
-        if why := why_unregistered(manifest):
-            return unregistered(why, trained_checkpoint)
-        return register(context, cluster, project, manifest, cost_estimate, trained_checkpoint, names)
+        return register(context, cluster, project, sharded_dataset.manifest(), cost_estimate, trained_checkpoint, names)
 
     return registered_model
 
 
 registered_model = build_registered_model(STOCK)
-
-
-def why_unregistered(manifest: Mapping[str, Any]) -> str:
-    """Return why a model of this dataset is not registered; "" where it is. Pure."""
-    kind = manifest.get("kind", WINDOWS)
-    if kind in REGISTERED:
-        return ""
-    return (
-        f"a model of {kind} is not registered: model cards and the scoring server support only models of windows and "
-        "of rows. Its weights are in the run directory, model/weights.pt"
-    )
-
-
-def unregistered(why: str, job: FinishedJob) -> dg.MaterializeResult:
-    """Return the asset of a model that is not registered, and passed checks that say so."""
-    return dg.MaterializeResult(
-        value={"run_dir": job.run_dir},
-        metadata={"verdict": why, "registered": False, "reason": why, "run_dir": dg.MetadataValue.path(job.run_dir)},
-        check_results=[
-            dg.AssetCheckResult(check_name=name, passed=True, metadata={"not_judged": why})
-            for name in ("promotion_gate", "serving_endpoint_answers")
-        ],
-    )
 
 
 def register(
@@ -119,7 +93,6 @@ def register(
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
     from dtrain_dagster.costs.worth import worth_line
-    from trainer.observability.mlflow_sink import gate_tag
 
     rundir = RunDir(job.run_dir)
     order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
@@ -141,7 +114,7 @@ def register(
     model = models.register_model(
         job.run_dir,
         project.model_name,
-        {**provenance.tags(), **gate_tag(verdict.passed)},
+        provenance.tags(),
         card,
         experiment=project.experiment,
         cache_dir=project.cache_dir,

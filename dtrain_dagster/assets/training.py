@@ -137,7 +137,7 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
         dg.AssetCheckSpec(
             "no_baseline_is_better",
             asset=key,
-            description=f"No baseline is better on the same test windows, rows or tokens {BEYOND_CHANCE}.",
+            description=f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
         ),
     ]
 

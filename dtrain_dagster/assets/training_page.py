@@ -31,7 +31,7 @@ def training_page(
     """Return the page of a finished training. ``totals``: `totals_metadata`."""
     from dtrain_dagster.jobs.totals import read_phase_totals
     from dtrain_dagster.reports import training_charts
-    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores, written_text
+    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
     from dtrain_dagster.reports.small_pictures import small_curves
     from trainer.elastic.generation_record import generations
 
@@ -54,8 +54,6 @@ def training_page(
         metadata["scores"] = best_rows(_score_rows(evaluation), ("name", "nll", "t"))
     elif has_kind_scores(evaluation):
         metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
-        if text := written_text(evaluation):
-            metadata["written_text"] = dg.MarkdownMetadataValue(text)
     metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
     metadata["curves"] = charts({"Training curves": training_charts.training_curves(steps, evaluations)})
     if model.get("nll") is not None:

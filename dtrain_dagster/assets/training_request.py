@@ -18,7 +18,7 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.graph_names import GraphNames
 from trainer.config import JobConfig, parse_job
-from trainer.data.kinds import kind_of
+from trainer.data.manifest import kind_of
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.rundir import resolve_start
 

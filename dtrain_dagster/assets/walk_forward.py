@@ -32,7 +32,7 @@ from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from trainer.evaluation.walk_forward import YearScores
+    from dtrain_dagster.registry.walk_forward import YearScores
 
 YEAR_ASSETS = ("sharded_dataset", "cost_estimate", "trained_checkpoint", "cost_breakdown", "year_scores")
 """The assets of each test year, in the order in which they are made."""
@@ -256,9 +256,9 @@ def judge_year(
 
 def year_page(year: TrainedYear, job_url: str) -> dict[str, Any]:
     """Return the page of a finished year. ``job_url``: of its training on the dashboard."""
+    from dtrain_dagster.registry.walk_forward import judge_years
     from dtrain_dagster.reports.small_pictures import small_ranks
     from trainer.evaluation.gate import is_beyond_chance
-    from trainer.evaluation.walk_forward import judge_years
 
     document = judge_years([year.scores])
     judged, best = document["all"], document["best_baseline"]

@@ -24,7 +24,7 @@ JUDGED = ("model", "loss", "training", "window", "horizon")
 def refuse_without_report(folder: Path, pipeline: Pipeline, kind: str) -> None:
     """Raise `dagster.Failure` where DTRAIN_GATE=walk_forward asks for a report that is not there, or is damaged, before
     a training is planned that could not become champion. Models of other kinds than windows are not asked for one."""
-    from trainer.evaluation.walk_forward import LEAST_YEARS
+    from dtrain_dagster.registry.walk_forward import LEAST_YEARS
 
     if load_settings().gate != "walk_forward" or kind != WINDOWS:
         return

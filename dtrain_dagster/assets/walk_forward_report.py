@@ -147,9 +147,9 @@ def report_page(
 
 
 def report_document(years: Sequence[TrainedYear], wanted: Sequence[int]) -> dict[str, Any]:
-    """Return the content of a report's JSON: what `trainer.evaluation.walk_forward.judge_years` says, with the dollars,
-    the jobs, the missing years, the settings, and the gate's verdict. Pure."""
-    from trainer.evaluation.walk_forward import judge_years, walk_forward_gate
+    """Return the content of a report's JSON: what `dtrain_dagster.registry.walk_forward.judge_years` says, with the
+    dollars, the jobs, the missing years, the settings, and the gate's verdict. Pure."""
+    from dtrain_dagster.registry.walk_forward import judge_years, walk_forward_gate
 
     ordered = sorted(years, key=lambda item: item.scores.year)
     document = judge_years([item.scores for item in ordered])

@@ -19,8 +19,7 @@ from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.planning.job_data import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
-from trainer.data.kinds import kind_of
-from trainer.data.manifest import load_manifest
+from trainer.data.manifest import kind_of, load_manifest
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible

@@ -139,11 +139,9 @@ def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures of rows and of tokens, beside those of each baseline; the first is what is compared."""
+    """Return the figures of rows, beside those of each baseline; the first is what is compared."""
     lines = [("test loss", f"{evaluation['model']['loss']:.5g}")]
     for figure in compare_figures(evaluation):
         others = ", ".join(f"{name} {value:.4g}" for name, value in figure.baselines.items())
         lines.append((f"test {figure.name}", f"{figure.model:.4g}" + (f" ({others})" if others else "")))
-    if text := (evaluation.get("sample") or {}).get("text"):
-        lines.append(("sample", text))
     return [*lines, *(("note", note) for note in evaluation["notes"])]

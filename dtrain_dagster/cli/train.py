@@ -68,7 +68,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--model",
             metavar="NAME",
-            help="A stock model, such as tcn, mlp or gpt, or your own as package.module:factory.",
+            help="A stock model, such as tcn or mlp, or your own as package.module:factory.",
         ),
         click.option(
             "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtrain_dagster.support.formatting import dollars
 from trainer.evaluation.gate import is_beyond_chance
-from trainer.spec import REGRESSION, ROWS, TOKENS
+from trainer.spec import REGRESSION, ROWS
 
 NATS = "nats"
 _SQUARED = "less squared error"
@@ -22,23 +22,16 @@ class LinearGain:
     amount: float
     """Above zero where the model is better."""
     unit: str
-    """`NATS` per window, row or token; or of the linear model's squared error, a share."""
+    """`NATS` per window or row; or of the linear model's squared error, a share."""
     t: float | None = None
     """The paired t-statistic; None where there is none."""
 
 
 def linear_gain(evaluation: Mapping[str, Any]) -> LinearGain | None:
-    """Return the gain over ridge (windows), over the linear model (rows) or over the counts of pairs (tokens); None
-    where they were not compared."""
+    """Return the gain over ridge (windows) or over the linear model (rows); None where they were not compared."""
     model, baselines, kind = evaluation["model"], evaluation["baselines"], evaluation.get("kind")
     if kind == ROWS:
         return _gain_of_rows(model, baselines.get("linear", {}), evaluation.get("task") == REGRESSION)
-    if kind == TOKENS:
-        over = "bigram" if "bigram" in baselines else "unigram"
-        if model.get("perplexity") is None or over not in baselines:
-            return None
-        row = baselines[over]
-        return LinearGain(over=over, amount=row["loss"] - model["loss"], unit=NATS, t=row.get("model_gain_t"))
     row = baselines.get("ridge", {})
     if row.get("model_gain_nll") is None:
         return None

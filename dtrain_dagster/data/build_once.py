@@ -1,6 +1,6 @@
 """Datasets that are named after their content and their settings: each is built once, and appears whole or not at all.
 
-What is in a dataset is said by the builder of its kind (`rows`, `tokens`).
+What is in a dataset is said by the builder of its kind (`rows`).
 """
 
 from __future__ import annotations

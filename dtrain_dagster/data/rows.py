@@ -30,8 +30,7 @@ from dtrain_dagster.data.table_columns import (
     texts_of,
 )
 from dtrain_dagster.data.table_file import Table, files_of, open_table
-from trainer.data.kinds import SPLITS
-from trainer.data.manifest import STANDARDISED
+from trainer.data.manifest import SPLITS, STANDARDISED
 from trainer.spec import REGRESSION, ROWS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.ticker_rows import Moments
-from trainer.data.kinds import MOST_CLASSES
+from trainer.data.manifest import MOST_CLASSES
 from trainer.spec import BINARY, MULTICLASS, REGRESSION
 
 if TYPE_CHECKING:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, JobConfig
-from trainer.data.kinds import describe, kind_of
-from trainer.data.manifest import DatasetError, load_manifest
+from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.performance.memory import ModelBytes
 from trainer.secrets.redaction import redact
-from trainer.spec import OWN, DataSpec, RowSpec, TokenSpec
+from trainer.spec import OWN, DataSpec, RowSpec
 from trainer.storage.open import open_storage
 
 MAKE_SECONDS = 600.0
@@ -39,7 +38,7 @@ class JobData:
     samples: Mapping[str, int]
     """The number of samples of each split."""
     dataset_id: str
-    spec: DataSpec | RowSpec | TokenSpec | None
+    spec: DataSpec | RowSpec | None
     """None for a dataset of the user's own."""
     model: ModelBytes | None = None
     """The bytes of the job's model, of which a dataset of the user's own was tried; None for others."""
@@ -58,7 +57,7 @@ def data_of(job: JobConfig) -> JobData:
     try:
         kind, spec = kind_of(manifest), describe(manifest)
     except ValueError as error:
-        raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}; rebuild the dataset") from None
+        raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None
     return JobData(kind=kind, samples=manifest["samples"], dataset_id=manifest["dataset_id"], spec=spec)
 
 

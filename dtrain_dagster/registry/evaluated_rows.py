@@ -46,7 +46,8 @@ def judge_rows(
     from trainer.data.row_data import RowData
     from trainer.data.sampler import spread_positions
     from trainer.evaluation.evaluate import EVAL_BATCH
-    from trainer.evaluation.row_comparison import RowComparison, RowScoring
+    from trainer.evaluation.row_comparison import RowComparison
+    from trainer.evaluation.row_scores import RowScoring
     from trainer.evaluation.shared_work import SharedWork
 
     own = load_run_model(rundir, order)

@@ -176,7 +176,7 @@ def _compare_rows(
     from dtrain_dagster.registry.run_model import load_run_model
     from trainer.data.row_data import RowData
     from trainer.data.sampler import spread_positions
-    from trainer.evaluation.row_comparison import RowScoring
+    from trainer.evaluation.row_scores import RowScoring
     from trainer.isolation.runner import IsolationError
 
     model = load_run_model(rundir, order)

@@ -19,14 +19,13 @@ from typing import IO, TYPE_CHECKING, Any
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
-from trainer.data.kinds import describe
-from trainer.data.manifest import DatasetError, read_dataset_manifest
+from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
+from trainer.documents.factory_arguments import is_correction
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
-from trainer.model.correction import is_correction
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
-from trainer.spec import DataSpec, RowSpec, TokenSpec
+from trainer.spec import DataSpec, RowSpec
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 from trainer.storage.regular_files import too_large
@@ -186,11 +185,9 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
 def _described(job: JobConfig) -> DataSpec | RowSpec:
     """Return the description of the job's data. Raise `RunModelError` for a kind whose models are not registered."""
     if job.dataset.factory is None:
-        spec = describe(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
-        if not isinstance(spec, TokenSpec):
-            return spec
+        return describe(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
     raise RunModelError(
-        f"{job.run_dir}: models of tokens, and of datasets of your own, are neither registered nor served; use "
+        f"{job.run_dir}: models of datasets of your own are neither registered nor served; use "
         f"{_FOLDER}/{WEIGHTS} of the run directory"
     )
 

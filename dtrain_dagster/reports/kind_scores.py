@@ -1,4 +1,4 @@
-"""The test figures of a model of rows or tokens beside its baselines', and a text that it has written. Pure.
+"""The test figures of a model of rows beside its baselines'. Pure.
 
 Pages of assets and the terminal show them. The figures of windows of prices have charts instead: `training_charts`.
 """
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.support.formatting import in_block
-from trainer.spec import ROWS, TOKENS
+from trainer.spec import WINDOWS
 
 FIGURES = ("log_loss", "rmse", "accuracy", "ece", "r2", "perplexity", "bits_per_byte")
 """The figures that people compare, as far as a kind has them; the first is the one that it is judged by."""
@@ -26,12 +25,12 @@ class ComparedFigure:
 
 
 def has_kind_scores(evaluation: Mapping[str, Any]) -> bool:
-    """Return whether an ``evaluation.json`` is of rows or tokens."""
-    return evaluation.get("kind") in (ROWS, TOKENS)
+    """Return whether an ``evaluation.json`` is of rows, or of the tokens that older versions had."""
+    return evaluation.get("kind", WINDOWS) != WINDOWS
 
 
 def compare_figures(evaluation: Mapping[str, Any]) -> list[ComparedFigure]:
-    """Return the figures of an ``evaluation.json`` of rows or tokens, in the order of `FIGURES`."""
+    """Return the figures of an ``evaluation.json`` of rows, in the order of `FIGURES`."""
     model, baselines = evaluation["model"], evaluation["baselines"]
     found = []
     for name in FIGURES:
@@ -49,16 +48,3 @@ def figures_table(evaluation: Mapping[str, Any]) -> str:
         cells = [f"{value:.4g}" if (value := figure.baselines.get(name)) is not None else "–" for name in others]
         lines.append(f"| {figure.name} | {' | '.join([f'{figure.model:.4g}', *cells])} |")
     return "\n".join(lines)
-
-
-def written_text(evaluation: Mapping[str, Any]) -> str | None:
-    """Return the text that a model of bytes has written as Markdown, after that of the test split with which it began;
-    None for a model that has written none."""
-    sample = evaluation.get("sample") or {}
-    if not sample.get("text"):
-        return None
-    seed, temperature = sample["seed"], sample["temperature"]
-    return (
-        f"After these characters of the test split:\n\n{in_block(sample['prompt'])}\n\nthe model has written (seed "
-        f"{seed}, temperature {temperature:g}):\n\n{in_block(sample['text'])}"
-    )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dtrain_dagster.registry.walk_forward import YearScores, gain_over
 from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, svg
 from trainer.evaluation.scores import Array
-from trainer.evaluation.walk_forward import YearScores, gain_over
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -155,11 +155,11 @@ def stock_arguments(part: str, factory: str) -> list[str] | None:
     """Return the names of the arguments of a stock model or loss; None for another, or an unknown one."""
     if ":" in factory:
         return None
-    from trainer.model import losses, rows, stock, tokens  # torch
+    from trainer.model import losses, rows, stock  # torch
 
     tables: dict[str, Sequence[Mapping[str, Callable[..., Any]]]] = {
-        "model": (stock.STOCK, rows.MODELS, tokens.MODELS),
-        "loss": (losses.STOCK, rows.LOSSES, tokens.LOSSES),
+        "model": (stock.STOCK, rows.MODELS),
+        "loss": (losses.STOCK, rows.LOSSES),
     }
     for table in tables[part]:
         if factory in table:

@@ -30,7 +30,7 @@ from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
-from trainer.data import shard_cache
+from trainer.data import cached_arrays
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.documents.places import PlaceError
@@ -136,7 +136,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path: Path) -> N
 def test_a_pipe_or_a_device_is_no_price_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     for path in (tmp_path / "pipe.csv", "/dev/zero", tmp_path):
-        with pytest.raises(DataError, match="is n(o|either)"):
+        with pytest.raises(DataError, match=r"is n(o|either)"):
             write_prices(PriceFile(str(path)), str(tmp_path))
 
 
@@ -258,9 +258,9 @@ def test_a_cache_that_was_copied_is_read_once_more_and_counts(copy: Path, tmp_pa
     before = os.stat(tmp_path / "moved" / shards.folder.name / "features.npy").st_ino
     again = DataShardManager(str(copy), tmp_path / "moved")
     assert os.stat(again.folder / "features.npy").st_ino == before, "it was not built anew"
-    record = (again.folder / shard_cache.RECORD).read_text()
+    record = (again.folder / cached_arrays.RECORD).read_text()
     DataShardManager(str(copy), tmp_path / "moved")
-    assert (again.folder / shard_cache.RECORD).read_text() == record
+    assert (again.folder / cached_arrays.RECORD).read_text() == record
 
 
 def test_what_the_cache_holds_is_its_users_alone(copy: Path, tmp_path: Path) -> None:
@@ -319,6 +319,6 @@ def test_rows_and_samples_of_a_segment_are_whole_numbers(copy: Path, place: tupl
 def test_the_default_cache_has_the_users_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert shard_cache.default_cache_dir().name == f"dtrain-cache-{os.geteuid()}"
+    assert cached_arrays.default_cache_dir().name == f"dtrain-cache-{os.geteuid()}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert shard_cache.default_cache_dir() == tmp_path / "dtrain"
+    assert cached_arrays.default_cache_dir() == tmp_path / "dtrain"

@@ -162,7 +162,11 @@ def test_a_secret_comes_from_the_vault_by_identity(vault: Vault, caplog: pytest.
     [
         ("keyvault://trainer/other", {}, "vault trainer has no such secret"),
         ("keyvault://trainer/smtp", {"forbids": "Not authorized"}, r"refused \(403\).*Key Vault Secrets User"),
-        ("keyvault://trainer/smtp", {"forbids": "Public network access is disabled"}, "is a network restriction, not a missing role"),
+        (
+            "keyvault://trainer/smtp",
+            {"forbids": "Public network access is disabled"},
+            "is a network restriction, not a missing role",
+        ),
         ("keyvault://trainer/smtp", {"claims_to_be": "https://vault.evil.example"}, "does not match"),
         ("keyvault://trainer/empty", {"secrets": {"empty": ""}}, "is empty"),
     ],

@@ -98,13 +98,12 @@ PAGES = [
         "2003:2022 --valid-years 2,1,3": "2003:2003 --valid-years 2", "--folder FOLDER": "--folder walk"}, slice(1, 2)),
     Page(OWN, "", {"--your-own-arguments": ""}, slice(0, 1)),
     Page(OWN, f"cat > my_script.py <<'EOF'{SCRIPT}EOF", {}, slice(1, 2)),
-    Page(OWN, "", {"epochs: 2": "epochs: 1"}, slice(7, 9)),
+    Page(OWN, "", {"epochs: 2": "epochs: 1"}, slice(6, 8)),
     Page(OWN, f"{DATA_ONLY}\npython - <<'EOF'{PRICES}EOF\n{SERVED}", {
         "'https://account.blob.core.windows.net/prices/p.csv?sv=…&sig=…'": "http://127.0.0.1:$PORT/prices.csv?sig=s"},
         slice(2, 4)),
-    Page(OWN, f"python - <<'EOF'{VISITS}EOF\nmkdir my_texts; cp -r docs/*.md my_texts", {
-        '{"width": 256, "layers": 6}\'': '{"width": 32, "layers": 1}\' --set training.max_steps=5'}, slice(4, 6)),
-    Page(OWN, f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(6, 7)),
+    Page(OWN, f"python - <<'EOF'{VISITS}EOF", {}, slice(4, 5)),
+    Page(OWN, f"cat > my_data.py <<'EOF'{MODEL}EOF\ncp my_data.py my_model.py", {}, slice(5, 6)),
 ]  # fmt: skip
 
 

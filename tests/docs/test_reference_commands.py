@@ -1,4 +1,4 @@
-"""The examples of the reference of commands are run, section by section, in one home with small tables and texts."""
+"""The examples of the reference of commands are run, section by section, in one home with small tables."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ from torch import nn
 def make_model(spec, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))
 EOF
-cat > my_tokens.py <<'EOF'
-def encode(document):
-    return [byte * 3 for byte in document]
-EOF
 cat > my_script.py <<'EOF'
 import os
 print("rank", os.environ["RANK"])
@@ -58,9 +54,8 @@ EOF
 echo '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}' > space.json
 echo Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId > export.csv; gzip export.csv
 python tables.py
-mkdir my_texts; cp docs/*.md my_texts; for page in docs/[a-m]*.md; do cp $page my_texts/${page:5}.txt; done
 """
-SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models,my_tokens"
+SETTINGS = "export DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1 DTRAIN_FACTORY_MODULES=my_models"
 PRICES_JOB = """make run SELECT=stock_prices,sharded_dataset
 dtrain train --dataset latest --set training.max_steps=20 --name first
 python - <<'EOF'
@@ -98,7 +93,6 @@ PAGES = [
         "train --dataset latest": "train --set training.max_steps=20 --dataset latest",
         "--config job.json --nodes 2 --procs": "--config job.json --name given --nodes 2 --procs"}, left_out={
         "dtrain train --set training.max_steps=20 --dataset latest --nodes 3 --backend horovod": FRAMEWORKS}),
-    section("dtrain data tokens"),
     section("dtrain data rows"),
     section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
     section("dtrain searches"),

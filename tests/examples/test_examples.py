@@ -55,15 +55,15 @@ def test_a_table(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_language_model(tmp_path: Path) -> None:
     said = run(script_of(LANGUAGE_MODEL.read()), tmp_path / "home")
-    found = re.search(r"test perplexity +([\d.]+) \(bigram ([\d.]+), unigram ([\d.]+)\)", said)
+    found = re.search(r"test nats per byte ([\d.]+) \(counts of bytes ([\d.]+), pairs ([\d.]+)\)", said)
     assert found, said
-    assert float(found[1]) < float(found[2])
-    assert re.search(r"^sample +\S", said, re.MULTILINE)
+    assert float(found[1]) < float(found[3]) < float(found[2])
+    assert len(re.findall(r"the model writes: \S", said)) == 1
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_language_model_as_a_graph_whose_page_shows_what_it_has_written(tmp_path: Path) -> None:
+def test_a_language_model_as_a_graph(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / "dagster").mkdir(parents=True)
     shutil.copy(ROOT / "dagster.yaml", home / "dagster")
@@ -73,8 +73,5 @@ def test_a_language_model_as_a_graph_whose_page_shows_what_it_has_written(tmp_pa
     assert made is not None
     assert made.asset_materialization is not None
     page = Page(made.asset_materialization.metadata)
-    assert "the model has written" in str(page["written_text"])
-    found = re.search(r"perplexity \| ([\d.]+) \| ([\d.]+)", str(page["scores"]))
-    assert found
-    assert float(found[1]) < float(found[2])
+    assert float(page["test_bits_per_byte"]) < 5
     assert str(page["curves"]).startswith("![Training curves]")

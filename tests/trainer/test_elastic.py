@@ -75,8 +75,6 @@ def fault(kind: str, at: str, step: int | None, node: int, **more: Any) -> dict[
 @pytest.mark.parametrize(
     ("at", "step", "node"),
     [
-        ("ahead", 0, 0),  # while baselines are judged, before there is a step
-        ("ahead", 0, 1),
         ("forward", 0, 2),  # before the first step is done
         ("backward", 6, 0),
         ("all_reduce", 6, 1),

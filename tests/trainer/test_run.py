@@ -39,7 +39,7 @@ def slow(place, name):
 if os.environ["RANK"] == "1":
     slow(trainer.data.shards.DataShardManager, "_cached")
 else:
-    slow(trainer.evaluation.baselines.BaselineFits, "distribution")
+    slow(trainer.evaluation.baselines.BaselineFits, "forecast")
 sys.argv[0] = "trainer"
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """

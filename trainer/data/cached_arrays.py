@@ -1,8 +1,11 @@
 """A dataset's verified shards, turned once on each node into memory-mapped arrays.
 
 What all kinds of datasets share belongs here: a shard is read only after its sha256 was checked; the first process of a
-node unpacks, under a lock; nothing half-written is ever read (`trainer.data.shard_cache`). Which arrays a kind has, and
+node unpacks, under a lock; nothing half-written is ever read. Which arrays a kind has, and
 what of a shard goes into which, is said by its own class.
+
+The cache is a folder of this user alone. An entry counts where every file is as it was left (size, times of change,
+which only the system sets), or holds the same bytes (sha256); then it is read without another look at the dataset.
 
 A process holds the manifest, and nothing that grows with the rows: they are in the page cache, which all processes of a
 node share and the kernel takes back when it needs room. A dataset that is larger than memory is read by the page.
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -27,28 +32,99 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.kinds import kind_of
-from trainer.data.manifest import DatasetError, read_dataset_manifest
-from trainer.data.shard_cache import (
-    CACHE_VERSION,
-    HashedFile,
-    default_cache_dir,
-    is_whole,
-    open_cache,
-    own_file,
-    write_record,
-)
-from trainer.documents.places import PlaceError, inside
+from trainer.data.manifest import DatasetError, kind_of, read_dataset_manifest
+from trainer.documents.places import PlaceError, inside, own_folder
 from trainer.storage.open import open_storage
 
 _BUFFER = 1 << 20
+CACHE_VERSION = 2
+RECORD = "complete.json"
+_REMEDY = "point DTRAIN_CACHE (or DTRAIN_HOME, whose cache it is) to a folder of your own"
+
+
+def default_cache_dir() -> Path:
+    """Return ``DTRAIN_CACHE``, else ``dtrain`` in ``XDG_CACHE_HOME``, else a folder of this user under the temporary
+    one."""
+    if configured := os.environ.get("DTRAIN_CACHE"):
+        return Path(configured)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "dtrain"
+    return Path(tempfile.gettempdir()) / f"dtrain-cache-{os.geteuid()}"
+
+
+def open_cache(folder: Path) -> Path:
+    """Return the folder of all entries; make it if it is missing. Raise `DatasetError` if others may write to it."""
+    try:
+        return own_folder(folder, _REMEDY)
+    except PlaceError as error:
+        raise DatasetError(f"the cache of datasets cannot be trusted: {error}") from error
+
+
+def own_file(path: Path, buffering: int = -1) -> IO[bytes]:
+    """Open a new file for writing that only this user can open, whatever the umask."""
+    return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+class HashedFile:
+    """A file that is written in order, and computes its sha256 on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Append data and return the number of bytes written."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def finish(self) -> str:
+        """Flush the file to the disk and return the sha256 of its content."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
+
+
+def write_record(folder: Path, content: str, digests: Mapping[str, str]) -> None:
+    """Record that the entry is whole. ``content``: the digest of its source (`trainer.data.manifest.content_digest`);
+    ``digests``: file name → sha256."""
+    files = {name: {**_state(folder / name), "sha256": digest} for name, digest in digests.items()}
+    scratch = folder / f"{RECORD}.{os.getpid()}.tmp"
+    scratch.unlink(missing_ok=True)
+    with own_file(scratch) as file:
+        file.write(json.dumps({"content": content, "files": files}).encode())
+    os.replace(scratch, folder / RECORD)
+
+
+def is_whole(folder: Path, content: str) -> bool:
+    """Return whether the entry exists, was made of this content, belongs to this user alone, and is unchanged. A file
+    that was copied or touched is read again, and counts if its digest is right. A changed file would otherwise be read
+    as prices without an error."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        if record["content"] != content or not _is_ours(folder, stat.S_ISDIR):
+            return False
+        files = record["files"]
+        if not files or not all(_is_ours(folder / name, stat.S_ISREG) for name in files):
+            return False
+        changed = [name for name, file in files.items() if _state(folder / name) != _without_digest(file)]
+        for name in changed:
+            if (
+                _state(folder / name)["bytes"] != files[name]["bytes"]
+                or _digest(folder / name) != files[name]["sha256"]
+            ):
+                return False
+        if changed:
+            write_record(folder, content, {name: file["sha256"] for name, file in files.items()})
+        return True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 class CachedArrays(ABC):
     """The manifest of one dataset, and its arrays once `open_arrays` was called."""
 
     kind: ClassVar[str]
-    """That of the datasets that this class reads, see `trainer.data.kinds`."""
+    """That of the datasets that this class reads, see `trainer.data.manifest`."""
 
     def __init__(self, uri: str, expected_id: str | None = None) -> None:
         """Read the manifest. Raise `DatasetError` if it cannot be used, or is of another kind."""
@@ -190,3 +266,22 @@ def tensor_over(array: NDArray[Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def _is_ours(path: Path, is_kind: Any) -> bool:
+    found = os.lstat(path)
+    return bool(is_kind(found.st_mode)) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _state(path: Path) -> dict[str, int]:
+    found = os.lstat(path)
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+
+
+def _without_digest(file: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in file.items() if name != "sha256"}
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

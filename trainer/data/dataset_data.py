@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -22,18 +24,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
-from trainer.data.batches import Batch, Samples, move_to
-from trainer.data.coverage import digests
+from trainer.data.batches import move_to
+from trainer.data.loader import PlannedStep, TrainingData
 from trainer.data.loader_workers import ReadOptions, WorkerPool
-from trainer.data.sampler import MicroBatch, Sampler, micro_batch_seed
+from trainer.data.sampler import micro_batch_seed
 from trainer.errors import ConfigError
-from trainer.runtime.fault_injection import Faults
-from trainer.runtime.step_timer import StepTimer
 
-PLANNED = 1 << 13
-"""Samples of this rank that are dealt together, about."""
 _PROBED, _PROBED_WELL = 4, 32
 """Samples whose content goes into a dataset's name, and into that of a split that scores are compared on."""
 _WORTH_WORKERS = 4
@@ -121,7 +118,7 @@ def _own_random_state() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class DatasetData:
+class DatasetData(TrainingData):
     """The datasets of a training, by split. Their lengths are those at the beginning."""
 
     train: Dataset[Any]
@@ -222,16 +219,13 @@ class DatasetData:
         for data in pool.read(_Order(split, int(positions[0]), positions) for positions in parts):
             yield move_to(data, device)
 
-    def make_loader(
-        self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
-    ) -> DatasetLoader:
-        """Return the loader of this rank's samples. Its worker processes are those of the loader before it."""
+    def make_reader(self, device: torch.device, prefetch_batches: int | None) -> DatasetReader:
+        """Return the reader of training samples. Its worker processes are those of the reader before it."""
         if "train" not in self._pools:
             options = replace(self.options["train"], num_workers=0, prefetch_factor=None)
-            pins = options.pin_memory and world.device.type == "cuda"
-            self._pools["train"] = WorkerPool(self._reader, replace(options, pin_memory=pins), world.rank, 0.0)
-        check = self.refuse_other_length
-        return DatasetLoader(self._pools["train"], sampler, world.device, faults, timer, check)
+            pins = options.pin_memory and device.type == "cuda"
+            self._pools["train"] = WorkerPool(self._reader, replace(options, pin_memory=pins), rank=0, patience=0.0)
+        return DatasetReader(self._pools["train"], self.refuse_other_length)
 
     def refuse_other_length(self) -> None:
         """Raise `ConfigError` if the training dataset has another length than at the beginning."""
@@ -249,47 +243,32 @@ class DatasetData:
         self._pools.clear()
 
 
-class DatasetLoader:
-    """The batches of one rank in one world."""
+@dataclass(frozen=True, slots=True)
+class DatasetReader:
+    """Reads micro-batches by the workers of a pool."""
 
-    def __init__(
-        self, pool: WorkerPool, sampler: Sampler, device: torch.device, faults: Faults, timer: StepTimer,
-        before_epoch: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        """``before_epoch`` is called before the first batch of (the rest of) an epoch; it may raise."""
-        self.pool, self.sampler, self.device = pool, sampler, device
-        self.faults, self.timer, self.before_epoch = faults, timer, before_epoch
+    pool: WorkerPool
+    before_epoch: Callable[[], object]
+    """Called before the first batch of (the rest of) an epoch; it may raise."""
 
-    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the steps done by then."""
+    def read(self, steps: Iterator[PlannedStep]) -> Iterator[Sequence[Any]]:
+        """Yield the micro-batches of each step, as the collate function makes them."""
         self.before_epoch()
-        planned: list[tuple[int, list[MicroBatch], int]] = []
-        coming = self.pool.read(self._orders(epoch, offset, step, planned))
-        for number in range(self.sampler.steps_from(offset)):
-            self.timer.mark("other")
-            self.faults.reach("input", step + number)
-            first = next(coming)  # which also deals the step, where it was not dealt ahead
-            samples, parts, digest = planned.pop(0)
-            data = [first, *(next(coming) for _ in parts[1:])]
-            micro_batches = tuple(
-                Samples(part.number, len(part.positions), move_to(read, self.device), part.place, part.positions)
-                for part, read in zip(parts, data, strict=True)
-            )
-            yield Batch(samples, micro_batches, digest)
+        counts: deque[int] = deque()
+
+        def orders() -> Iterator[_Order]:
+            for step in steps:
+                counts.append(len(step.parts))
+                for part in step.parts:
+                    seed = micro_batch_seed(step.seed, step.step, part.number, part.place)
+                    yield _Order("train", seed, part.positions)
+
+        coming = self.pool.read(orders())
+        for first in coming:
+            yield [first, *islice(coming, counts.popleft() - 1)]
 
     def close(self) -> None:
-        """The workers stay for the next loader."""
-
-    def _orders(self, epoch: int, offset: int, step: int, planned: list[Any]) -> Iterator[_Order]:
-        """Deal the steps, some at once, and yield their micro-batches; what each step holds goes into ``planned``."""
-        sampler = self.sampler
-        for numbers in sampler.together(offset, PLANNED):
-            for number, (samples, parts) in zip(numbers, sampler.steps(epoch, offset, numbers), strict=True):
-                [digest] = digests(np.concatenate([part.positions for part in parts]), np.zeros(1, dtype=np.int64))
-                planned.append((samples, parts, digest))
-                for part in parts:
-                    seed = micro_batch_seed(sampler.seed, step + number, part.number, part.place)
-                    yield _Order("train", seed, part.positions)
+        """The workers stay for the next reader."""
 
 
 def _check(dataset: Dataset[Any], split: str) -> None:

@@ -21,22 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.comm.world import World
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.kinds import split_ranges
-from trainer.data.manifest import STANDARDISED, DatasetError
-from trainer.data.position_loader import PositionLoader
-from trainer.data.sampler import Sampler
-from trainer.runtime.fault_injection import Faults
+from trainer.data.loader import ArrayData
+from trainer.data.manifest import STANDARDISED, DatasetError, split_ranges
 from trainer.runtime.host_memory import available_bytes
-from trainer.runtime.step_timer import StepTimer
 from trainer.spec import LEAST_STEP, REGRESSION, ROWS, row_spec_of
 
 
-class RowData(CachedArrays):
+class RowData(CachedArrays, ArrayData):
     """The rows of one table: batches are pairs (stored rows (B, columns) float32, targets (B,))."""
 
     kind = ROWS
+    device = torch.device("cpu")
 
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
@@ -84,23 +80,10 @@ class RowData(CachedArrays):
         rows = self.gather(split, positions)[0].double().numpy()
         return rows * np.array(self.spec.feature_std) + np.array(self.spec.feature_mean)  # 1 and 0 for a category
 
-    def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
-        """Return the rows at these positions, and their targets, on the device."""
-        return tuple(part.to(device) for part in self.gather(split, positions))
-
     def will_need(self, split: str, first: int, last: int) -> None:
         """Have the kernel read the rows at positions [first, last) into memory, without waiting for it."""
         offset = self._ranges[split][0]
         self._read_ahead(first + offset, last + offset)
-
-    def make_loader(
-        self, sampler: Sampler, world: World, faults: Faults, timer: StepTimer, prefetch_batches: int | None
-    ) -> PositionLoader:
-        """Return the loader of this rank's rows."""
-        return PositionLoader(self, sampler, world, faults, timer, prefetch_batches)
-
-    def close(self) -> None:
-        """There is nothing to end: each loader ends its own thread."""
 
     def content_digest(self) -> str:
         """Return the sha256 of what the arrays depend on: the digests, order and rows of the shards, the columns."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
+from trainer.data.loader import ArrayData
 from trainer.data.manifest import DatasetError, content_digest
 from trainer.runtime.host_memory import available_bytes
 from trainer.spec import WINDOWS, spec_of
@@ -121,30 +122,19 @@ class DataShardManager(CachedArrays):
             self._second = self._second.to(device, self._targets.dtype)
         self.is_larger_than_memory = False  # it is not, there
 
-    def gather(
-        self, rows: NDArray[np.int64] | Tensor, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32, or
-        (B, 2) after `add_target`; on `device`, in the tensors ``out`` if they are given."""
+        (B, 2) after `add_target`; on `device`."""
         spec = self.spec
-        index = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows, dtype=np.int64))).to(
-            self.device
-        )
+        index = torch.from_numpy(np.asarray(rows, dtype=np.int64)).to(self.device)
         if self.is_larger_than_memory:  # all at once, instead of page by page as the gather comes to them
             for row in index.tolist():
                 self._read_ahead(row, row + 1)
-        first, shape = index - (spec.window - 1), (len(index), spec.window, len(spec.features))
-        if out is None:
-            return self._windows.index_select(0, first).view(shape), self._targets_at(index)
-        torch.index_select(self._windows, 0, first, out=out[0].view(len(index), -1))
-        out[1].copy_(self._targets_at(index))
-        return out
-
-    def _targets_at(self, index: Tensor) -> Tensor:
+        windows = self._windows.index_select(0, index - (spec.window - 1))
         target = self._targets.index_select(0, index)
-        if self._second is None:
-            return target
-        return torch.stack((target, self._second.index_select(0, index).to(target.dtype)), -1)
+        if self._second is not None:
+            target = torch.stack((target, self._second.index_select(0, index).to(target.dtype)), -1)
+        return windows.view(len(index), spec.window, len(spec.features)), target
 
     def column(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return the values of any stored column in these rows."""
@@ -205,3 +195,28 @@ class DataShardManager(CachedArrays):
             "date": table.column("date").to_numpy().astype("datetime64[D]").astype(np.int32),
             **{name: table.column(name).to_numpy() for name in self._extra},
         }
+
+
+class WindowData(ArrayData):
+    """The windows of ``shards`` as the data of a training: batches are pairs (raw windows (B, W, F), targets (B,) or
+    (B, 2)), float32."""
+
+    def __init__(self, shards: DataShardManager) -> None:
+        self.shards, self.device, self.is_larger_than_memory = shards, shards.device, shards.is_larger_than_memory
+
+    @property
+    def dataset_id(self) -> str:
+        """The dataset's id, from its manifest."""
+        return self.shards.spec.dataset_id
+
+    def count(self, split: str) -> int:
+        """Return the number of windows of a split."""
+        return self.shards.count(split)
+
+    def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the windows at these positions, and their targets."""
+        return self.shards.gather(self.shards.end_rows(split, positions))
+
+    def will_need(self, split: str, first: int, last: int) -> None:
+        """Have the kernel read the windows at positions [first, last) into memory, without waiting for it."""
+        self.shards.will_need(split, first, last)

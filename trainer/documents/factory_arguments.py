@@ -1,4 +1,4 @@
-"""The check of a factory's arguments: bounded JSON data, in which no name is ever looked up."""
+"""The checks of a factory's arguments: bounded JSON data, in which no name is ever looked up."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def check_arguments(arguments: Any) -> None:
             raise ValueError(
                 f"{where} is too large: at most {DEPTH} levels, {VALUES:,} values and {TEXT:,} characters in all"
             )
+
+
+def is_correction(value: object) -> bool:
+    """Return whether a ``correction`` in a ``model.json``, the arguments of a loss that were found after the training
+    (`trainer.model.calibration`), is finite numbers by name. Pure."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(number, float) and math.isfinite(number) for name, number in value.items()
+    )

@@ -9,34 +9,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import ConfigError, FactoryConfig, JobConfig, parse_job
 from trainer.data.dataset_data import DatasetData
-from trainer.data.kinds import SPLITS, kind_of
-from trainer.data.manifest import DatasetError, load_manifest
-from trainer.data.own_dataset import open_own_dataset
+from trainer.data.loader import TrainingData
+from trainer.data.manifest import SPLITS, DatasetError, kind_of, load_manifest
 from trainer.data.row_data import RowData
-from trainer.data.token_data import TokenData
-from trainer.data.training_data import TrainingData
-from trainer.data.window_data import WindowData
+from trainer.data.shards import WindowData
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.evaluation.row_judge import RowJudge, row_task
-from trainer.evaluation.token_judge import TokenJudge
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.factories import build_from_factory
 from trainer.model.rows import build_row_loss, build_row_model
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
-from trainer.model.tokens import NextToken, build_token_loss, build_token_model
-from trainer.spec import OWN, ROWS, TOKENS, WINDOWS
+from trainer.spec import OWN, ROWS, WINDOWS
 from trainer.storage.open import open_storage
 
 ROWS_AT_ONCE = 4096
@@ -46,8 +42,6 @@ OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
     "squared_error": nn.MSELoss,
 }
 """The stock losses for datasets of the user's own."""
-LOGITS_AT_ONCE = 1 << 25
-"""Logits of an evaluation's batch of tokens, about: pieces of a large vocabulary go through the model few at a time."""
 
 
 class JobProblemMaker:
@@ -63,8 +57,7 @@ class JobProblemMaker:
         refuse_other_kinds(job, kind)
         if kind == WINDOWS:
             return WindowProblemMaker().open_data(job, device)
-        reader: type[RowData] | type[TokenData] = RowData if kind == ROWS else TokenData
-        data = reader(job.dataset.uri, expected_id=job.dataset.dataset_id)
+        data = RowData(job.dataset.uri, expected_id=job.dataset.dataset_id)
         for split in SPLITS:
             if not data.count(split):
                 raise DatasetError(
@@ -79,8 +72,6 @@ class JobProblemMaker:
             return make_window_problem(job, data.shards, device)
         if isinstance(data, RowData):
             return make_row_problem(job, data, device)
-        if isinstance(data, TokenData):
-            return make_token_problem(job, data, device)
         assert isinstance(data, DatasetData)
         return make_own_problem(job, data, device)
 
@@ -100,24 +91,6 @@ def make_row_problem(job: JobConfig, data: RowData, device: torch.device) -> Pro
         identity=(data.dataset_id, model, loss),
         description={"kind": ROWS, "model": model, "loss": loss, "spec": asdict(data.spec)},
         evaluation_batch=ROWS_AT_ONCE,
-    )
-
-
-def make_token_problem(job: JobConfig, data: TokenData, device: torch.device) -> Problem:
-    """Return the problem of a job on a stream of tokens. Raise `trainer.config.ConfigError` for a model or loss that
-    cannot be used."""
-    criterion = build_token_loss(job.loss, data.spec).to(device)
-    module = build_token_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
-    model, loss = asdict(job.model), asdict(job.loss)
-    task = SupervisedTask(criterion)
-    return Problem(
-        data=data,
-        task=task,
-        module=module,
-        judge=TokenJudge(task, data, job.training.seed, isinstance(criterion, NextToken)),
-        identity=(data.dataset_id, model, loss),
-        description={"kind": TOKENS, "model": model, "loss": loss, "spec": asdict(data.spec)},
-        evaluation_batch=max(1, LOGITS_AT_ONCE // (data.spec.context * data.spec.vocabulary)),
     )
 
 
@@ -152,6 +125,34 @@ def make_own_problem(job: JobConfig, data: DatasetData, device: torch.device) ->
         valid_collate=data.collate_of("valid"),
         evaluation_batch=job.training.batch_size_per_gpu,
     )
+
+
+def open_own_dataset(job: JobConfig) -> DatasetData:
+    """Return the datasets that the function of a job makes on each node: it returns a map-style dataset for training,
+    or a mapping with some of ``train``, ``valid`` and ``test``. Raise `ConfigError` where it is not allowed, fails or
+    returns something else, and `DatasetError` where they are not those that the job expects."""
+    assert job.dataset.factory is not None
+    made = build_from_factory("dataset", FactoryConfig(factory=job.dataset.factory, args=job.dataset.args), {})
+    where = f"dataset.factory = {job.dataset.factory!r}"
+    if not isinstance(made, Mapping):
+        made = {"train": made}
+    if unknown := sorted(set(map(str, made)) - set(SPLITS)):
+        raise ConfigError(
+            f"{where} returned a mapping with the unknown key {unknown[0]!r}; known keys are {', '.join(SPLITS)}"
+        )
+    if not isinstance(made.get("train"), Dataset) and not hasattr(made.get("train"), "__getitem__"):
+        raise ConfigError(
+            f"{where} returned no training dataset but a {type(made.get('train')).__name__}: return a map-style "
+            'dataset (__getitem__ and __len__), or {"train": …, "valid": …, "test": …}'
+        )
+    data = DatasetData(train=made["train"], valid=made.get("valid"), test=made.get("test"))
+    expected = job.dataset.dataset_id
+    if expected is not None and data.dataset_id != expected:
+        raise DatasetError(
+            f"{where} made {data.dataset_id!r} here, and dataset.dataset_id = {expected!r}: all nodes must get "
+            "the same samples in the same order"
+        )
+    return data
 
 
 def describe_own_job(path: str) -> None:

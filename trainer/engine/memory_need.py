@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer.config import DistributedTrainingConfig
-from trainer.data.training_data import TrainingData
+from trainer.data.loader import TrainingData
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes

@@ -15,15 +15,11 @@ import torch
 from torch import nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.loader import keep_on_gpu
-from trainer.data.shards import DatasetError, DataShardManager
-from trainer.data.training_data import TrainingData
-from trainer.data.window_data import WindowData
+from trainer.data.loader import TrainingData, fits_on_device
+from trainer.data.shards import DatasetError, DataShardManager, WindowData
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
-from trainer.evaluation.judged_baselines import BaselineJudgement
-from trainer.evaluation.piece_work import PieceWork
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 from trainer.model.task import SupervisedTask, Task
@@ -47,8 +43,6 @@ class Problem:
     """What makes batches of them; None: the usual way."""
     evaluation_batch: int = EVAL_BATCH
     """The samples that are evaluated at once, while memory suffices."""
-    ahead: Callable[[], PieceWork] | None = None
-    """Returns the part of the final report that needs no model: ranks work on it while they wait for each other."""
 
     @property
     def fingerprint(self) -> str:
@@ -123,8 +117,9 @@ def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManag
 def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
     """Return the dataset of a job as `open_dataset` does, on the device where that is configured."""
     shards = open_dataset(job, splits)
-    if job.training.data_on_device:
-        keep_on_gpu(shards, device)
+    is_wanted = job.training.data_on_device and device.type == "cuda"
+    if is_wanted and fits_on_device(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
+        shards.keep_on(device)
     return shards
 
 
@@ -150,7 +145,6 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
         shards.add_target(second)
     module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
-    baselines = BaselineJudgement(shards, "test")
 
     def make_criterion(arguments: Mapping[str, float]) -> nn.Module:
         changed = replace(job.loss, args={**job.loss.args, **arguments})
@@ -160,8 +154,7 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
         data=WindowData(shards),
         task=SupervisedTask(criterion),
         module=module,
-        judge=WindowJudge(criterion, shards, baselines, make_criterion),
-        ahead=lambda: baselines.work,
+        judge=WindowJudge(criterion, shards, make_criterion),
         identity=(shards.spec.dataset_id, model, loss),
         description={"model": model, "loss": loss, "spec": asdict(shards.spec)},
     )

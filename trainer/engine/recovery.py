@@ -18,7 +18,6 @@ from trainer.comm.group import GroupError
 from trainer.documents.events import LEAVING, START
 from trainer.elastic.generation import Generation
 from trainer.elastic.membership import NoGenerationError
-from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.memory_need import explain_need, explain_sharded, may_move_to_cpu, measure_memory
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
@@ -93,7 +92,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     if new.chunk is not None:
         session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
     session.reports.enter_world(session.world)
-    wait_for_tracking(session)
+    session.reports.wait_until_open()
     if session.step.sharded is not None:
         is_needed = new.has_state or session.config.resume or new.reason != START
         rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)

@@ -6,7 +6,6 @@ step's or an evaluation's report are put together where they are measured.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +39,7 @@ class RankReports:
         """The monitor of the node, on its first rank; None on the others, and before the first world."""
         self.nodes: list[int] = []
         """The node of each rank of the present world."""
-        self.opens_tracking = False
+        self._opens_tracking = False
         """Whether rank 0 has begun to open its tracking in the present world, for which the others have to wait. The
         same on all ranks."""
         self._has_told_of_traffic = False
@@ -70,7 +69,7 @@ class RankReports:
         ranks = [(node, pid) for node, pid, _ in told]
         self.nodes = [node for node, _ in ranks]
         # Where a node is replaced, training goes on at once: rank 0 reports already, or opens what it lacks meanwhile.
-        self.opens_tracking = told[0][2]
+        self._opens_tracking = told[0][2]
         if self.reporter is None:
             self.reporter = Reporter(self.rundir, world.rank, world.generation, sinks)
             for name, seconds in self.seconds.items():
@@ -91,13 +90,11 @@ class RankReports:
                 self.reporter.emit("error", message=world.open_traffic, fatal=False)
         self._opening_ends = time.monotonic() + min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3)
 
-    def wait_until_open(self, seconds: float = math.inf) -> bool:
-        """Wait for this rank's tracking, at most ``seconds`` and as long as training may wait for it, and return
-        whether there is nothing more to wait for. Without `opens_tracking`, that is at once."""
-        if self.reporter is None or not self.opens_tracking:
-            return True
-        left = self._opening_ends - time.monotonic()
-        return left <= 0 or self.reporter.wait_until_open(min(seconds, left))
+    def wait_until_open(self) -> None:
+        """Wait for this rank's tracking, as long as training may wait for it. Without `_opens_tracking`, that is not at
+        all."""
+        if self.reporter is not None and self._opens_tracking:
+            self.reporter.wait_until_open(max(0.0, self._opening_ends - time.monotonic()))
 
     def close_reporter(self, tracking_seconds: float = 60.0) -> None:
         """Write all reports, the node's last sample among them, and wait up to ``tracking_seconds`` for tracking

@@ -22,9 +22,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import move_to
-from trainer.data.kinds import SPLITS
+from trainer.data.loader import TrainingData
+from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.data.training_data import TrainingData
 from trainer.evaluation.judge import Judging
 from trainer.model.sizes import model_bytes
 from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, mean_of, per_sample, weigher

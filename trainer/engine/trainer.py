@@ -23,7 +23,6 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.documents.events import LEAVING, START
-from trainer.engine.ahead import wait_for_tracking
 from trainer.engine.finalize import finalize
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
@@ -148,7 +147,7 @@ class DistributedTrainer:
         session = self._session = Session(participant, workload, parts, measure)
         if session.elastic is None:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
-            wait_for_tracking(session)
+            session.reports.wait_until_open()
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
             if session.step.sharded is None:

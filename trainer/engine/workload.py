@@ -12,8 +12,8 @@ from torch import nn
 
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
+from trainer.data.loader import BatchLoader
 from trainer.data.sampler import SMALLEST, Sampler
-from trainer.data.training_data import Loader
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import Progress, TrainingState
@@ -78,10 +78,10 @@ class Workload:
         """How the ranks of the present world hold a sharded model; None where each holds all of it."""
         self.total_steps = count_steps(config, sampler, self.state.progress)
         """The steps at the end of the training: those that are done, and those that are left from there."""
-        self._loader: Loader | None = None  # made with the first world: it may hold much of a GPU's memory
+        self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
-    def loader(self) -> Loader:
+    def loader(self) -> BatchLoader:
         """Return the loader of this rank's batches in the present world. Raise RuntimeError before the first one."""
         if self._loader is None:
             raise RuntimeError("no world was entered yet")
@@ -115,8 +115,8 @@ class Workload:
         self.sampler = make_sampler(self.config, count, world.rank, world.world_size, at_most, at_least)
         self.total_steps = count_steps(self.config, self.sampler, self.state.progress)
         self._end_loader()
-        timer, prefetch = self.step.timer, self.config.prefetch_batches
-        self._loader = self.data.make_loader(self.sampler, world, self.faults, timer, prefetch)
+        reader = self.data.make_reader(self.device, self.config.prefetch_batches)
+        self._loader = BatchLoader(reader, self.sampler, self.device, self.faults, self.step.timer)
 
     def settle_buffers(self) -> None:
         """Take over the buffers of rank 0, such as running statistics, which differ between ranks during training. A

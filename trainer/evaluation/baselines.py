@@ -9,7 +9,7 @@ is used, evenly spread (`trainer.data.sampler.spread_positions`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.piece_work import PieceWork, Stage, on_grid
 from trainer.evaluation.shared_work import SharedWork
 
 if TYPE_CHECKING:
@@ -30,6 +29,9 @@ HAR_X = (*HAR, "index_log_rv_5", "index_log_rv_22")
 CHUNK = 8192
 PENALTIES = tuple(10.0**k for k in range(-4, 3))
 """Ridge penalties per training sample, for standardised inputs."""
+GRID = 2.0**-30
+"""Sums of multiples of it are exact in any order as long as they stay below 2**23. Sums over standardised features stay
+near the number of samples, of which `trainer.data.sampler.MOST_JUDGED`, 2**19, are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,105 +45,7 @@ class BaselineForecast:
 
 
 class BaselineFits:
-    """The baselines of one split: what they are fitted on, and their forecasts for its windows, one by one."""
-
-    def __init__(self, shards: DataShardManager, split: str) -> None:
-        self._shards = shards
-        self._train, self._judged = (
-            shards.end_rows(part, spread_positions(shards.count(part))) for part in ("train", split)
-        )
-        self._target = shards.column(shards.spec.target, self._train).astype(np.float64)
-        known = set(shards.spec.features)
-        needs = {"constant": (), "last_value": ("log_rv_5",), "ewma": (), "har": HAR, "har_x": HAR_X}
-        self.names = tuple(name for name, columns in needs.items() if known.issuperset(columns))
-        """The forecasts of volatility that are quick to make; `ridge` makes another."""
-
-    def forecast(self, name: str) -> BaselineForecast:
-        """Return the forecast of one of `names`."""
-        shards, train, judged = self._shards, self._train, self._judged
-        if name == "constant":
-            return self.distribution(*_constant(shards, train, judged, self._target))
-        if name in ("har", "har_x"):
-            return self.distribution(*_regression(shards, HAR if name == "har" else HAR_X, train, judged))
-        column, of_column = ("log_rv_5", np.exp) if name == "last_value" else ("ewma_variance", np.sqrt)
-        return self.distribution(*(of_column(_columns(shards, (column,), rows)[:, 0]) for rows in (train, judged)))
-
-    @property
-    def ridge_stages(self) -> tuple[Callable[[Array], Stage], ...]:
-        """Return ridge on the flattened window, for log realised volatility and for the return, as work in pieces of
-        windows. Its result is (n + m, 2): both, for the training windows and for those that are judged.
-
-        The two regressions share the Gram matrix, which is summed over pieces: memory does not grow with the data. The
-        penalty is chosen on the validation split."""
-        shards, train = self._shards, self._train
-        valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
-        names = ("target_log_rv", shards.spec.target)
-        targets = _columns(shards, names, train)
-        centre = targets.mean(axis=0)
-        size = shards.spec.window * len(shards.spec.features)
-
-        def sum_products(_: Array) -> Stage:
-            def add(piece: int, sums: Array) -> None:
-                part, x = _windows(shards, train, piece)
-                sums[:, :size] += on_grid(x.T @ x)
-                sums[:, size:] += on_grid(x.T @ (targets[part] - centre).astype(np.float32))
-
-            def solve(sums: Array) -> Array:
-                """(P, W * F, 2): the weights for each penalty."""
-                values, vectors = np.linalg.eigh(sums[:, :size] / len(train))
-                rotated = vectors.T @ (sums[:, size:] / len(train))
-                return np.stack([vectors @ (rotated / (values + penalty)[:, None]) for penalty in PENALTIES])
-
-            return Stage(_pieces(train), (size, size + 2), add, solve)
-
-        def choose_penalty(paths: Array) -> Stage:
-            observed = _columns(shards, names, valid) - centre
-
-            def add(piece: int, errors: Array) -> None:
-                part, x = _windows(shards, valid, piece)
-                errors += on_grid(np.array([((x @ path - observed[part]) ** 2).sum(axis=0) for path in paths]))
-
-            def choose(errors: Array) -> Array:
-                """(W * F, 2): the weights with the least error."""
-                return np.column_stack([paths[place][:, index] for index, place in enumerate(errors.argmin(axis=0))])
-
-            return Stage(_pieces(valid), (len(PENALTIES), 2), add, choose)
-
-        def predict(weights: Array) -> Stage:
-            first = _pieces(train)
-
-            def add(piece: int, found: Array) -> None:
-                rows, number, offset = (train, piece, 0) if piece < first else (self._judged, piece - first, len(train))
-                part, x = _windows(shards, rows, number)
-                found[offset + part.start : offset + part.stop] = x @ weights
-
-            shape = (len(train) + len(self._judged), 2)
-            return Stage(first + _pieces(self._judged), shape, add, lambda found: found + centre)
-
-        return sum_products, choose_penalty, predict
-
-    def ridge(self, found: Array) -> BaselineForecast:
-        """Return the distribution that ridge forecasts, from the result of `ridge_stages`."""
-        count, volatility = len(self._train), np.exp(found[:, 0])
-        return self.distribution(volatility[:count], volatility[count:])
-
-    def ridge_mean(self, found: Array) -> BaselineForecast:
-        """Return ridge's forecast of the mean, from the result of `ridge_stages`."""
-        return BaselineForecast(found[len(self._train) :, 1])
-
-    def drift(self) -> BaselineForecast:
-        """Return the mean of the training targets as a forecast."""
-        return BaselineForecast(np.full(len(self._judged), self._target.mean()))
-
-    def distribution(self, fitted: Array, forecast: Array) -> BaselineForecast:
-        """Return the distribution of a forecast of volatility, from what it says of the training windows."""
-        floor = np.quantile(fitted, 1e-3)  # a dead week has no volatility, and no likelihood survives that
-        factor, nu = fit_student_t(self._target / np.maximum(fitted, floor))
-        return BaselineForecast(np.zeros(len(self._judged)), factor * np.maximum(forecast, floor), nu)
-
-
-def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, BaselineForecast]:
-    """Return forecasts for the windows of ``split`` in order of position, without those whose columns are no features.
+    """The baselines of one split, fitted by ranks that share the work, and their forecasts for its windows:
 
     - ``constant``: zero mean and one scale per ticker;
     - ``last_value``: the realised volatility of the last five days;
@@ -152,10 +56,85 @@ def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, Baseli
     - ``drift``: the mean of the training targets, mean only;
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
-    fits = BaselineFits(shards, split)
-    forecasts = {name: fits.forecast(name) for name in fits.names}
-    found = PieceWork(fits.ridge_stages).complete(SharedWork())
-    return {**forecasts, "ridge": fits.ridge(found), "drift": fits.drift(), "ridge_mean": fits.ridge_mean(found)}
+
+    def __init__(self, shards: DataShardManager, split: str, work: SharedWork) -> None:
+        """A collective."""
+        self._shards = shards
+        self._train, self._judged = (
+            shards.end_rows(part, spread_positions(shards.count(part))) for part in ("train", split)
+        )
+        self._target = shards.column(shards.spec.target, self._train).astype(np.float64)
+        known = set(shards.spec.features)
+        needs = {"constant": (), "last_value": ("log_rv_5",), "ewma": (), "har": HAR, "har_x": HAR_X}
+        quick = (name for name, columns in needs.items() if known.issuperset(columns))
+        self.names = (*quick, "ridge", "drift", "ridge_mean")
+        """Those whose columns are features."""
+        self._ridge = self._fit_ridge(work)
+
+    def forecast(self, name: str) -> BaselineForecast:
+        """Return the forecast of one of `names`, in order of position."""
+        shards, train, judged = self._shards, self._train, self._judged
+        if name == "drift":
+            return BaselineForecast(np.full(len(judged), self._target.mean()))
+        if name == "ridge_mean":
+            return BaselineForecast(self._ridge[len(train) :, 1])
+        if name == "ridge":
+            volatility = np.exp(self._ridge[:, 0])
+            return self._distribution(volatility[: len(train)], volatility[len(train) :])
+        if name == "constant":
+            return self._distribution(*_constant(shards, train, judged, self._target))
+        if name in ("har", "har_x"):
+            return self._distribution(*_regression(shards, HAR if name == "har" else HAR_X, train, judged))
+        column, of_column = ("log_rv_5", np.exp) if name == "last_value" else ("ewma_variance", np.sqrt)
+        return self._distribution(*(of_column(_columns(shards, (column,), rows)[:, 0]) for rows in (train, judged)))
+
+    def _fit_ridge(self, work: SharedWork) -> Array:
+        """Return what ridge on the flattened window says (n + m, 2) of log realised volatility and of the return, for
+        the training windows and for those that are judged. A collective.
+
+        The two regressions share the Gram matrix, which is summed over pieces: memory does not grow with the data. The
+        penalty is chosen on the validation split. Sums are rounded to a grid, so that they are the same at any number
+        of ranks."""
+        shards, train = self._shards, self._train
+        valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
+        names = ("target_log_rv", shards.spec.target)
+        targets = _columns(shards, names, train)
+        centre = targets.mean(axis=0)
+        size = shards.spec.window * len(shards.spec.features)
+
+        sums = np.zeros((size, size + 2))
+        for part, x in _windows(shards, train, work):
+            sums[:, :size] += _on_grid(x.T @ x)
+            sums[:, size:] += _on_grid(x.T @ (targets[part] - centre).astype(np.float32))
+        sums = work.sum(sums)
+        values, vectors = np.linalg.eigh(sums[:, :size] / len(train))
+        rotated = vectors.T @ (sums[:, size:] / len(train))
+        paths = np.stack([vectors @ (rotated / (values + penalty)[:, None]) for penalty in PENALTIES])
+
+        observed = _columns(shards, names, valid) - centre
+        errors = np.zeros((len(PENALTIES), 2))
+        for part, x in _windows(shards, valid, work):
+            errors += _on_grid(np.array([((x @ path - observed[part]) ** 2).sum(axis=0) for path in paths]))
+        least = work.sum(errors).argmin(axis=0)
+        weights = np.column_stack([paths[place][:, index] for index, place in enumerate(least)])
+
+        found = np.zeros((len(train) + len(self._judged), 2))
+        for rows, offset in ((train, 0), (self._judged, len(train))):
+            for part, x in _windows(shards, rows, work):
+                found[offset + part.start : offset + part.stop] = x @ weights
+        return work.sum(found) + centre
+
+    def _distribution(self, fitted: Array, forecast: Array) -> BaselineForecast:
+        """Return the distribution of a forecast of volatility, from what it says of the training windows."""
+        floor = np.quantile(fitted, 1e-3)  # a dead week has no volatility, and no likelihood survives that
+        factor, nu = fit_student_t(self._target / np.maximum(fitted, floor))
+        return BaselineForecast(np.zeros(len(self._judged)), factor * np.maximum(forecast, floor), nu)
+
+
+def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, BaselineForecast]:
+    """Return the forecasts of all baselines for the windows of ``split``, in order of position."""
+    fits = BaselineFits(shards, split, SharedWork())
+    return {name: fits.forecast(name) for name in fits.names}
 
 
 def fit_student_t(z: Array) -> tuple[float, float]:
@@ -226,16 +205,18 @@ def _regression(
     return np.exp(design @ weights), np.exp(new @ weights)
 
 
-def _pieces(rows: NDArray) -> int:
-    """Return the number of pieces of `CHUNK` windows, the last of which may be smaller."""
-    return -(-len(rows) // CHUNK)
-
-
-def _windows(shards: DataShardManager, rows: NDArray, piece: int) -> tuple[slice, NDArray[np.float32]]:
-    """Return a piece of the windows that end in ``rows``, standardised and flattened: (slice of the samples, (n, W * F)
-    float32)."""
+def _windows(shards: DataShardManager, rows: NDArray, work: SharedWork) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+    """Yield this rank's part of the windows that end in ``rows``, `CHUNK` at a time, standardised and flattened: (slice
+    of the samples, (n, W * F) float32)."""
     mean, std = (np.asarray(part, dtype=np.float32) for part in (shards.spec.feature_mean, shards.spec.feature_std))
     std[std == 0] = 1
-    part = slice(piece * CHUNK, min((piece + 1) * CHUNK, len(rows)))
-    windows = shards.gather(rows[part])[0].cpu().numpy()  # the data may be kept on a GPU
-    return part, ((windows - mean) / std).reshape(len(windows), -1)
+    first, last = work.part(len(rows), CHUNK)
+    for start in range(first, last, CHUNK):
+        part = slice(start, min(start + CHUNK, last))
+        windows = shards.gather(rows[part])[0].cpu().numpy()  # the data may be kept on a GPU
+        yield part, ((windows - mean) / std).reshape(len(windows), -1)
+
+
+def _on_grid(values: NDArray[np.floating]) -> Array:
+    """Return the values as multiples of `GRID`."""
+    return np.rint(values.astype(np.float64) / GRID) * GRID

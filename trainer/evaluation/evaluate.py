@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from trainer.data.sampler import spread_positions
 from trainer.documents.events import FinishStage
-from trainer.evaluation.gate import Gate, gate, suspect_leak
-from trainer.evaluation.judged_baselines import BaselineJudgement
-from trainer.evaluation.report import Predictions, build_report, score_forecast
+from trainer.evaluation.report import Predictions, build_report, judge_baselines, score_forecast
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.losses import Predictive, gives_predictive
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
@@ -33,8 +31,6 @@ from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 if TYPE_CHECKING:
     from trainer.comm.world import World
     from trainer.data.shards import DataShardManager
-
-__all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
 
 EVAL_BATCH = 1024
 CHUNK = 1 << 16
@@ -164,11 +160,9 @@ def final_report(
     run_dir: RunDir,
     batch_size: int = 1024,
     begin: Callable[[FinishStage], object] = lambda stage: None,
-    baselines: BaselineJudgement | None = None,
 ) -> dict[str, Any]:
     """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks,
-    which share the work. ``begin`` is called with each stage of it, as it begins. ``baselines``: their scores on the
-    test split, of which some work may be done already.
+    which share the work. ``begin`` is called with each stage of it, as it begins.
 
     Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
     names by code) and ``evaluation.json``. Raise ValueError where the loss is not finite, before anything is written.
@@ -181,7 +175,7 @@ def final_report(
             "lower training.learning_rate or training.clip_norm"
         )
     begin("baselines")
-    scores = (baselines or BaselineJudgement(shards, "test")).scores(SharedWork(world))
+    scores = judge_baselines(shards, "test", SharedWork(world))
     begin("report")
     report: dict[str, Any] = {}
     if evaluation.predictions is not None:

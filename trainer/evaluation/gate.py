@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.spec import REGRESSION, ROWS, TOKENS, WINDOWS
+from trainer.spec import REGRESSION, ROWS, WINDOWS
 
 COVERAGE_LOW, COVERAGE_HIGH = 0.87, 0.93
 LEAK_RANK_IC = 0.08
@@ -16,20 +16,16 @@ LEAK_T = 4.0
 half a year of four tickers, t reaches 3 by luck. A planted label gives 50 and more."""
 MUST_BEAT = ("ewma", "har_x")
 """The plain baselines of windows."""
-PLAIN: Mapping[str, tuple[str, ...]] = {WINDOWS: MUST_BEAT, ROWS: ("constant",), TOKENS: ("unigram",)}
+PLAIN: Mapping[str, tuple[str, ...]] = {WINDOWS: MUST_BEAT, ROWS: ("constant",)}
 """The baselines that a model has to be better than, by the kind of its data."""
 IN_WORDS: Mapping[str, str] = {
     WINDOWS: "the linear one is ridge, the plain ones are EWMA and HAR-X",
     ROWS: "the linear one is a linear or logistic regression, the plain one the constant",
-    TOKENS: "the linear one is the counts of pairs, the plain one the counts of single tokens",
 }
 """What `RULE` calls the baselines of each kind."""
 CHANCE_T = 2.0
 """The absolute t-statistic up to which a difference could be chance."""
-BEYOND_CHANCE = (
-    f"beyond chance (paired t-statistic above {CHANCE_T:g}: Newey-West's over days; of a table over rows, of tokens "
-    "over documents)"
-)
+BEYOND_CHANCE = f"beyond chance (paired t-statistic above {CHANCE_T:g}: Newey-West's over days; of a table over rows)"
 """What the words mean wherever they are used."""
 RULE = (
     f"no baseline, the linear one included, is better {BEYOND_CHANCE}, the model is better than the plain ones, its "
@@ -39,7 +35,7 @@ RULE = (
 """What `gate` asks for, in words: descriptions, the card and the documentation use these."""
 POINT_RULE = "its squared error is below that of forecasting zero, and nothing suggests a leak"
 """What `gate` asks of a model of windows that forecasts no distribution."""
-_LABELS = {"nll": "NLL", "log_loss": "log-loss", "rmse": "RMSE", "loss": "loss"}
+_LABELS = {"nll": "NLL", "log_loss": "log-loss", "rmse": "RMSE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def gate(report: Mapping[str, Any]) -> Gate:
     kind, score = report.get("kind", WINDOWS), score_of(report)
     reasons = _suspicions(report)
     if score is None:
-        return _point_gate(report, reasons) if kind == WINDOWS else Gate(False, (_NO_SCORE[kind], *reasons))
+        return _point_gate(report, reasons) if kind == WINDOWS else Gate(False, (_NO_SCORE, *reasons))
     own, baselines, label = report["model"][score], report["baselines"], _LABELS[score]
     said = []
     for name in PLAIN[kind]:
@@ -94,10 +90,7 @@ def gate(report: Mapping[str, Any]) -> Gate:
     return Gate(not said and not reasons, (*said, *reasons))
 
 
-_NO_SCORE = {
-    ROWS: "the loss gives neither probabilities nor a forecast: there is nothing to compare with the baselines",
-    TOKENS: "the loss is not a likelihood of the next token: there is nothing to compare with the counts",
-}
+_NO_SCORE = "the loss knows neither probabilities nor a forecast: there is nothing to compare with the baselines"
 
 
 def gate_document(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +103,6 @@ def score_of(report: Mapping[str, Any]) -> str | None:
     """Return the name of the figure by which the model and its baselines are compared; None for a loss that gives no
     such figure. Lower is better."""
     kind, model = report.get("kind", WINDOWS), report["model"]
-    if kind == TOKENS:
-        return "loss" if model.get("perplexity") is not None else None
     score = "nll" if kind == WINDOWS else "rmse" if report.get("task") == REGRESSION else "log_loss"
     return score if model.get(score) is not None else None
 
@@ -139,12 +130,12 @@ def gain_of(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 def is_beyond_chance(t: float | None) -> bool:
     """Return whether a difference with this t-statistic is more than chance gives; False where there is none, for want
-    of days, rows or documents."""
+    of days or rows."""
     return t is not None and abs(t) > CHANCE_T
 
 
 def better_baselines(report: Mapping[str, Any]) -> list[str]:
-    """Return the baselines that are better than the model beyond chance, on the same windows, rows or tokens. Where
+    """Return the baselines that are better than the model beyond chance, on the same windows or rows. Where
     there are too few of them for a t-statistic, a better figure is enough: what cannot be tested is not decided for the
     model."""
     gains = {name: gain_of(row) for name, row in report["baselines"].items()}

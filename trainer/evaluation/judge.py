@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError
 from trainer.data.batches import find_odd_row
-from trainer.data.training_data import TrainingData, read_each
+from trainer.data.loader import TrainingData
 from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
 from trainer.evaluation.shared_work import SharedWork
@@ -27,7 +27,6 @@ from trainer.rundir import EVALUATION, RunDir
 if TYPE_CHECKING:
     from trainer.comm.world import World
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.judged_baselines import BaselineJudgement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +61,6 @@ class WindowJudge:
 
     criterion: nn.Module
     shards: DataShardManager
-    baselines: BaselineJudgement
-    """On the test split."""
     make_criterion: Callable[[Mapping[str, float]], nn.Module]
     """Returns the loss with these arguments besides its own."""
 
@@ -81,7 +78,7 @@ class WindowJudge:
         criterion = self.make_criterion(arguments) if arguments else self.criterion
         report = final_report(
             request.model, criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
-            begin=begin, baselines=self.baselines,
+            begin=begin,
         )  # fmt: skip
         return {**report, "correction": arguments}
 
@@ -140,16 +137,9 @@ class TaskJudge:
         return report
 
 
-def evaluate_task(
-    task: Task,
-    data: TrainingData,
-    split: str,
-    request: JudgeRequest,
-    losses: NDArray[np.float64] | None = None,
-) -> Evaluation:
+def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
     """Return the means of loss and metrics over a split; a collective. Ranks take whole batches, the same at any world
-    size, and sums are taken in float64: the result does not depend on how many ranks there are. ``losses`` (count,),
-    where given, gets the loss of each sample that this rank has judged, in its place."""
+    size, and sums are taken in float64: the result does not depend on how many ranks there are."""
     count = data.count(split)
     first, last = SharedWork(request.world).part(count, request.batch_size)
     was_training = request.model.training
@@ -160,12 +150,10 @@ def evaluate_task(
     parts = [
         np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
     ]
-    for positions, batch in zip(parts, read_each(data, split, parts, request.device), strict=True):
+    for positions, batch in zip(parts, data.read_each(split, parts, request.device), strict=True):
         request.before_batch()
         for name, values in judging.figures(batch, len(positions)).items():
             sums[name] = sums.get(name, 0.0) + values.sum().item()
-            if losses is not None and name == "loss":
-                losses[positions] = values.cpu().numpy()
             if odd is None and name == "loss" and not math.isfinite(sums[name]):
                 odd = describe_odd(batch, values, positions)
     request.model.train(was_training)

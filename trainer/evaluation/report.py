@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.data.sampler import spread_positions
 from trainer.evaluation import scores
-from trainer.evaluation.baselines import BaselineForecast
+from trainer.evaluation.baselines import BaselineFits, BaselineForecast
 from trainer.evaluation.gate import gate_document, is_beyond_chance, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
 
+if TYPE_CHECKING:
+    from trainer.data.shards import DataShardManager
+    from trainer.evaluation.shared_work import SharedWork
+
+_MEANS = ("nll", "pinball", "coverage_90")
+"""The scores of `score_forecast`."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 REFERENCE = "har_x"
 """The baseline that years and quintiles are compared with."""
@@ -71,6 +78,31 @@ def judge_baseline(forecast: BaselineForecast, target: Array) -> JudgedBaseline:
     """Return the scores of a baseline's forecast for windows with these targets (n,)."""
     judged = score_forecast(predictive_of(forecast), target)
     return JudgedBaseline(_means(judged), scores.mse_to_zero(forecast.mu, target), judged.get("nll"))
+
+
+def judge_baselines(shards: DataShardManager, split: str, work: SharedWork) -> dict[str, JudgedBaseline]:
+    """Return the scores of all baselines (`trainer.evaluation.baselines`) on a split, each judged by one of the ranks.
+    A collective."""
+    fits = BaselineFits(shards, split, work)
+    rows = shards.end_rows(split, spread_positions(shards.count(split)))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)
+    first, last = work.part(len(fits.names))
+    table = np.empty((last - first, len(_MEANS) + 1 + len(target)))
+    for row, name in zip(table, fits.names[first:last], strict=True):
+        judged = judge_baseline(fits.forecast(name), target)
+        row[: len(_MEANS)] = [judged.means.get(mean, np.nan) for mean in _MEANS]
+        row[len(_MEANS)] = np.nan if judged.mse_to_zero is None else judged.mse_to_zero
+        row[len(_MEANS) + 1 :] = np.nan if judged.nll is None else judged.nll
+    found = {}
+    for name, row in zip(fits.names, work.join(table, first, len(fits.names)), strict=True):
+        *means, mse = row[: len(_MEANS) + 1].tolist()
+        has_distribution = not np.isnan(means[0])
+        found[name] = JudgedBaseline(
+            dict(zip(_MEANS, means, strict=True)) if has_distribution else {},
+            None if np.isnan(mse) else mse,
+            row[len(_MEANS) + 1 :] if has_distribution else None,
+        )
+    return found
 
 
 def build_report(

@@ -24,8 +24,8 @@ from trainer.documents.events import FinishStage
 from trainer.evaluation.evaluate import Evaluation
 from trainer.evaluation.gate import gate_document
 from trainer.evaluation.judge import JudgeRequest, evaluate_task
-from trainer.evaluation.row_comparison import Compared, RowComparison, RowScoring
-from trainer.evaluation.row_scores import calibration_table
+from trainer.evaluation.row_comparison import Compared, RowComparison
+from trainer.evaluation.row_scores import RowScoring, calibration_table
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.task import SupervisedTask
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir

@@ -6,10 +6,13 @@ Pure functions: who forecasts, and which rows, is `trainer.evaluation.row_judge`
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.spec import REGRESSION, RowSpec
 
 Array = NDArray[np.float64]
 BINS = 15
@@ -74,3 +77,37 @@ def number_figures(sums: Array) -> dict[str, float]:
     spread = moved_squared - moved**2 / count
     figures = {"rmse": math.sqrt(squared / count), "mae": absolute / count}
     return figures | ({"r2": 1 - squared / spread} if spread > 0 else {})
+
+
+@dataclass(frozen=True, slots=True)
+class RowScoring:
+    """How forecasts of rows are scored, by their task: numbers (n,), or probabilities of classes (n, C)."""
+
+    spec: RowSpec
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the target is a number."""
+        return self.spec.task == REGRESSION
+
+    def score(self, forecast: Array, truth: NDArray[Any]) -> Array:
+        """Return the score of each row (n,): log-loss in nats, or squared error in units of the target's variance."""
+        if self.is_number:
+            return (forecast - truth) ** 2 / self.spec.target_std**2
+        return log_losses(forecast, truth)
+
+    def sums(self, forecast: Array, target: NDArray[Any]) -> Array:
+        """Return what adds up over rows for `figures`."""
+        if self.is_number:
+            return number_sums(forecast, target.astype(np.float64), self.spec.target_mean)
+        return class_sums(forecast, target.astype(np.int64))
+
+    def figures(self, sums: Array) -> dict[str, Any]:
+        """Return the figures of a forecast."""
+        return number_figures(sums) if self.is_number else class_figures(sums)
+
+    @property
+    def width(self) -> int:
+        """The number of sums."""
+        nothing = np.zeros((0, max(1, len(self.spec.classes))))
+        return len(self.sums(nothing[:, 0] if self.is_number else nothing, np.zeros(0)))

@@ -33,19 +33,6 @@ def newey_west_t(series: Array, lag: int) -> float | None:
     return float(series.mean()) / math.sqrt(variance / n) if variance > 0 else None
 
 
-def blocked_t(totals: Array, sizes: NDArray[np.integer]) -> float | None:
-    """Return the t-statistic of the mean over samples that come in independent blocks: ``totals`` (m,) and ``sizes``
-    (m,) are each block's sum and number of samples, which may be alike within it as much as they like. It is the mean
-    over the standard error that allows for that (Liang and Zeger 1986, with the factor m / (m - 1)). None for one
-    block, or no variance."""
-    count, size = len(sizes), sizes.sum()
-    if count < 2:
-        return None
-    mean = totals.sum() / size
-    squares = float(((totals - mean * sizes) ** 2).sum())
-    return float(mean) * float(size) / math.sqrt(squares * count / (count - 1)) if squares > 0 else None
-
-
 def newey_west_lag(days: int, horizon: int) -> int:
     """Return the usual lag in days, 4 (n / 100)^(2/9), and never below twice the overlap of the labels."""
     return max(2 * horizon, math.floor(4 * (days / 100) ** (2 / 9)))

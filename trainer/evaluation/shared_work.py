@@ -6,7 +6,7 @@ computed is summed in float64.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,15 +28,6 @@ class SharedWork:
         blocks = -(-count // block)
         first, last = (min(count, block * (blocks * place // self.size)) for place in (self.rank, self.rank + 1))
         return first, last
-
-    def gather(self, value: Any, is_patient: bool) -> list[Any]:
-        """Return one small value of every rank, in order of rank, sent as JSON. A collective; with ``is_patient`` ranks
-        may come to it at very different times."""
-        if self._world is None:
-            return [value]
-        if is_patient:
-            self._world.barrier()
-        return self._world.all_gather_object(value)
 
     def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum over ranks, same shape. A collective; ranks may come to it at very different times."""

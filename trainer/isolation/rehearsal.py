@@ -19,7 +19,7 @@ from trainer.isolation.child import UNSURE
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.performance.memory import ModelBytes
 from trainer.runtime.scratch import scratch_folder
-from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
+from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
 
 SAMPLES = 8
 """Samples of the step."""
@@ -42,7 +42,7 @@ class UnsureRehearsalError(RuntimeError):
 def rehearse(
     model: Mapping[str, Any],
     loss: Mapping[str, Any],
-    spec: DataSpec | RowSpec | TokenSpec,
+    spec: DataSpec | RowSpec,
     modules: tuple[str, ...] = (),
     path: Sequence[Path] = (),
 ) -> ModelBytes:
@@ -84,12 +84,9 @@ def _ask(
     return ModelBytes(**whole, sample=figures.get("sample"))
 
 
-def random_inputs(spec: DataSpec | RowSpec | TokenSpec) -> tuple[str, NDArray[np.float32]]:
-    """Return the kind of data, and the inputs of `SAMPLES` random samples of the dataset's scale; ids as numbers that
-    are whole. Pure."""
+def random_inputs(spec: DataSpec | RowSpec) -> tuple[str, NDArray[np.float32]]:
+    """Return the kind of data, and the inputs of `SAMPLES` random samples of the dataset's scale. Pure."""
     random = np.random.default_rng(0)
-    if isinstance(spec, TokenSpec):
-        return TOKENS, random.integers(0, spec.vocabulary, (SAMPLES, spec.context)).astype(np.float32)
     if isinstance(spec, DataSpec):
         mean, scale = (np.asarray(figures, dtype=np.float32) for figures in (spec.feature_mean, spec.feature_std))
         noise = random.standard_normal((SAMPLES, spec.window, len(spec.features)), dtype=np.float32)

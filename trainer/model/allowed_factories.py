@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from trainer.config import ConfigError, JobConfig
-from trainer.spec import BINARY, OWN, REGRESSION, ROWS, TOKENS, WINDOWS
+from trainer.spec import BINARY, LANGUAGE_MODEL, OWN, REGRESSION, ROWS, WINDOWS
 
 VARIABLE = "DTRAIN_FACTORY_MODULES"
 STOCK_OF_KIND: dict[str, dict[str, tuple[str, ...]]] = {
@@ -23,7 +23,6 @@ STOCK_OF_KIND: dict[str, dict[str, tuple[str, ...]]] = {
         "loss": ("return_and_volatility", "student_t", "gaussian", "mse"),
     },
     ROWS: {"model": ("mlp", "linear"), "loss": ("squared_error", "logistic", "cross_entropy")},
-    TOKENS: {"model": ("gpt",), "loss": ("cross_entropy",)},
     OWN: {"model": (), "loss": ("cross_entropy", "squared_error")},
 }
 """Names of the stock parts for each kind of dataset, the usual one first."""
@@ -32,10 +31,7 @@ STOCK = {
     for part in ("model", "loss")
 }
 """Names of the stock parts, of all kinds of datasets, which are always allowed."""
-KIND_WORDS = {
-    WINDOWS: "a dataset of windows", ROWS: "a dataset of rows", TOKENS: "a dataset of tokens",
-    OWN: "a dataset of your own",
-}  # fmt: skip
+KIND_WORDS = {WINDOWS: "a dataset of windows", ROWS: "a dataset of rows", OWN: "a dataset of your own"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -75,6 +71,8 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
     stock = STOCK.get(kind, ())
     if factory in stock:
         return
+    if kind == "model" and factory == "gpt":
+        raise ConfigError(f"model.factory = 'gpt': {LANGUAGE_MODEL}")
     module, separator, attribute = factory.partition(":")
     if not separator:
         known = f"neither a stock {kind} ({', '.join(stock)}) nor" if stock else "not"

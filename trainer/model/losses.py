@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model.calibration import fit_correction
-from trainer.model.try_parts import build_criterion, try_criterion
+from trainer.model.factories import build_criterion, try_criterion
 from trainer.spec import DataSpec
 
 

@@ -22,9 +22,8 @@ from trainer.model.losses import build_loss
 from trainer.model.rows import build_row_loss, build_row_model
 from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.model.stock import build_model
-from trainer.model.tokens import build_token_loss, build_token_model
 from trainer.performance.memory import ModelBytes
-from trainer.spec import ROWS, TOKENS, WINDOWS, DataSpec, RowSpec, TokenSpec
+from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
 
 QUICK_SECONDS = 8.0
 """What a pass may take so that two more are made to measure a sample: a rehearsal has a minute."""
@@ -40,7 +39,6 @@ class KindParts:
     build_model: Callable[[FactoryConfig, Any, int, tuple[str, ...] | None], nn.Module]
     target: Callable[[Any, Tensor], Tensor]
     """A target for a batch of inputs."""
-    kind_of_input: torch.dtype
 
 
 def _mean_target(spec: DataSpec | RowSpec, inputs: Tensor) -> Tensor:
@@ -48,16 +46,14 @@ def _mean_target(spec: DataSpec | RowSpec, inputs: Tensor) -> Tensor:
 
 
 PARTS: Mapping[str, KindParts] = {
-    WINDOWS: KindParts(
-        DataSpec, build_loss, build_model, lambda spec, x: _mean_target(spec, x).float(), torch.float32
-    ),
+    WINDOWS: KindParts(DataSpec, build_loss, build_model, lambda spec, x: _mean_target(spec, x).float()),
     ROWS: KindParts(
-        RowSpec, build_row_loss, build_row_model,
+        RowSpec,
+        build_row_loss,
+        build_row_model,
         lambda spec, x: torch.zeros(len(x), dtype=torch.int64) if spec.classes else _mean_target(spec, x),
-        torch.float32,
     ),
-    TOKENS: KindParts(TokenSpec, build_token_loss, build_token_model, lambda spec, x: x, torch.int64),
-}  # fmt: skip
+}
 
 
 def training_step(
@@ -68,7 +64,7 @@ def training_step(
     parts = PARTS[kind]
     criterion: Any = parts.build_loss(loss, spec, modules)
     module = parts.build_model(model, spec, int(criterion.outputs), modules)
-    given = torch.from_numpy(np.array(inputs)).to(parts.kind_of_input)
+    given = torch.from_numpy(np.array(inputs)).float()
 
     def run(samples: int) -> Tensor:
         some = given[:samples]

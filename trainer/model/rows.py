@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model.allowed_factories import usual_parts
-from trainer.model.try_parts import build_criterion, build_network, try_criterion, try_network
+from trainer.model.factories import build_criterion, build_network, try_criterion, try_network
 from trainer.spec import BINARY, LEAST_STEP, REGRESSION, ROWS, RowSpec
 
 

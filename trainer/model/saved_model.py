@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from trainer.config import FactoryConfig
-from trainer.model.correction import is_correction
+from trainer.documents.factory_arguments import is_correction
 from trainer.model.losses import gives_predictive
 from trainer.model.parts_by_kind import PARTS
 from trainer.model.saved_rows import SavedRows

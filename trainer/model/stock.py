@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import FactoryConfig
-from trainer.model.try_parts import build_network, try_network
+from trainer.model.factories import build_network, try_network
 from trainer.spec import DataSpec
 
 

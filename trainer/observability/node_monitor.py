@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from trainer.data.shard_cache import default_cache_dir
+from trainer.data.cached_arrays import default_cache_dir
 from trainer.observability.reporter import Reporter
 from trainer.runtime.affinity import roam
 

@@ -32,12 +32,10 @@ Point = Literal[
     "save",
     "regroup",
     "formed",
-    "ahead",
     "finish",
     "alone",
 ]
-"""``alone``: rank 0, once the others may leave at the end (`trainer.engine.finalize`). ``ahead``: a round of work while
-tracking is opened (`trainer.engine.ahead`), whose number from 0 is the step."""
+"""``alone``: rank 0, once the others may leave at the end (`trainer.engine.finalize`)."""
 
 
 class InjectedError(RuntimeError):

@@ -24,6 +24,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.data.dataset_data import DatasetData
+from trainer.data.loader import BatchLoader
 from trainer.data.sampler import micro_batch_seed
 from trainer.documents.events import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
@@ -102,9 +103,8 @@ class KerasTraining:
     def train(self) -> dict[str, Any]:
         """Train to the end, and return the fields of ``result.json``. A collective. Raise `Stopped` when asked to end,
         and one of `trainer.tensorflow.replica.LOST` when a peer is lost."""
-        loader = self.data.make_loader(
-            self.sampler, self._world, self.faults, StepTimer(False, CPU), self.config.prefetch_batches
-        )
+        reader = self.data.make_reader(CPU, self.config.prefetch_batches)
+        loader = BatchLoader(reader, self.sampler, CPU, self.faults, StepTimer(False, CPU))
         self._catch_up()
         while not self.is_over:
             epoch, offset = self.progress.position(self.sampler.samples)

@@ -43,7 +43,7 @@ def load_weights(rundir: RunDir, model: Any) -> None:
     those of their description."""
     data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
     if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
-        raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it is not the file that its description says")
+        raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it does not match its description")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.weights.h5"
         path.write_bytes(data)

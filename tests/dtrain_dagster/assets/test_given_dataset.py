@@ -13,7 +13,6 @@ import pytest
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions
-from dtrain_dagster.assets.registry import why_unregistered
 from dtrain_dagster.assets.training_request import DatasetTraining, with_usual_parts
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.registry.card import TrainingProvenance, model_card
@@ -125,10 +124,3 @@ def test_a_model_of_rows_has_a_card_of_its_own(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in card
     assert "`(n, 3)`" in card
-
-
-def test_a_model_of_windows_or_rows_is_registered_and_of_another_kind_it_is_said_why_not() -> None:
-    assert why_unregistered({}) == ""
-    assert why_unregistered({"kind": "windows"}) == ""
-    assert why_unregistered({"kind": "rows"}) == ""
-    assert "a model of tokens is not registered" in why_unregistered({"kind": "tokens"})

@@ -27,6 +27,7 @@ from dtrain_dagster.costs.estimate import Estimate, Work
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.registry.walk_forward import YearScores
 from dtrain_dagster.reports.walk_forward_charts import walk_forward_chart
 from dtrain_dagster.sensors.newest_year import newest_test_year
 from dtrain_dagster.sensors.queue import _request
@@ -35,7 +36,6 @@ from dtrain_dagster.settings.walk_forward import WalkForwardSettings, read_walk_
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from tests.dtrain_dagster.page_order import HEAD, check_order, kind_of
 from trainer.evaluation.gate import Gate
-from trainer.evaluation.walk_forward import YearScores
 
 TRAINED = dg.AssetKey(["walk_forward", "trained_checkpoint"])
 SETTINGS: dict[str, Any] = {

@@ -40,7 +40,6 @@ READS: list[tuple[str, str]] = [
     ("dtrain prices show", "Standard_NC6s_v3"),
     ("dtrain azure doctor", ""),
     ("dtrain data rows", "table.parquet --target price"),
-    ("dtrain data tokens", "texts --context 8"),
     ("dtrain slurm check", ""),
     ("dtrain kubernetes check", ""),
     ("dtrain ray check", ""),
@@ -56,9 +55,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_home(tmp_path / "home")
     frame = {"price": [float(number) for number in range(40)], "size": [number % 7 for number in range(40)]}
     pd.DataFrame(frame).to_parquet(tmp_path / "table.parquet")
-    (tmp_path / "texts").mkdir()
-    for number in range(30):
-        (tmp_path / "texts" / f"{number}.txt").write_text("the same words, again and again. " * 30)
     return tmp_path
 
 

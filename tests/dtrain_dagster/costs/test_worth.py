@@ -57,20 +57,3 @@ def test_rows(task: str, own: dict[str, float], other: dict[str, float], line: s
     evaluation = {"kind": "rows", "task": task, "model": own, "baselines": {"constant": {}, "linear": other}}
     expected = "not compared with a linear model, for $1.00" if line is None else f"over the linear model: {line}"
     assert worth_line(evaluation, 1.0) == expected
-
-
-def test_tokens() -> None:
-    model = {"loss": 2.0, "perplexity": 7.4}
-    counted = {"unigram": {"loss": 3.0}, "bigram": {"loss": 2.5}}
-    line = "over bigram: 0.5000 nats (not tested for chance) for $1.00: $2.00 per nat"
-    assert worth_line({"kind": "tokens", "model": model, "baselines": counted}, 1.0) == line
-    tested = {"bigram": {"loss": 2.5, "model_gain": 0.5, "model_gain_t": 1.5}}
-    assert worth_line({"kind": "tokens", "model": model, "baselines": tested}, 1.0) == (
-        "over bigram: no gain beyond chance (0.5000 nats, t 1.5) for $1.00"
-    )
-    del counted["bigram"]
-    assert "over unigram: 1.0000 nats" in (
-        worth_line({"kind": "tokens", "model": model, "baselines": counted}, 1.0) or ""
-    )
-    of_another_loss = {"kind": "tokens", "model": {"loss": 2.0}, "baselines": counted}
-    assert worth_line(of_another_loss, 1.0) == "not compared with a linear model, for $1.00"

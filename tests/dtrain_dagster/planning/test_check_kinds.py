@@ -11,7 +11,7 @@ import pytest
 from dtrain_dagster.cli.job_options import total_steps
 from dtrain_dagster.planning.check_job import check_job
 from dtrain_dagster.planning.job_data import data_of
-from tests.kinds import build_table, build_texts
+from tests.kinds import build_table
 from trainer.config import ConfigError, JobConfig, parse_job
 
 OWN = """
@@ -49,22 +49,17 @@ def job_of(uri: str, model: str, loss: str, args: Any = None) -> JobConfig:
 
 
 def test_stock_parts_of_the_kind_pass_and_others_are_refused(tmp_path: Path) -> None:
-    rows, tokens = build_table(tmp_path), build_texts(tmp_path)
+    rows = build_table(tmp_path)
     assert check_job(job_of(rows.uri, "mlp", "logistic"), ranks=1).sentences == ()
-    assert check_job(job_of(tokens.uri, "gpt", "cross_entropy"), ranks=1).sentences == ()
     assert total_steps(job_of(rows.uri, "mlp", "logistic")) == 2 * -(-rows.manifest["samples"]["train"] // 10)
-    for uri, name in [(rows.uri, "tcn"), (tokens.uri, "linear")]:
-        with pytest.raises(ConfigError, match=rf"model.factory = '{name}' is not for a dataset of"):
-            check_job(job_of(uri, name, "cross_entropy"), ranks=1)
+    with pytest.raises(ConfigError, match=r"model.factory = 'tcn' is not for a dataset of"):
+        check_job(job_of(rows.uri, "tcn", "cross_entropy"), ranks=1)
 
 
 @pytest.mark.slow
-def test_a_model_is_rehearsed_on_rows_and_tokens(tmp_path: Path) -> None:
-    rows, tokens = build_table(tmp_path), build_texts(tmp_path)
+def test_a_model_is_rehearsed_on_rows(tmp_path: Path) -> None:
+    rows = build_table(tmp_path)
     assert check_job(job_of(rows.uri, "own_checked:make_model", "logistic"), ranks=1).sentences == ()
-    assert check_job(job_of(tokens.uri, "gpt", "cross_entropy", {"width": 16, "layers": 1}), ranks=1).sentences == ()
-    with pytest.raises(ConfigError, match=r"width = 15 must be a multiple of heads = 4"):
-        check_job(job_of(tokens.uri, "gpt", "cross_entropy", {"width": 15}), ranks=1)
     with pytest.raises(ConfigError, match=r"'squared_error' does not fit 'bought', whose task is binary"):
         check_job(job_of(rows.uri, "own_checked:make_model", "squared_error"), ranks=1)
 

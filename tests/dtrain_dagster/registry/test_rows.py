@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from dtrain_dagster import registry
-from dtrain_dagster.registry.run_model import RunModelError
 from dtrain_dagster.registry.smoke_test import compare_answers, load_sample
-from tests.kinds import build_table, build_texts, table
+from tests.kinds import build_table, table
 from tests.tables import copy_tables
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
@@ -133,12 +132,3 @@ def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypat
     assert decision.alias == "champion"
     assert decision.reason.endswith(f"on the same {reports['better']['model']['samples']} test rows")
     assert registry.promote(models["better"], decision, tracking) == models["worse"].version
-
-
-def test_models_of_tokens_are_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    run = trained(tmp_path, build_texts(tmp_path).uri, "gpt", "cross_entropy")
-    with pytest.raises(
-        RunModelError, match="models of tokens, and of datasets of your own, are neither registered nor"
-    ):
-        registry.register_model(run, f"sqlite:///{tmp_path}/mlflow.db", "words", {}, "# card")

@@ -1,10 +1,10 @@
-"""The figures of rows and tokens beside their baselines', and a written text that cannot leave its block."""
+"""The figures of rows beside their baselines', and those of tokens that an older version has written."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dtrain_dagster.reports.kind_scores import compare_figures, figures_table, has_kind_scores, written_text
+from dtrain_dagster.reports.kind_scores import compare_figures, figures_table, has_kind_scores
 
 EVALUATION: dict[str, Any] = {
     "kind": "tokens",
@@ -13,7 +13,6 @@ EVALUATION: dict[str, Any] = {
         "bigram": {"loss": 2.42, "perplexity": 11.27, "bits_per_byte": 3.494},
         "unigram": {"perplexity": 22.0},
     },
-    "sample": {"seed": 3, "temperature": 0.8, "prompt": "def ", "text": "f(x):\n```\n# [no](http://link)"},
 }
 
 
@@ -34,19 +33,3 @@ def test_the_table_has_a_row_for_each_figure_and_a_dash_where_one_is_missing() -
         "| perplexity | 7.239 | 11.27 | 22 |",
         "| bits_per_byte | 2.856 | 3.494 | – |",
     ]
-
-
-def test_what_the_model_has_written_stays_in_its_block() -> None:
-    text = written_text(EVALUATION)
-    assert text is not None
-    fence = "````"  # longer than the one that the model wrote
-    assert text.count(fence) == 2
-    inside = text.partition(fence)[2].partition(fence)[0]
-    assert inside == "\nf(x):\n```\n# [no](http://link)\n"
-    assert "seed 3" in text
-    assert "def " in text
-
-
-def test_no_text_for_a_model_that_has_written_none() -> None:
-    assert written_text({"kind": "rows", "model": {}, "baselines": {}}) is None
-    assert written_text({"sample": {"ids": [1, 2]}}) is None

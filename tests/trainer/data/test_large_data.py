@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from memory_group import memory_group
 
+from trainer.data.cached_arrays import CACHE_VERSION, write_record
 from trainer.data.manifest import content_digest
-from trainer.data.shard_cache import CACHE_VERSION, write_record
 from trainer.runtime.host_memory import group_room
 
 FEATURES, WINDOW = 8, 60

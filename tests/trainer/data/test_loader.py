@@ -1,4 +1,4 @@
-"""Batches: gathered in the step, by a thread, through staging memory, or from a copy of the data; always the same."""
+"""Batches: gathered in the step, by a thread, or from a copy of the data; always the same."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
 from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits_on_device
 from trainer.data.sampler import Sampler
-from trainer.data.shards import DataShardManager
+from trainer.data.shards import DataShardManager, WindowData
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-ALONE = World(RankFacts(), CPU, "gloo")
 
 
 def sampler(shards: DataShardManager, batch: int = 240) -> Sampler:
@@ -27,10 +24,11 @@ def sampler(shards: DataShardManager, batch: int = 240) -> Sampler:
 
 
 def loader(shards: DataShardManager, ahead: int = 0) -> BatchLoader:
-    return BatchLoader(shards, sampler(shards), ALONE, Faults({}, 0), StepTimer(True, CPU), ahead)
+    reader = WindowData(shards).make_reader(CPU, ahead)
+    return BatchLoader(reader, sampler(shards), CPU, Faults({}, 0), StepTimer(True, CPU))
 
 
-@pytest.mark.parametrize("way", ["step", "thread", "far ahead", "staged", "staged by a thread", "resident"])
+@pytest.mark.parametrize("way", ["step", "thread", "far ahead", "resident"])
 def test_batches_are_those_that_the_sampler_deals(way: str, dataset: Path, cache: Path) -> None:
     shards = DataShardManager(str(dataset), cache)
     plain = DataShardManager(str(dataset), cache)
@@ -38,9 +36,7 @@ def test_batches_are_those_that_the_sampler_deals(way: str, dataset: Path, cache
         shards.keep_on(CPU)
         assert shards._flat.data_ptr() != plain._flat.data_ptr()
         assert not np.shares_memory(shards._flat.numpy(), shards._maps["features"])
-    made = loader(shards, {"thread": 1, "far ahead": 4, "staged by a thread": 2}.get(way, 0))
-    if "staged" in way:
-        made.stage()
+    made = loader(shards, {"thread": 1, "far ahead": 4}.get(way, 0))
     for first in (0, 3):  # a step that failed begins anew, with batches under way
         batches = made.batches(2, 240 * first, first)
         for step in range(first, made.sampler.steps_per_epoch):

@@ -20,6 +20,7 @@ import torch
 from two_ranks import on_two_ranks
 
 from tests.kinds import build_table, table
+from trainer.data.loader import BatchLoader
 from trainer.data.manifest import DatasetError
 from trainer.data.row_data import RowData
 from trainer.data.sampler import Sampler
@@ -75,7 +76,7 @@ def test_rows_and_targets_are_those_of_the_parquet_files(built: Path, cache: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows, tokens"),
+        (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows"),
         (lambda m: m["shards"][0].update(rows=3), r"samples do not match the rows of the shards"),
         (lambda m: m["shards"][0].update(path="../x.parquet"), r"not a relative path"),
         (lambda m: m["shards"].reverse(), r"in the order of their splits"),
@@ -210,7 +211,8 @@ def test_two_ranks_read_each_row_once(built: Path, cache: Path) -> None:
         sampler = Sampler(
             samples=data.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
-        loader = data.make_loader(sampler, world, Faults({}, 0), StepTimer(False, world.device), 2)
+        reader = data.make_reader(world.device, 2)
+        loader = BatchLoader(reader, sampler, world.device, Faults({}, 0), StepTimer(False, world.device))
         found = [part.data[0][:, 0] for batch in loader.batches(1, 0, 0) for part in batch.micro_batches]
         loader.close()
         return torch.cat(found).tolist()

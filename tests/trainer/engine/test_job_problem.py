@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 
 from tests.dtrain_dagster.small_job import write_dataset
-from tests.kinds import build_table, build_texts
-from trainer.config import JobConfig, parse_job
+from tests.kinds import build_table
+from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.exit_codes import DONE, UNUSABLE
+from trainer.model.allowed_factories import refuse_foreign
 from trainer.model.saved_model import SavedModelError, load_saved_model
 from trainer.rundir import RunDir
+from trainer.storage.open import open_storage
 
 OWN = """
 import torch
@@ -139,16 +142,6 @@ def test_windows_are_learned_by_return_and_volatility_and_served_as_one_forecast
             load_saved_model(lambda name, files=files: files[name], ())
 
 
-def test_tokens_are_learned_and_judged(tmp_path: Path) -> None:
-    made = build_texts(tmp_path)
-    code, result, report = result_of(job_of(tmp_path, made.uri, "gpt", "cross_entropy", epochs=4))
-    assert (code, result["status"]) == (DONE, "succeeded")
-    assert report["model"]["loss"] < report["baselines"]["unigram"]["loss"]
-    assert len(report["sample"]["text"]) > 100
-    with pytest.raises(SavedModelError, match=r"kind 'tokens', whose models are neither registered nor served"):
-        load_saved_model(lambda name: (tmp_path / "run" / "model" / name).read_bytes(), ())
-
-
 @pytest.mark.parametrize("loss", ["cross_entropy", "own_kinds:Twice"])
 def test_datasets_of_ones_own_are_learned(tmp_path: Path, loss: str) -> None:
     job = job_of(tmp_path, "factory:own_kinds:make_datasets", "own_kinds:make_model", loss, epochs=10)
@@ -158,6 +151,8 @@ def test_datasets_of_ones_own_are_learned(tmp_path: Path, loss: str) -> None:
     assert report["split"] == "valid", "there is no test split"
     assert report["model"]["loss"] < (1.0 if ":" in loss else 0.5)
     assert ("accuracy" in report["model"]) == (":" in loss)
+    with pytest.raises(SavedModelError, match=r"kind 'own', whose models are neither registered nor served"):
+        load_saved_model(lambda name: (tmp_path / "run" / "model" / name).read_bytes(), ())
 
 
 @pytest.mark.parametrize(
@@ -178,13 +173,6 @@ def test_datasets_of_ones_own_are_learned(tmp_path: Path, loss: str) -> None:
             r"loss.factory = 'squared_error' does not fit 'bought', whose task is bina",
         ),
         ("rows", "mlp", "student_t", {}, r"loss.factory = 'student_t' is not for a dataset of rows: use squared_error"),
-        (
-            "tokens",
-            "mlp",
-            "cross_entropy",
-            {},
-            r"model.factory = 'mlp' is not for a dataset of tokens: use gpt, or your",
-        ),
         ("own", "mlp", "cross_entropy", {}, r"model.factory = 'mlp' is not for a dataset of your own: use your own"),
         ("own", "own_kinds:make_model", "cross_entropy", {"lame": True}, r"returned no training dataset but a int"),
         ("own", "own_kinds:make_model", "cross_entropy", {"size": 3}, r"dataset.args = .* it accepts: count"),
@@ -194,12 +182,25 @@ def test_datasets_of_ones_own_are_learned(tmp_path: Path, loss: str) -> None:
 def test_what_does_not_fit_is_refused_by_name(
     tmp_path: Path, uri: str, model: str, loss: str, args: dict[str, Any], message: str
 ) -> None:
-    builders = {"rows": build_table, "tokens": build_texts}
-    where = builders[uri](tmp_path).uri if uri in builders else uri
+    where = build_table(tmp_path).uri if uri == "rows" else uri
     where = "factory:own_kinds:make_datasets" if uri == "own" else where
     code, result, _ = result_of(job_of(tmp_path, where, model, loss, args))
     assert code == UNUSABLE
     assert re.search(message, result["error"]), result["error"]
+
+
+def test_a_dataset_of_tokens_is_refused_with_the_example_that_replaces_it(tmp_path: Path) -> None:
+    made = Path(build_table(tmp_path).uri)
+    manifest = json.loads((made / "manifest.json").read_text())
+    (made / "manifest.json").write_text(json.dumps({**manifest, "kind": "tokens", "schema_version": 1}))
+    code, result, _ = result_of(job_of(tmp_path, str(made), "gpt", "cross_entropy"))
+    assert code == UNUSABLE
+    said = "manifest.json: kind = 'tokens': a language model has become a script of its own, as examples/language_model"
+    assert said in result["error"]
+    with pytest.raises(DatasetError, match=r"kind = 'tokens': a language model has become a script of its own"):
+        read_dataset_manifest(open_storage(str(made)))
+    with pytest.raises(ConfigError, match=r"model.factory = 'gpt': a language model has become a script of its own"):
+        refuse_foreign("model", "gpt", ())
 
 
 def test_nodes_with_other_data_are_refused(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from two_ranks import on_two_ranks
 
 from tests.kinds import build_table
 from trainer.data.row_data import RowData
-from trainer.evaluation import row_baselines
-from trainer.evaluation.row_baselines import constant_forecast, fit_linear
-from trainer.evaluation.row_comparison import RowComparison
+from trainer.evaluation import row_comparison
+from trainer.evaluation.row_comparison import RowComparison, constant_forecast, fit_linear
 from trainer.evaluation.row_scores import calibration_table, class_figures, class_sums, number_figures, number_sums
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
@@ -97,8 +96,8 @@ def test_the_canary_is_silent_where_much_can_be_learned_and_not_where_targets_ar
 
 
 def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_baselines, "STEPS", 8)
-    monkeypatch.setattr(row_baselines, "ALONE", 0)
+    monkeypatch.setattr(row_comparison, "STEPS", 8)
+    monkeypatch.setattr(row_comparison, "ALONE", 0)
     data = RowData(build_table(tmp_path).uri, tmp_path / "cache")
     alone = fit_linear(data, SharedWork(), lambda: None).weights.numpy()
 
@@ -113,7 +112,7 @@ def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_small_fit_is_done_by_each_rank_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = RowData(build_table(tmp_path).uri, tmp_path / "cache")
-    monkeypatch.setattr(row_baselines, "ALONE", data.count("train") * (data.spec.inputs + 1) * 2)
+    monkeypatch.setattr(row_comparison, "ALONE", data.count("train") * (data.spec.inputs + 1) * 2)
     alone = fit_linear(data, SharedWork(), lambda: None).weights
     with ThreadPoolExecutor(1) as pool:  # of two ranks only one comes: a collective would wait for the other
         [one, _] = on_two_ranks(
@@ -131,7 +130,7 @@ def test_the_fit_does_not_load_what_no_rank_has_loaded(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from trainer.data.row_data import RowData\n"
-        "from trainer.evaluation.row_baselines import fit_linear\n"
+        "from trainer.evaluation.row_comparison import fit_linear\n"
         "from trainer.evaluation.shared_work import SharedWork\n"
         f"fit_linear(RowData({uri!r}, {str(tmp_path / 'cache')!r}), SharedWork(), lambda: None)\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"

@@ -31,21 +31,6 @@ def test_overlapping_labels_do_not_look_like_evidence() -> None:
     assert robust < plain / 1.7
 
 
-def test_samples_that_are_alike_within_a_block_are_one_observation() -> None:
-    blocks = np.random.default_rng(0).normal(0.3, 1.0, 50)
-    sizes = np.full(50, 7)
-    expected = stats.ttest_1samp(blocks, 0).statistic
-    assert scores.blocked_t(blocks * sizes, sizes) == pytest.approx(expected)
-    assert scores.blocked_t(blocks[:1], sizes[:1]) is None
-    assert scores.blocked_t(np.full(5, 2.0), np.full(5, 2)) is None, "no variance"
-
-
-def test_blocks_of_unequal_size_weigh_by_their_samples() -> None:
-    sizes = np.array([1, 3, 2])
-    totals = np.array([2.0, 3.0, 1.0])  # the mean is 1, deviations from it 1, 0 and -1
-    assert scores.blocked_t(totals, sizes) == pytest.approx(1 / math.sqrt(2 * 3 / 2 / 36))
-
-
 def test_too_few_days_give_no_t() -> None:
     assert scores.newey_west_t(np.ones(5), 10) is None
     assert scores.newey_west_t(np.ones(50), 10) is None

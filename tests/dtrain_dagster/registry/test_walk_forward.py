@@ -8,22 +8,41 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evaluate_ranks import CPU, forecaster
-from market import Market
+import torch
 
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
-from trainer.evaluation.baselines import baseline_forecasts
-from trainer.evaluation.evaluate import evaluate
-from trainer.evaluation.report import build_report, judge_baseline
-from trainer.evaluation.scores import newey_west_lag, newey_west_t
-from trainer.evaluation.walk_forward import (
+from dtrain_dagster.registry.walk_forward import (
     YearScores,
     judge_years,
     turbulent_days,
     walk_forward_gate,
 )
-from trainer.evaluation.year_scores import market_regimes, score_predictions
+from dtrain_dagster.registry.year_scores import market_regimes, score_predictions
+from tests.trainer.market import Market
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
+from trainer.config import FactoryConfig
+from trainer.evaluation.baselines import baseline_forecasts
+from trainer.evaluation.evaluate import evaluate
+from trainer.evaluation.report import build_report, judge_baseline
+from trainer.evaluation.scores import newey_west_lag, newey_west_t
+from trainer.model.losses import build_loss
+from trainer.model.stock import build_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def market() -> Market:
+    return Market()
+
+
+def forecaster(market: Market) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model that has forecasts to make although nobody trained it."""
+    torch.manual_seed(0)
+    criterion = build_loss(FactoryConfig(factory="student_t"), market.spec)
+    model = build_model(FactoryConfig(factory="tcn"), market.spec, 3)
+    torch.nn.init.normal_(model.get_submodule("model.head").weight, std=0.2)
+    return model, criterion
 
 
 def year(
