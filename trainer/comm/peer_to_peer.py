@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.comm.framed_socket import FramedSocket, PeerError, open_connection, prepare_socket, run_flows, view_bytes
 from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
 from trainer.comm.listener import BACKLOG, Door
-from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.cores import available_cores
 
 MOST_RANKS = 8
 """The most ranks with peer-to-peer connections: in larger worlds too few sums are small enough."""
@@ -225,7 +225,7 @@ def connect_all(
                 connection.close()
             raise
     here = sum(address == host for address, _ in places)
-    awake = AWAKE_SECONDS if here * torch.get_num_threads() <= len(AVAILABLE) else 0.0
+    awake = AWAKE_SECONDS if here * torch.get_num_threads() <= available_cores() else 0.0
     return PeerToPeerAllReduce(rank, sockets, timeout, here == size, awake)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from trainer.comm.gloo_connections import deafen, find_listeners, prove_connections
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, connect_all
-from trainer.runtime.affinity import yield_to_senders
+from trainer.runtime.cores import yield_to_senders
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digests
 from trainer.data.sampler import SMALLEST, MicroBatch, Sampler
 from trainer.data.shards import DataShardManager
-from trainer.runtime.affinity import roam
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -180,7 +179,6 @@ class BatchLoader:
 
     def _settle_thread(self) -> None:
         """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
-        roam()
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 

@@ -22,7 +22,6 @@ from trainer.data.batches import Batch, Samples, move_to
 from trainer.data.coverage import digests
 from trainer.data.loader import PLANNED, batches_ahead
 from trainer.data.sampler import MicroBatch, Sampler
-from trainer.runtime.affinity import roam
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -111,6 +110,5 @@ class PositionLoader:
 
     def _settle_thread(self) -> None:
         """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
-        roam()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

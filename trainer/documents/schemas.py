@@ -258,8 +258,7 @@ TRAINING = record(
     ),
     **alike("start_from start_sha256", optional(text)),
     **alike(
-        "data_on_device resume bind_cores regroup adaptive_detection cpu_offload activation_checkpointing timing "
-        "profile_python",
+        "data_on_device resume regroup adaptive_detection cpu_offload activation_checkpointing timing profile_python",
         flag,
     ),
 )

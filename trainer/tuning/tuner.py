@@ -44,7 +44,7 @@ from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model
 from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
-from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
 from trainer.tuning.search_space import LAYOUT, TrialSettings, TuningContext
@@ -110,7 +110,7 @@ class Tuner:
             keep=self.write,
             facts=TuningContext(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
-                cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
+                cores=available_cores(), ranks_per_host=hosts.count(platform.node()),
                 batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
                 has_gpu=all(self.world.all_gather_object(self.device.type == "cuda")),
                 batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
