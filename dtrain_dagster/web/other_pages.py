@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK
 from dtrain_dagster.web.mlflow_page import BeginsWithTrainings
-from trainer.observability.mlflow_sqlite import opening
+from trainer.observability.mlflow_sqlite import make_tables
 
 
 def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) -> ASGIApp:
@@ -43,8 +43,8 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
     from mlflow.server.fastapi_app import app
     from mlflow.server.handlers import initialize_backend_stores
 
-    with opening(tracking_uri):
-        initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
+    make_tables(tracking_uri)
+    initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
     return BeginsWithTrainings(app)
 
 

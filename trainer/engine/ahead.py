@@ -6,7 +6,7 @@ from itertools import count
 
 from trainer.engine.session import Session
 from trainer.evaluation.shared_work import SharedWork
-from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.host_memory import give_back_freed_memory
 
 LOOK_SECONDS = 0.02
 """The seconds for which rank 0 waits for its tracking before it asks the others whether they go on."""

@@ -22,9 +22,8 @@ from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
-from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
+from trainer.runtime.host_memory import allocatable_bytes, give_back_freed_memory, machine_bytes
 from trainer.runtime.live_storages import peak_of
-from trainer.runtime.malloc import give_back_freed_memory
 
 SAFETY = 0.05
 """The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""

@@ -27,7 +27,7 @@ from trainer.exit_codes import RELEASES_NODES
 from trainer.rundir import RESULT
 from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
-from trainer.runtime.malloc import keep_freed_memory
+from trainer.runtime.host_memory import keep_freed_memory
 
 
 def prepare_process(

@@ -51,7 +51,7 @@ from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
-from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.host_memory import give_back_freed_memory
 
 
 class DistributedTrainer:

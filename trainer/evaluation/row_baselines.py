@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
-from trainer.runtime.undecorated import undecorated
 from trainer.spec import REGRESSION, RowSpec
 
 MOST_FITTED = 1 << 15
@@ -34,10 +34,9 @@ CHUNK = 1 << 16
 """Rows whose targets are counted at once."""
 STEPS = 100
 """The most iterations of the fit (L-BFGS)."""
-
-
-_ADD_PARAM_GROUP = undecorated(torch.optim.Optimizer.add_param_group)
-_STEP = undecorated(torch.optim.LBFGS.step)
+# Without decorators that load torch._dynamo, which takes a rank 0.9 s.
+_ADD_PARAM_GROUP = unwrap(torch.optim.Optimizer.add_param_group)
+_STEP = unwrap(torch.optim.LBFGS.step)
 
 
 class _Optimizer(torch.optim.LBFGS):
