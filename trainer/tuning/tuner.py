@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer would load
 
 from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import rank_facts
