@@ -1,12 +1,11 @@
 """Measure what the parts that serve CPUs only are worth: a step with all of them, and without one of them at a time.
 
 Run `python -m benchmarks.cpu_parts`. Two ranks of one thread each train the stock model on this machine. In each round
-every variant is one training, in random order; each makes its world anew, since cores and connections are taken when
-it forms. Of each training, the step seconds are the median over its ``step`` events after the first fifth.
+every variant is one training, in random order; each makes its world anew, since connections are made when it forms. Of
+each training, the step seconds are the median over its ``step`` events after the first fifth.
 
     peer_to_peer    small sums over connections between ranks (`trainer.comm.socket_group`); without: gloo
     flat_adamw      one update of all weights (`trainer.parallel.flat_adamw`); without: torch's, parameter by parameter
-    bind_cores      cores of a rank's own (`trainer.runtime.affinity`); without: the scheduler decides
 
 ``without_…`` is the time of a step without the part, relative to that with all: median over rounds, and quartiles.
 Above 1 the part makes steps faster.
@@ -42,9 +41,8 @@ WITHOUT = {
         "import trainer.engine.step as part; whole = part.FlatAdamW; "
         "part.FlatAdamW = lambda module, rate, decay, flat: whole(module, rate, decay, False)"
     ),
-    "bind_cores": "",
 }
-"""The parts, and the code that takes each away; cores are a setting."""
+"""The parts, and the code that takes each away."""
 SETTINGS = {
     "world_size": RANKS, "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9,
     "schedule": "constant", "threads_per_rank": 1,
@@ -54,7 +52,7 @@ SETTINGS = {
 def step_seconds(folder: Path, dataset: Path, without: str, batch: int, steps: int) -> float:
     """Return the median seconds of a step of one training, without one of the parts or, for "", with all."""
     environment = {"DTRAIN_CACHE": str(dataset.parent / "cache"), "PYTHONPATH": str(ROOT)}
-    own = {"max_steps": steps, "batch_size_per_gpu": batch, "bind_cores": without != "bind_cores"}
+    own = {"max_steps": steps, "batch_size_per_gpu": batch}
     job = worlds.Job(folder, dataset, training={**SETTINGS, **own}, environment=environment)
     program = (
         f"{WITHOUT.get(without, '')}\nimport runpy; runpy.run_module('trainer', run_name='__main__', alter_sys=True)"

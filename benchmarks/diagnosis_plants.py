@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
-from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.cores import available_cores
 
 STEPS, WINDOW, MICRO_BATCHES = 112, 8, 2
 COMPUTE_SECONDS = 0.032
@@ -24,7 +24,7 @@ MILD = 0.15
 """The share of a step below which a plant is mild."""
 LARGE_GRADIENTS = 50_000
 """Parameters more, where the network is the plant: then bytes decide, not latency."""
-HEALTHY_RANKS = min(2, len(AVAILABLE))
+HEALTHY_RANKS = min(2, available_cores())
 CAUSES = (
     SlowdownCause.SLOW_COMPUTE,
     SlowdownCause.SLOW_INPUT,
@@ -73,7 +73,7 @@ class Plant:
     @property
     def is_crowded(self) -> bool:
         """Whether its ranks and rivals are more than the cores: then cores are shared besides what is planted."""
-        return self.ranks + self.rivals > len(AVAILABLE)
+        return self.ranks + self.rivals > available_cores()
 
 
 def make_plant(seed: int, cause: SlowdownCause, round_seconds: float, gradient_bytes: int) -> Plant:
@@ -118,7 +118,7 @@ def make_plant(seed: int, cause: SlowdownCause, round_seconds: float, gradient_b
     if cause is SlowdownCause.MEMORY:
         return replace(plain, share=0.0, model={**model, "fits": chance.choice((8, 16, 24))})
     if cause is SlowdownCause.CROWDED:
-        return replace(plain, share=0.0, ranks=len(AVAILABLE) + 1, node=None)
+        return replace(plain, share=0.0, ranks=available_cores() + 1, node=None)
     if cause is SlowdownCause.CONTENTION:
         return replace(plain, share=0.0, rivals=1)
     hang = {"kind": "sleep", "at": "forward", "step": chance.randrange(20, 60), "node": node, "seconds": 3600}
@@ -130,7 +130,7 @@ def make_laptop_run(seed: int) -> Plant:
     batch and its reports."""
     batch = {"batch_size_per_gpu": 128, "gradient_accumulation_steps": 1, "log_frequency": 10}
     often = dict.fromkeys(("max_steps", "eval_frequency", "checkpoint_frequency"), 3 * STEPS)
-    return Plant(seed=seed, cause=SlowdownCause.CROWDED, ranks=len(AVAILABLE) + 1, training={**batch, **often})
+    return Plant(seed=seed, cause=SlowdownCause.CROWDED, ranks=available_cores() + 1, training={**batch, **often})
 
 
 def _pause(at: str, node: int, seconds: float) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from benchmarks.host import is_busy, note, tell
 from benchmarks.throughput import interval
 from trainer import DistributedConfig, Trainer
-from trainer.runtime.malloc import keep_freed_memory
+from trainer.runtime.host_memory import keep_freed_memory
 
 KINDS = ("tensors", "python", "dictionary")
 BATCH, CLASSES, WIDTH = 32, 10, 64

@@ -7,7 +7,7 @@ started) when it is not. In each round every framework has one interval, in rand
 saves checkpoints.
 
     bound        the same step on batches that are in memory already: no input, no communication, two processes alike,
-                 with malloc set as in ours (`trainer.runtime.malloc.keep_freed_memory`)
+                 with malloc set as in ours (`trainer.runtime.host_memory.keep_freed_memory`)
     ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
     tuned        the same with the settings of --tuned, or of a short search by this benchmark, which is not that of
                  `dtrain tune` (``tuned_by``)

@@ -26,7 +26,7 @@ def template() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             made = Path(folder) / "mlflow.db"
-            make_tables(made)
+            make_tables(f"sqlite:///{made}")
             os.replace(made, path)
     return path
 

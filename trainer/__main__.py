@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -13,7 +15,6 @@ from trainer.config import ConfigError, parse_job
 from trainer.exit_codes import DONE, UNUSABLE, describe_exit_codes
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.runtime.quick_end import QuickEnd
 from trainer.storage.open import open_storage
 
 _EPILOG = """
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run `main` in a process that does nothing else; it may end here, see `trainer.engine.run_job.leave_process`, and
-    else ends as `trainer.runtime.quick_end` says."""
-    end = QuickEnd()
+    else ends as `_QuickEnd` says."""
+    end = _QuickEnd()
     code = main(arguments)
     end.set_code(code)
     if "trainer.engine.run_job" in sys.modules:
@@ -82,6 +83,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
         leave_process(code)
     return code
+
+
+class _QuickEnd:
+    """Ends the process where the interpreter would begin to take its objects apart, which takes one that has loaded
+    torch a second of processor time: after threads that are waited for, and after all exit handlers that were
+    registered later. Make it before anything large is imported."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._end)
+
+    def set_code(self, code: int) -> None:
+        """End with this exit code. Without it, as after an exception, the process ends as any other."""
+        self._code = code
+
+    def _end(self) -> None:
+        if self._code is None:
+            return
+        logging.shutdown()
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe: nobody reads what is left
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(self._code)
 
 
 def _refuse(message: str) -> int:

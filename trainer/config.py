@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,11 +22,13 @@ from trainer.errors import ConfigError
 from trainer.secrets.addresses import refuse_secret
 from trainer.secrets.redaction import redact
 from trainer.secrets.references import SecretError
+from trainer.setting_errors import REMOVED, describe_errors
 from trainer.strategies import SHARDED, Strategy, explain_strategy
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 FACTORY = "factory"
 """What the address of a dataset begins with where a function of the user's own makes it."""
@@ -50,8 +53,6 @@ def checked_settings(section: str = "") -> Callable[[type[T]], type[T]]:
             try:
                 make(self, **settings)
             except ValidationError as error:
-                from trainer.setting_errors import describe_errors
-
                 raise ConfigError(describe_errors(error, kind, section=section)) from None
 
         kind.__init__ = __init__  # type: ignore[assignment, method-assign]
@@ -209,9 +210,6 @@ class DistributedTrainingConfig:
 
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
-    bind_cores: bool = True
-    """Bind each rank to its own cores where the ranks of a host take all of them and compute on them; in turns, they
-    exchange them (`trainer.runtime.affinity`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer."""
     max_node_seconds: float | None = Field(default=None, gt=0)
@@ -383,7 +381,7 @@ def parse_job(
     ``overrides`` are ``dotted.key=value`` strings as given with ``--set``; a value is read as JSON where it is JSON,
     and as a plain string otherwise. Raise `ConfigError` for a value that cannot be used, and for a secret in any text,
     since ``job.json`` is stored and copied; with ``is_stored``, which says that the text was stored before, secrets are
-    not looked for.
+    not looked for. Settings that older versions had are left out.
     """
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
@@ -391,6 +389,10 @@ def parse_job(
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a JSON object, not {type(data).__name__}")
+    if isinstance(training := data.get("training"), dict):
+        for name in REMOVED.keys() & training:
+            _log.info("%s: training.%s is no longer a setting (%s), and is left out", source, name, REMOVED[name])
+            del training[name]
     for override in overrides or []:
         key, separator, raw = override.partition("=")
         if not separator or not key:
@@ -410,8 +412,6 @@ def parse_job(
     try:
         return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        from trainer.setting_errors import describe_errors
-
         raise ConfigError(describe_errors(error, JobConfig, source)) from None
 
 

@@ -1,6 +1,6 @@
 """The sentence on a setting that cannot be used, whoever gave it: a script, a file, a launchpad, an option.
 
-Only pydantic's findings are put into words here, so it is imported where there are some.
+Only pydantic's findings are put into words here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from trainer.secrets.redaction import redact
 
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 """Pydantic's findings on a name that is none, of a dataclass and of a model."""
+REMOVED = {
+    "bind_cores": "the system's scheduler places the ranks",
+}
+"""Settings of ``training`` that older versions had, and what is in their place. A ``job.json`` may have them."""
 _FEW = 12
 """The most names that a sentence lists."""
 _LONGEST = 120
@@ -42,6 +46,8 @@ def describe_error(item: ErrorDetails, kind: Any, section: str = "", is_of_file:
     above = f"{section}." if section else ""
     here = _dotted(path)
     if what in _UNKNOWN:
+        if path[-1] in REMOVED:
+            return f"{above}{here} is no longer a setting: {REMOVED[str(path[-1])]}; leave it out"
         if (near := _nearest(path, kind)) is None:
             return explain_unknown(above + here, "", _names(_kind_at(kind, path[:-1])))
         within = _dotted(path[:-1])

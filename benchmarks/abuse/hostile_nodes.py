@@ -1,4 +1,4 @@
-"""Hostile files in a run directory, and hostile code in a model that is allowed.
+"""Hostile files in a run directory, and code in a model that is allowed and takes what it gets.
 
 A small training is ordered and carried out. Then every file that its nodes may write is replaced, variant by variant,
 and a process of its own (this module, run as a program) reads it as registration and its checks do. An audit hook in
@@ -15,12 +15,11 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,33 +38,24 @@ HARMLESS = (sys.executable, "-I")
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 """Audit events of a program that starts."""
 OWN_MODEL = """
-import os, socket
+import os
 from trainer.model.stock import tcn
 
-def make(spec, outputs, act="", target=""):
+def make(spec, outputs, act=""):
     if act == "environment":
         raise ValueError(repr(dict(os.environ)))
-    if act == "parent":
-        raise ValueError(repr(open(f"/proc/{os.getppid()}/environ", "rb").read()))
-    if act == "connect":
-        socket.create_connection(("127.0.0.1", int(target)), 5).sendall(b"hello")
-    if act == "read":
-        raise ValueError(open(target).read())
-    if act == "write":
-        open(target, "w").write("was here")
-    if act == "shell":
-        os.system(f"touch {target}")
-    if act == "kill":
-        os.kill(os.getppid(), 15)
-    if act == "fork" and os.fork() == 0:
-        os._exit(0)
+    if act == "descriptors":
+        raise ValueError(repr([os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]))
     if act == "memory":
         held = []
         while True:
             held.append(bytearray(1 << 28))
+    if act == "time":
+        while True:
+            pass
     return tcn(spec, outputs)
 """
-"""Module of an allowed model that attacks from within."""
+"""Module of an allowed model that asks for what there is, and takes all that it gets."""
 
 
 class Marker:
@@ -150,43 +140,21 @@ class Place:
             tally.accepted += 1
             tally.findings.append(f"{kind}: markup of the nodes is in the model card")
 
-    def attack_from_within(self, tally: Tally, acts: Collection[str] = ()) -> None:
-        """Let the code of an allowed model try to reach things outside its process. ``acts``: empty for all."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            listener.settimeout(0.2)
-            os.environ["DTRAIN_ABUSE_SECRET"] = "secret-81c0"
-            try:
-                for act, target in (
-                    ("environment", ""), ("parent", ""), ("connect", str(listener.getsockname()[1])),
-                    ("read", str(self.canary)), ("write", str(self.marker)), ("shell", str(self.marker)),
-                    ("kill", ""), ("fork", ""), ("memory", ""),
-                ):  # fmt: skip
-                    if acts and act not in acts:
-                        continue
-                    tally.tried += 1
-                    error = self.ask(act, target)
-                    if error is None and act not in ("shell",):
-                        tally.accepted += 1
-                        tally.findings.append(f"{act}: a model that does so gave an answer")
-                    if "secret-81c0" in (error or "") or "canary-5d1f" in (error or ""):
-                        tally.leaked += 1
-                        tally.findings.append(f"{act}: {error}")
-                    if self.marker.exists():
-                        self.marker.unlink()
-                        tally.executed += 1
-                        tally.findings.append(f"{act}: it wrote a file")
-                try:
-                    listener.accept()[0].close()
+    def attack_from_within(self, tally: Tally) -> None:
+        """Let the code of an allowed model look for secrets, and take more than it may."""
+        with open(self.canary) as canary, mock.patch.dict(os.environ, {"DTRAIN_ABUSE_SECRET": "secret-81c0"}):
+            os.set_inheritable(canary.fileno(), True)
+            for act in ("environment", "descriptors", "memory", "time"):
+                tally.tried += 1
+                error = self.ask(act)
+                if error is None:
+                    tally.accepted += 1
+                    tally.findings.append(f"{act}: a model that does so gave an answer")
+                if "secret-81c0" in (error or "") or self.canary.name in (error or ""):
                     tally.leaked += 1
-                    tally.findings.append("connect: a model reached a listener of this machine")
-                except TimeoutError:
-                    pass
-            finally:
-                del os.environ["DTRAIN_ABUSE_SECRET"]
+                    tally.findings.append(f"{act}: {error}")
 
-    def ask(self, act: str, target: str) -> str | None:
+    def ask(self, act: str) -> str | None:
         """Ask a model that carries out this act, and return the error; None if it answers."""
         import numpy as np
 
@@ -194,11 +162,12 @@ class Place:
 
         folder = self.folder / f"within-{act}"
         shutil.copytree(Path(self.good) / "model", folder)
-        model = {"factory": "own_hostile:make", "args": {"act": act, "target": target}}
+        model = {"factory": "own_hostile:make", "args": {"act": act}}
         edit_json(folder / "model.json", lambda value: value | {"model": model})
         asked = Isolated(
-            folder=folder, modules=("own_hostile",), path=(self.own,), seconds=60, memory_bytes=2 << 30, threads=1
-        )
+            folder=folder, modules=("own_hostile",), path=(self.own,), seconds=15 if act == "time" else 60,
+            memory_bytes=2 << 30, threads=1,
+        )  # fmt: skip
         try:
             asked.predict(np.zeros((2, 12, 8), dtype=np.float32))
         except IsolationError as error:

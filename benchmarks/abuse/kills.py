@@ -25,15 +25,15 @@ TABLES = """
 import sys
 import mlflow.store.tracking.sqlalchemy_store
 from mlflow import MlflowClient
-from trainer.observability.mlflow_sqlite import opening
+from trainer.observability.mlflow_sqlite import make_tables
 print("go", flush=True)
 uri = f"sqlite:///{sys.argv[1]}/mlflow.db"
-with opening(uri):
-    client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name("kills")
-    experiment = found.experiment_id if found else client.create_experiment("kills")
-    if not client.search_runs([experiment]):
-        client.create_run(experiment)
+make_tables(uri)
+client = MlflowClient(tracking_uri=uri)
+found = client.get_experiment_by_name("kills")
+experiment = found.experiment_id if found else client.create_experiment("kills")
+if not client.search_runs([experiment]):
+    client.create_run(experiment)
 """
 SHARDS = """
 import sys

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.frameworks.protocol import Case, Turns
 from benchmarks.frameworks.workload import Workload, device_of
-from trainer.runtime.malloc import keep_freed_memory
+from trainer.runtime.host_memory import keep_freed_memory
 
 READY = 8
 """Number of different batches that the bound has in memory: with a single one it would soon overfit to it."""

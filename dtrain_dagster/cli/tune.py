@@ -89,9 +89,7 @@ def tune(
     from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.planning.job_data import data_of
     from dtrain_dagster.support.user_sources import ensure_importable
-    from trainer.spec import WINDOWS
     from trainer.tuning.search import LEAST_SECONDS
 
     if not LEAST_SECONDS <= seconds < math.inf:
@@ -105,11 +103,6 @@ def tune(
     with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
         job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
         say_what_is_wrong(job, node_count, settings)
-        if (kind := data_of(job).kind) != WINDOWS:
-            raise Refusal(
-                f"dtrain tune measures trainings on windows of prices, and this dataset is of kind {kind!r}: choose "
-                "settings by hand (docs/performance.md)"
-            )
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
         raise Refusal(f"job {job_id} is there already: choose another --name")

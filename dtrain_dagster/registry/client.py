@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from trainer.observability.mlflow_sqlite import opening
+from trainer.observability.mlflow_sqlite import make_tables
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -16,5 +16,5 @@ def open_client(tracking_uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a progress bar is noise in a log
     from mlflow import MlflowClient
 
-    with opening(tracking_uri):
-        return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+    make_tables(tracking_uri)
+    return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import statistics
@@ -23,6 +24,7 @@ import psutil
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PackedError, packed_files
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
+from trainer.isolation.runner import clean_environment, limit_command
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HOST = "127.0.0.1"
-SERVER_CPU_SECONDS = 3600
+SERVER_CPU_SECONDS, SERVER_FILE_BYTES = 3600, 64 << 20
 ANSWER_SECONDS, ANSWER_BYTES = 60.0, 64 << 20
 """The longest time and the greatest size of an answer: the server runs the model's own code, which may never end it."""
 IN_USE = "address already in use"
@@ -96,8 +98,9 @@ def scoring_server(model_uri: str, tracking_uri: str, *, timeout_seconds: float 
     is left.
 
     ``model_uri``: a folder, or ``models:/NAME/VERSION``, whose files are fetched first and have to be those that were
-    registered. The server runs in an empty folder, without ``PYTHONPATH``, and without identity, secrets or network
-    (`serve_isolated`): a model that finds its code only on this machine fails here rather than where it is deployed.
+    registered. The server runs in an empty folder, without ``PYTHONPATH`` and without secrets, and its time, memory and
+    files are limited (`trainer.isolation.limited`): a model that finds its code only on this machine fails here rather
+    than where it is deployed.
     Raise `ServingError` if it ends or does not answer in time, or there is no such model.
     """
     with _local_files(model_uri, tracking_uri) as folder, contextlib.ExitStack() as running:
@@ -138,47 +141,33 @@ def _local_files(model_uri: str, tracking_uri: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """Yield a server's process, its port, and the path of its log."""
-    from trainer.isolation import runner
+    from mlflow.pyfunc.scoring_server import get_cmd
 
-    with scratch_folder("serve") as scratch, socket.socket() as outside:
-        outside.bind((HOST, 0))
-        outside.listen(16)
-        port = outside.getsockname()[1]
-        log_path, held, empty = (scratch / name for name in ("server.log", "held.json", "empty"))
+    with scratch_folder("serve") as scratch:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        log_path, empty = scratch / "server.log", scratch / "empty"
         empty.mkdir()
-        held.touch()
-        order = {
-            "sandbox": str(Path(runner.__file__).with_name("sandbox.py")),
-            "model": str(folder),
-            "port": port,
-            "socket": outside.fileno(),
-            "held": str(held),
-            "readable": [str(folder), str(empty)],
-            "writable": [str(held), str(empty)],
-            "memory_bytes": max(2 << 30, psutil.virtual_memory().total // 2),
-            "cpu_seconds": SERVER_CPU_SECONDS,
-            "file_bytes": 64 << 20,
-        }
-        order_path = scratch / "order.json"
-        order_path.write_text(json.dumps(order))
-        environment = runner.clean_environment(empty, min(4, os.cpu_count() or 1))
+        host: Any = HOST  # annotated as a number there
+        served, inherited = get_cmd(str(folder), port, host, nworkers=1)
+        own = {name: inherited[name] for name in inherited.keys() - os.environ.keys()}  # MLflow's name of the model
+        command = [sys.executable, "-I", "-m", *shlex.split(served)]
+        memory_bytes = max(2 << 30, psutil.virtual_memory().total // 2)
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-I", str(Path(__file__).with_name("serve_isolated.py")), str(order_path)],
+                limit_command(command, memory_bytes, SERVER_CPU_SECONDS, SERVER_FILE_BYTES),
                 cwd=empty,
-                env=environment,
+                env=clean_environment(empty, min(4, os.cpu_count() or 1)) | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(outside.fileno(),),
                 start_new_session=True,
             )
-        outside.close()
         try:
             yield process, port, log_path
         finally:
             _stop(process)
-            runner.note_what_is_missing(held)
 
 
 def check_serving(

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from dtrain_dagster.web.guard import LOOPBACK
 from dtrain_dagster.web.mlflow_page import BeginsWithTrainings
 from trainer.observability.mlflow_sink import VIEW, prepare_list
-from trainer.observability.mlflow_sqlite import opening
+from trainer.observability.mlflow_sqlite import make_tables
 
 WSGI_IS_DEPRECATED = r"starlette\.middleware\.wsgi is deprecated"
 
@@ -48,8 +48,8 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
         from mlflow.server.fastapi_app import app
     from mlflow.server.handlers import initialize_backend_stores
 
-    with opening(tracking_uri):
-        initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
+    make_tables(tracking_uri)
+    initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
     return BeginsWithTrainings(app)
 
 

@@ -1,11 +1,10 @@
 """Nodes that write what they like into the run directory: what reads it imports and calls nothing of theirs, and says
-what is wrong. And code of a model that is allowed: it is asked where there is nothing to take, and nowhere to go."""
+what is wrong. And code of a model that is allowed: it is asked where there are no secrets, and within limits."""
 
 from __future__ import annotations
 
 import copy
 import random
-import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments
-from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model import losses, rows, stock, tokens
 from trainer.model.allowed_factories import STOCK, is_module_allowed, modules_of_settings, parse_modules, refuse_foreign
 from trainer.model.factories import build_from_factory
@@ -191,11 +189,11 @@ def test_what_reads_a_hostile_run_directory_runs_nothing_of_it(place: Place, kin
 
 
 @pytest.mark.slow
-def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
+def test_code_of_an_allowed_model_gets_no_secret_and_is_limited(place: Place) -> None:
     tally = Tally()
-    place.attack_from_within(tally, ("environment", "connect", "read", "fork"))
+    place.attack_from_within(tally)
     assert tally.is_clean, tally.findings
-    assert tally.tried == 4
+    assert tally.tried == OWN_MODEL.count("if act ==")
 
 
 @pytest.mark.parametrize(
@@ -242,34 +240,6 @@ def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> N
         np.savez(rundir.storage.local_path(PREDICTIONS), **columns | change)
         with pytest.raises(EvaluationError, match=r"predictions\.npz"):
             refuse_false_evaluation(rundir, rundir.read_job(), report)
-
-
-SHADOWS = ("numpy", "torch", "json", "platform", "ctypes", "resource", "pydantic", "importlib", "zipfile", "mlflow")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["job", "mlflow"])
-def test_code_of_a_model_called_as_a_library_is_not_run_before_the_walls_are_up(
-    place: Place, tmp_path: Path, kind: Any
-) -> None:
-    """What is there before the last wall is asked for by a process of its own, which seccomp then forbids."""
-    marker = tmp_path / "marker"
-    (tmp_path / "code").mkdir()
-    for name in SHADOWS:
-        (tmp_path / "code" / f"{name}.py").write_text(
-            f"import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemError('{name} was run')\n"
-        )
-    (tmp_path / "code" / "platform.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise ImportError")
-    model = tmp_path / "model"
-    shutil.copytree(Path(place.good) / "model", model)
-    asked = Isolated(folder=model, kind=kind, path=(tmp_path / "code",), threads=1)
-    windows = np.zeros((2, 12, 8), dtype=np.float32)
-    if kind == "job":
-        assert len(asked.predict(windows)["mu"]) == 2
-    else:  # which asks for its library when they are up
-        with pytest.raises(IsolationError, match="PermissionError"):
-            asked.predict(windows)
-    assert not marker.exists()
 
 
 @pytest.mark.long

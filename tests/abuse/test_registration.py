@@ -1,15 +1,12 @@
 """What registration reads, asks and serves: files of nodes that are no files, runs of others, and a model's own code in
-a server, which may say what it likes for as long as it likes and reaches nobody."""
+a server, which may say what it likes for as long as it likes."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import socket
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -28,72 +25,7 @@ from dtrain_dagster.registry import run_model, server
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
-from trainer.isolation import runner, sandbox
 from trainer.rundir import RunDir
-
-SYSTEM = pytest.mark.skipif(sys.platform != "linux", reason="what a process can give up is Linux's")
-CONFINED = """
-import ctypes, json, os, socket, subprocess, sys
-from trainer.isolation import sandbox
-
-done = sandbox.confine([], [], serves=True) + ["calls"] * sandbox.forbid_calls(serves=True)
-libc = ctypes.CDLL(None, use_errno=True)
-
-def told(act):
-    try:
-        return str(act())
-    except OSError as error:
-        return type(error).__name__
-
-def attribute():
-    if libc.setxattr(sys.argv[2].encode(), b"user.mine", b"1", 1, 0) != 0:
-        raise OSError(ctypes.get_errno(), "setxattr")
-
-print(json.dumps([done, {
-    "unix": told(lambda: socket.socket(socket.AF_UNIX).connect(sys.argv[1])),
-    "mode": told(lambda: os.chmod(sys.argv[2], 0o666)),
-    "attribute": told(attribute),
-    "shared memory": told(lambda: libc.shmget(0, 4096, 0o1600) < 0),
-    "internet": told(lambda: socket.socket(socket.AF_INET).close()),
-    "pair": told(lambda: bool(socket.socketpair())),
-    "program": told(lambda: subprocess.run(["/bin/true"]).returncode),
-}]))
-"""
-
-SERVED = """
-import asyncio, json, socket, sys
-from trainer.isolation import sandbox
-
-to, fast = ("127.0.0.1", int(sys.argv[1])), socket.MSG_FASTOPEN
-
-def told(act):
-    try:
-        return str(act())
-    except OSError as error:
-        return type(error).__name__
-
-async def talk():
-    async def echo(reader, writer):
-        writer.write(await reader.readline())
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    writer.write(b"hello\\n")
-    return (await reader.read()).decode().strip()
-
-print(json.dumps([sandbox.forbid_calls(serves=True), told(lambda: asyncio.run(talk())), {
-    "datagrams": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to)),
-    "datagrams of 6": told(lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)),
-    "raw packets": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)),
-    "streams that Landlock does not know": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)),
-    "the kernel": told(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)),
-    "a pair of datagrams": told(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)),
-    "data with a connection": told(lambda: socket.socket().sendto(b"x", fast, to)),
-    "a message with a connection": told(lambda: socket.socket().sendmsg([b"x"], [], fast, to)),
-}]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -101,53 +33,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", "set by the place")
         yield Place(tmp_path_factory.mktemp("place"))
-
-
-@SYSTEM
-def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> None:
-    """An ssh-agent, a session's bus or a container engine listens there, in any namespace of the network."""
-    canary = tmp_path / "canary"
-    canary.write_text("")
-    canary.chmod(0o600)
-    with socket.socket(socket.AF_UNIX) as agent:
-        agent.bind(str(tmp_path / "agent"))
-        agent.listen()
-        done = subprocess.run(
-            [sys.executable, "-c", CONFINED, str(tmp_path / "agent"), str(canary)],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        agent.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            agent.accept()
-    held, found = json.loads(done.stdout)
-    if "calls" not in held:
-        pytest.skip("this machine cannot give it seccomp")
-    assert (found["unix"], found["attribute"]) == ("PermissionError", "PermissionError")
-    assert found["shared memory"] == "True"
-    assert (found["internet"], found["pair"]) == ("None", "True"), "what a server needs"
-    assert canary.stat().st_mode & 0o777 == 0o600, "whatever it was told"
-    assert found["program"] == "0"
-
-
-@SYSTEM
-def test_a_served_model_has_no_sockets_but_those_of_tcp() -> None:
-    """Also where there is neither a network namespace nor Landlock."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.settimeout(0.1)
-        done = subprocess.run(
-            [sys.executable, "-c", SERVED, str(listener.getsockname()[1])],
-            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        held, talked, others = json.loads(done.stdout)
-        if not held:
-            pytest.skip("this machine cannot give it seccomp")
-        with pytest.raises(TimeoutError):
-            listener.recv(1)
-    assert talked == "hello", "what a server needs"
-    assert set(others.values()) == {"PermissionError"}, others
 
 
 class TestFiles:
@@ -277,16 +162,6 @@ class TestAnswers:
             as_columns(parse_predictions(body), 1)
 
 
-@pytest.mark.parametrize("text", ["7", "null", '{"network": 1}', "[" * 999, "[" * 2000, "\udcff"])
-def test_what_a_models_code_writes_about_its_protections_is_data(tmp_path: Path, text: str) -> None:
-    held = tmp_path / "held.json"
-    held.write_bytes(text.encode(errors="surrogateescape"))
-    runner.note_what_is_missing(held)
-    held.unlink()
-    os.mkfifo(held)
-    runner.note_what_is_missing(held)
-
-
 def test_what_nodes_call_registered_is_not_deployed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,22 +174,3 @@ def test_what_nodes_call_registered_is_not_deployed(
         _registered(run_dir)
     keep_registration(tmp_path, rundir.read_job().job_id, {"name": "ours", "version": "3"})
     assert _registered(run_dir).name == "ours"
-
-
-@SYSTEM
-def test_a_server_without_a_network_of_its_own_connects_to_nobody() -> None:
-    code = (
-        "import socket, sys\nfrom trainer.isolation import sandbox\nsandbox._leave_network = lambda: False\n"
-        "port = int(sys.argv[1])\nheld = sandbox.confine([], [], serves=True)\n"
-        "socket.create_server(('127.0.0.1', 0))\nprint(held)\nsocket.create_connection(('127.0.0.1', port), 5)\n"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(listener.getsockname()[1])],
-            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) < 4:
-        pytest.skip("this machine's Landlock knows no network")
-    assert "files" in done.stdout, "it could listen"
-    assert done.stderr.splitlines()[-1].startswith("PermissionError")

@@ -181,6 +181,6 @@ def _steps(steps: int, pause_seconds: float) -> dict[str, Any]:
     """Settings of a training of so many steps, with a pause in each."""
     return {
         "training.max_steps": steps, "training.epochs": 1000, "training.warmup_steps": 5,
-        "training.batch_size_per_gpu": 64, "training.bind_cores": False,
+        "training.batch_size_per_gpu": 64,
         "model.args": {"pause_seconds": pause_seconds},
     }  # fmt: skip

@@ -41,7 +41,6 @@ def job(name: str, priority: int, steps: int, pause_seconds: float, **arguments:
         "name": name, "priority": priority, "model": "slow_models:paced",
         "set": {
             "training.max_steps": steps, "training.epochs": 1000, "training.warmup_steps": 1,
-            "training.bind_cores": False,
             "model.args": {"channels": 4, "pause_seconds": pause_seconds, **arguments},
         },
     }  # fmt: skip

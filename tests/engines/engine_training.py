@@ -77,7 +77,7 @@ def write_job(folder: Path, steps: int, nodes: int = NODES, model: FactoryConfig
     rundir = RunDir(str(folder / "storage" / "jobs" / "one"))
     training = DistributedTrainingConfig(
         world_size=nodes, max_steps=steps, epochs=10_000, warmup_steps=5, threads_per_rank=1, batch_size_per_gpu=64,
-        checkpoint_frequency=1000, keep_checkpoints=1, eval_frequency=steps, bind_cores=False,
+        checkpoint_frequency=1000, keep_checkpoints=1, eval_frequency=steps,
         learning_rate=2e-5,  # where rounding of sums is not blown up over many steps, as it is by chaos
     )  # fmt: skip
     rundir.write_job(JobConfig(

@@ -12,10 +12,9 @@ from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts, keep
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import settled, windows
-from trainer.runtime.affinity import AVAILABLE
-from trainer.runtime.run_queue import RunQueueClock
+from trainer.runtime.cores import RunQueueClock, available_cores
 
-RANKS = len(AVAILABLE) + 1
+RANKS = available_cores() + 1
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +37,7 @@ def test_more_ranks_than_cores_are_told_and_no_node_is_to_be_replaced(clinic: Cl
     events = clinic.events(plant, "crowded")
     found = diagnose(events)
     assert found.cause is SlowdownCause.CROWDED
-    assert f"{RANKS} ranks share {len(AVAILABLE)} core" in found.evidence
+    assert f"{RANKS} ranks share {available_cores()} core" in found.evidence
     assert not [item for item in (found, *found.also) if item.cause in STRAGGLERS]
     assert not alerts(keep((), events))
     advice = {item.name for item in strategies(settled(windows(events)))}

@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "clip_norm": 0.5,
     "threads_per_rank": 1,
     "warmup_steps": 3,
-    "bind_cores": False,
 }
 """Some dozens of steps, with accumulation, clipping, decay, warm-up and the cosine."""
 FIGURES = ("train", "valid", "test")

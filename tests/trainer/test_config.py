@@ -37,6 +37,12 @@ def test_what_is_written_reads_the_same() -> None:
     assert parse_job(job.to_json()) == job
 
 
+def test_a_job_of_an_older_version_may_have_settings_that_are_none_now() -> None:
+    old = json.loads(parse("training.epochs=2").to_json())
+    old["training"]["bind_cores"] = False
+    assert parse_job(json.dumps(old)).training.epochs == 2
+
+
 def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
     job = parse("training.clip_norm=null", "training.precision=bf16", "loss.factory=mse", "training.learning_rate=1e-4")
     assert (job.training.clip_norm, job.training.precision) == (None, "bf16")
@@ -52,6 +58,10 @@ def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
         ("training.learning_rate=NaN", "training.learning_rate = nan: .*finite"),
         ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'bf16' or 'fp16'"),
         ("training.epoch=3", r"training.epoch is not a setting: did you mean training.epochs\?$"),
+        (
+            "training.bind_cores=true",
+            "training.bind_cores is no longer a setting: .*; leave it out$",
+        ),
         ("training.master_port=70000", "training.master_port = 70000: .*65535"),
         ("job_id=../elsewhere", "job_id = '../elsewhere': .*pattern"),
         (f"job_id={'x' * 201}", "job_id = 'x+…: .*pattern"),

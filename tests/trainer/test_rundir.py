@@ -115,7 +115,7 @@ def test_a_damaged_line_takes_no_other_away(rundir: RunDir, caplog: pytest.LogCa
 
 
 def test_a_number_is_used_once(rundir: RunDir) -> None:
-    rundir.append_events(1, 0, 1, [event("step", 0, 1)])
+    rundir.append_events(1, 0, 1, [event("step", 0, 1, step=1)])
     with pytest.raises(FileExistsError):
         rundir.append_events(1, 0, 1, [event("end", 0, 1)])
     assert [item["kind"] for item in rundir.events()] == ["step"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.staging import Stage
-from trainer.runtime.affinity import roam
 from trainer.runtime.retry import RetryPolicy
 
 RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=5, log_level=logging.WARNING)
@@ -119,7 +118,6 @@ class Writer:
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        roam()
         _yield_to_training()
         while True:
             with self._turn:

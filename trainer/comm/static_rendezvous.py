@@ -33,7 +33,7 @@ from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
 from trainer.comm.socket_group import MeshGroup, connect_mesh, exchange_places
 from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import Transport, make_torch_transport
-from trainer.comm.world import World, bind_rank, choose_device, explain_shared_gpu, gpu_name
+from trainer.comm.world import World, choose_device, explain_shared_gpu, gpu_name
 from trainer.config import ConfigError, DistributedTrainingConfig
 
 _JOINED = itertools.count()
@@ -70,7 +70,6 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     warn_of_open_traffic(facts.rank, open_traffic)
     tls = open_contexts(config, secret, host, "static") if source else None
     _stay_on_loopback(facts.master_addr)
-    cores = None if facts.has_own_cores else bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent holds the store
     if facts.rank == 0 and not under_torchrun:
@@ -110,7 +109,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     world = World(
         facts, device, backend,
         group=InterruptibleGroup(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
-        solo_timeout=config.solo_timeout_seconds, cores=cores, open_traffic=open_traffic,
+        solo_timeout=config.solo_timeout_seconds, open_traffic=open_traffic,
     )  # fmt: skip
     try:
         gpus = world.all_gather_object(gpu_name(device))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer.comm.gloo_listeners import deafen, find_listeners
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
-from trainer.runtime.affinity import yield_to_senders
+from trainer.runtime.cores import yield_to_senders
 
 MOST_RANKS = 8
 """The most ranks with channels for small sums: in larger worlds too few sums are small enough."""

@@ -17,8 +17,7 @@ import torch
 
 from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launcher_env import RankFacts
-from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.runtime.affinity import CoreTurns, take_cores
+from trainer.config import ConfigError
 
 _log = logging.getLogger(__name__)
 _MIG = re.compile(r"\bMIG\b")
@@ -45,8 +44,6 @@ class World:
     topology: str = "mesh"
     """``star``: parameter-server mode, see `trainer.comm.parameter_server`."""
     solo_timeout: float = 1800.0
-    cores: CoreTurns | None = None
-    """The turns in which the ranks of this host exchange their cores; None: they do not."""
     open_traffic: str = ""
     """A sentence on what leaves a host unencrypted; "" if nothing does."""
 
@@ -171,11 +168,3 @@ def explain_mig(gpu: str, world_size: int) -> str:
         "on the nodes (nvidia-smi -mig 0), take a size with whole GPUs, or set training.backend = 'gloo' to train on "
         "the CPUs"
     )
-
-
-def bind_rank(place: int, ranks: int, device: torch.device, config: DistributedTrainingConfig) -> CoreTurns | None:
-    """Bind this thread, and what it starts, to the cores of the rank at this ``place`` among the ``ranks`` of its host,
-    where ``training.bind_cores`` asks for it and the rank computes on the CPU. Return their turns, if there are any."""
-    if config.bind_cores and device.type == "cpu":
-        return take_cores(place, ranks, torch.get_num_threads())
-    return None

@@ -29,7 +29,6 @@ from torch import Tensor
 from trainer.data.batches import Batch, Samples, move_to
 from trainer.data.coverage import digests
 from trainer.data.sampler import MicroBatch, Sampler
-from trainer.runtime.affinity import roam
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -211,7 +210,6 @@ class ArrayReader:
 
     def _settle_thread(self) -> None:
         """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
-        roam()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer.runtime.affinity import roam
 from trainer.runtime.parent_death import die_with
 
 ATTEMPTS = 7
@@ -89,7 +88,6 @@ class WorkerStart:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         faulthandler.register(_STACK, file=sys.stderr, all_threads=False)
-        roam()
         try:
             if self.own is not None:
                 self.own(worker)

@@ -1,8 +1,8 @@
 """The kinds of events of a run directory, each as a type with its fields, and the one way to read one from its row.
 
-A row is what `trainer.rundir.RunDir.events` yields, whose fields `trainer.documents.schemas` has held against their
-types. What may be missing there, in a file of an older version, has a default here. What a reader makes of an event
-does not belong here.
+A row is what `trainer.rundir.RunDir.events` yields: `trainer.documents.reader` leaves out what its class does not take.
+What may be missing there, in a file of an older version, has a default here. What a reader makes of an event does not
+belong here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import functools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 _E = TypeVar("_E", bound="Event")
+Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
+Figure = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 NO_COLLECTIVE = "no collective"
@@ -30,22 +35,21 @@ class Event:
     """An event: the fields that all kinds have."""
 
     kind: ClassVar[str]
-    time: float
+    time: Figure
     """Unix seconds."""
-    rank: int = 0
-    generation: int = 0
+    rank: Count = 0
+    generation: Count = 0
 
     @classmethod
     def read_row(cls, row: Mapping[str, Any]) -> Self:
         """Return the event of a row of this kind. Raise `EventError`, see `read_event`."""
-        found = {}
-        for name, is_needed in _names_of(cls):  # type: ignore[arg-type]  # to mypy a class has the hash of its objects
-            value = row.get(name)
-            if value is not None:
-                found[name] = value
-            elif is_needed:
-                raise EventError(f"a {cls.kind!r} event without {name!r}")
-        return cls(**found)
+        given = {name: value for name, value in row.items() if value is not None}
+        try:
+            return _adapter(cls).validate_python(given)  # type: ignore[arg-type]  # a class has its own hash
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False, include_input=False)
+            where = ".".join(map(str, first["loc"]))
+            raise EventError(f"a damaged {cls.kind!r} event: {where}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class PhaseEvent(Event):
 
     kind: ClassVar[str] = "phase"
     name: str
-    seconds: float = 0.0
+    seconds: Figure = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +66,15 @@ class StepEvent(Event):
     """Rank 0 tells of the steps since the one that it told of before; figures are means over them."""
 
     kind: ClassVar[str] = "step"
-    step: int
-    epoch: int | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    samples_per_second: float | None = None
+    step: Count
+    epoch: Count | None = None
+    loss: Figure | None = None
+    learning_rate: Figure | None = None
+    grad_norm: Figure | None = None
+    samples_per_second: Figure | None = None
     """Samples per second over all ranks."""
-    step_seconds: float | None = None
-    eta_seconds: float | None = None
+    step_seconds: Figure | None = None
+    eta_seconds: Figure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +83,10 @@ class EvaluationEvent(Event):
 
     kind: ClassVar[str] = "evaluation"
     split: str
-    step: int | None = None
-    loss: float | None = None
-    seconds: float | None = None
-    metrics: Mapping[str, float | None] | None = None
+    step: Count | None = None
+    loss: Figure | None = None
+    seconds: Figure | None = None
+    metrics: Mapping[str, Figure | None] | None = None
     """What a task measures besides its loss, such as ``accuracy``."""
 
 
@@ -109,15 +113,15 @@ class MembershipEvent(Event):
     """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""
 
     kind: ClassVar[str] = "membership"
-    nodes: Sequence[int]
-    joined: Sequence[int] = ()
-    lost: Sequence[int] = ()
-    world_size: int | None = None
+    nodes: Sequence[Count]
+    joined: Sequence[Count] = ()
+    lost: Sequence[Count] = ()
+    world_size: Count | None = None
     """Ranks."""
     topology: str = "mesh"
     reason: str = ""
-    step: int | None = None
-    seconds: float = 0.0
+    step: Count | None = None
+    seconds: Figure = 0.0
 
     @property
     def was_asked(self) -> bool:
@@ -135,19 +139,19 @@ class NodeEvent(Event):
     """A node's own figures at one moment, of those that its machine can measure."""
 
     kind: ClassVar[str] = "node"
-    node_id: int
+    node_id: Count
     hostname: str | None = None
     """Several nodes of a local cluster share one."""
-    samples_per_second: float | None = None
-    cpu_percent: float | None = None
+    samples_per_second: Figure | None = None
+    cpu_percent: Figure | None = None
     """The share of all processors of the machine that this node's ranks use."""
-    memory_used_bytes: int | None = None
+    memory_used_bytes: Figure | None = None
     gpus: Sequence[Mapping[str, Any]] = ()
     """One mapping per GPU: ``memory_used_bytes``, ``memory_total_bytes`` and more."""
-    gpu_utilization: float | None = None
+    gpu_utilization: Figure | None = None
     """Percent, mean over GPUs."""
-    gpu_memory_percent: float | None = None
-    gpu_power_watts: float | None = None
+    gpu_memory_percent: Figure | None = None
+    gpu_power_watts: Figure | None = None
     """Sum over GPUs."""
 
     @property
@@ -161,9 +165,9 @@ class LinkEvent(Event):
     """A probe of the links: seconds that ``bytes`` took, as rows of (from rank, to rank, seconds)."""
 
     kind: ClassVar[str] = "link"
-    bytes: int = 0
-    seconds: Sequence[Sequence[float]] = ()
-    step: int | None = None
+    bytes: Count = 0
+    seconds: Sequence[Annotated[Sequence[Figure], Field(min_length=3, max_length=3)]] = ()
+    step: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +175,11 @@ class CheckpointEvent(Event):
     """A checkpoint counts from now on. ``seconds``: what its writing took; ``stall_seconds``: what training waited."""
 
     kind: ClassVar[str] = "checkpoint"
-    step: int | None = None
+    step: Count | None = None
     path: str = ""
-    seconds: float = 0.0
-    stall_seconds: float | None = None
-    is_best: bool = False
+    seconds: Figure = 0.0
+    stall_seconds: Figure | None = None
+    is_best: Flag = False
 
     @property
     def began_at(self) -> float:
@@ -189,9 +193,9 @@ class CheckpointFailedEvent(Event):
 
     kind: ClassVar[str] = "checkpoint_failed"
     message: str
-    step: int | None = None
-    attempt: int = 1
-    gives_up: bool = False
+    step: Count | None = None
+    attempt: Count = 1
+    gives_up: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +204,7 @@ class ResumeEvent(Event):
 
     kind: ClassVar[str] = "resume"
     path: str
-    step: int
+    step: Count
     changes: Sequence[str] = ()
     """What is otherwise than before, in words: settings, and what the scores depend on."""
 
@@ -210,14 +214,16 @@ class HangEvent(Event):
     """A rank has made no progress for long: where it stands, and in which collective, if in any."""
 
     kind: ClassVar[str] = "hang"
-    step: int
-    node_id: int | None = None
-    nodes: Sequence[int] = ()
+    rank: Count
+    generation: Count
+    step: Count
+    node_id: Count | None = None
+    nodes: Sequence[Count] = ()
     """The node of each rank."""
-    waited_seconds: float = 0.0
+    waited_seconds: Figure = 0.0
     operation: str = NO_COLLECTIVE
     """The collective that it waits in, with size and owner; `NO_COLLECTIVE` if it does something else."""
-    sequence: int = 0
+    sequence: Count = 0
     """The number of the newest collective that it has entered, which is the same on all ranks."""
     where: str = "an unknown place"
     """The line of code that it is in."""
@@ -230,8 +236,8 @@ class ProfileEvent(Event):
     """A rank has written a trace of its last ``steps`` steps."""
 
     kind: ClassVar[str] = "profile"
-    step: int
-    steps: int
+    step: Count
+    steps: Count
     path: str
     """The trace, in the run directory."""
     top: Sequence[Mapping[str, Any]] = ()
@@ -243,14 +249,14 @@ class TuneEvent(Event):
     """Tuning has tried or decided something."""
 
     kind: ClassVar[str] = "tune"
-    elapsed_seconds: float
-    budget_seconds: float
+    elapsed_seconds: Figure
+    budget_seconds: Figure
     group: str = ""
     candidate: str = ""
     doing: str = ""
-    samples_per_second: Mapping[str, float] | None = None
+    samples_per_second: Mapping[str, Figure] | None = None
     """The interval of what was measured: ``low``, ``median``, ``high``."""
-    gain: Mapping[str, float] | None = None
+    gain: Mapping[str, Figure] | None = None
     """The same, as a ratio to what it is compared with."""
 
 
@@ -259,9 +265,9 @@ class OutOfMemoryEvent(Event):
     """Memory ran out; from here on at most ``samples`` go through the model at once."""
 
     kind: ClassVar[str] = "out_of_memory"
-    step: int | None = None
-    samples: int | None = None
-    activation_checkpointing: bool = False
+    step: Count | None = None
+    samples: Count | None = None
+    activation_checkpointing: Flag = False
     device: str | None = None
     """``cpu`` where the training left its GPU."""
 
@@ -272,7 +278,7 @@ class ErrorEvent(Event):
 
     kind: ClassVar[str] = "error"
     message: str
-    fatal: bool = True
+    fatal: Flag = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,8 +414,17 @@ def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
 
 
 @functools.cache
-def _names_of(kind: type[Event]) -> tuple[tuple[str, bool], ...]:
-    return tuple((field.name, field.default is MISSING) for field in fields(kind))
+def _adapter(kind: type[_E]) -> TypeAdapter[_E]:
+    return TypeAdapter(kind)
+
+
+def is_read(row: Mapping[str, Any]) -> bool:
+    """Return whether an event can be read from a row; of kinds that are not known here nothing is asked."""
+    kind = KINDS.get(row["kind"])
+    try:
+        return kind is None or read_event(kind, row) is not None
+    except EventError:
+        return False
 
 
 def read_events(kind: type[_E], rows: Iterable[Mapping[str, Any]]) -> list[_E]:
@@ -422,3 +437,7 @@ def read_events(kind: type[_E], rows: Iterable[Mapping[str, Any]]) -> list[_E]:
             except EventError:
                 continue
     return found
+
+
+KINDS = {kind.kind: kind for kind in Event.__subclasses__()}
+"""The kinds of events by their names."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.documents import schemas
+from trainer.documents.events import is_read
 from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
@@ -71,11 +72,10 @@ def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any
 
 
 def is_event(item: Any) -> bool:
-    """Return whether an item has a kind and a time, and no field of its kind has a wrong type."""
+    """Return whether an item has a kind and a time, and is what the class of its kind takes."""
     if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
         return False
-    check = schemas.EVENTS.get(item["kind"])
-    return check is None or not check(item)
+    return is_read(item)
 
 
 def known_names(storage: Storage, folder: str, names: Iterable[str], form: re.Pattern[str]) -> list[str]:

@@ -3,6 +3,7 @@
 A field that is not listed may hold anything. One that is listed may be missing, as in documents of older versions,
 unless it is `needed`; reading a missing key raises `DamagedError` (`trainer.documents.strict_json.Document`). Plain
 functions instead of pydantic: supervisors and sensors read thousands of these, and a supervisor must start in a moment.
+Events are `trainer.documents.events`.
 """
 
 from __future__ import annotations
@@ -156,12 +157,6 @@ def _telling_parts(column: Any) -> list[Any]:
     return [min(column), max(column)] if set(map(type, column)) == {int} else column
 
 
-def row_of(size: int, check: Check) -> Check:
-    """Return a check for a list of so many parts that pass another check."""
-    each = many(check)
-    return lambda value: each(value) or ("" if len(value) == size else f"not a list of {size} parts")
-
-
 def alike(names: str, check: Check) -> dict[str, Check]:
     """Return the same check for each of these fields."""
     return dict.fromkeys(names.split(), check)
@@ -258,8 +253,7 @@ TRAINING = record(
     ),
     **alike("start_from start_sha256", optional(text)),
     **alike(
-        "data_on_device resume bind_cores regroup adaptive_detection cpu_offload activation_checkpointing timing "
-        "profile_python",
+        "data_on_device resume regroup adaptive_detection cpu_offload activation_checkpointing timing profile_python",
         flag,
     ),
 )
@@ -425,75 +419,3 @@ DOCUMENTS: Mapping[str, Check] = {
     "checkpoints/BEST.json": record(path=optional(text), step=optional(count), generation=count),
 }
 """The forms of documents, by name in the run directory. Others may be any JSON."""
-
-_who = {"rank": count, "generation": count}
-_step = {**_who, "step": count}
-EVENTS: Mapping[str, Record] = {
-    "phase": record(name=text, seconds=figure, **_who),
-    "step": record(
-        epoch=count,
-        loss=figure,
-        samples_per_second=figure,
-        step_seconds=figure,
-        eta_seconds=figure,
-        grad_norm=figure,
-        learning_rate=figure,
-        **_step,
-    ),
-    "evaluation": record(split=text, loss=figure, seconds=figure, metrics=optional(mapping(figure)), **_step),
-    "finish": record(stage=text, **_who),
-    "node": record(
-        node_id=count,
-        hostname=optional(text),
-        gpus=optional(many(obj)),
-        **alike(
-            "samples_per_second cpu_percent memory_used_bytes gpu_utilization gpu_memory_percent gpu_power_watts",
-            figure,
-        ),
-        **_who,
-    ),
-    "membership": record(
-        nodes=many(count),
-        lost=many(count),
-        joined=many(count),
-        world_size=count,
-        seconds=figure,
-        topology=text,
-        reason=text,
-        **_step,
-    ),
-    "timing": record(nodes=many(count), segments=mapping(many(number_between())), steps=count, seconds=figure, **_step),
-    "link": record(bytes=count, seconds=many(row_of(3, number_between(0.0))), **_step),
-    "hang": record(
-        _step,
-        node_id=count,
-        nodes=optional(many(count)),
-        waited_seconds=figure,
-        operation=text,
-        sequence=optional(count),
-        where=optional(text),
-        recent=optional(many(obj)),
-        stacks=optional(text),
-    ),
-    "out_of_memory": record(samples=count, activation_checkpointing=flag, device=optional(text), **_step),
-    "checkpoint": record(path=text, seconds=figure, stall_seconds=figure, is_best=flag, **_step),
-    "checkpoint_failed": record(message=text, attempt=count, gives_up=flag, **_step),
-    "resume": record(path=text, changes=many(text), **_step),
-    "error": record(message=text, fatal=flag, **_who),
-    "end": record(status=text, **_who),
-    "profile": record(
-        path=text,
-        steps=count,
-        top=many(record(name=text, self_seconds=figure, share=figure, calls=count)),
-        **_step,
-    ),
-    "tune": record(
-        elapsed_seconds=number_between(),
-        budget_seconds=number_between(),
-        samples_per_second=optional(mapping(figure)),
-        gain=optional(mapping(figure)),
-        **alike("group candidate doing", optional(text)),
-        **_who,
-    ),
-}
-"""The forms of events, by kind. Of other kinds, only ``kind`` and ``time`` are known."""

@@ -25,7 +25,7 @@ from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.socket_group import MeshGroup, connect_mesh
 from trainer.comm.tls import TLSContexts
 from trainer.comm.torch_transport import Transport, make_torch_transport
-from trainer.comm.world import World, bind_rank, explain_shared_gpu
+from trainer.comm.world import World, explain_shared_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.elastic.generation import Generation
 
@@ -51,9 +51,6 @@ def form_world(
     rank = generation.rank_of(member)
     assert rank is not None
     size, first = len(generation.members), generation.members[0]
-    host = generation.members[rank].host
-    here = [other for other, seat in enumerate(generation.members) if seat.host == host]
-    cores = bind_rank(here.index(rank), len(here), device, config)
     by_nccl = uses_nccl(config, generation.gpu)
     backend = "nccl" if by_nccl else "gloo"
     group = None
@@ -99,6 +96,4 @@ def form_world(
             )  # fmt: skip
 
         group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
-    return World(
-        facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, cores, open_traffic
-    )
+    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, open_traffic)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
@@ -22,9 +25,7 @@ from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
-from trainer.runtime.host_memory import allocatable_bytes, machine_bytes
-from trainer.runtime.live_storages import peak_of
-from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.host_memory import allocatable_bytes, give_back_freed_memory, machine_bytes
 
 SAFETY = 0.05
 """The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""
@@ -265,4 +266,37 @@ def _peak_of(run: Callable[[], None], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return peak_of(run)
+    with _LiveStorages() as live:
+        run()
+    return live.most
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all tensors that live at once on the CPU, whose allocator counts none: of those made while
+    it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)
+        }
+        for part in tree_leaves(result):
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                if storage._cdata not in self._known | given and storage.nbytes():
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

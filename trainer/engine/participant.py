@@ -25,9 +25,9 @@ from trainer.engine.reports import RankReports
 from trainer.engine.result import forget_stop
 from trainer.exit_codes import RELEASES_NODES
 from trainer.rundir import RESULT
-from trainer.runtime.affinity import AVAILABLE, bind
+from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
-from trainer.runtime.malloc import keep_freed_memory
+from trainer.runtime.host_memory import keep_freed_memory
 
 
 def prepare_process(
@@ -37,7 +37,7 @@ def prepare_process(
     other threads start, which keep the number that they start with."""
     threads = config.threads_per_rank
     if threads is None and "OMP_NUM_THREADS" not in environment:  # the launcher's choice comes first
-        threads = max(1, len(AVAILABLE) // (1 if facts.has_own_cores else facts.local_world_size))
+        threads = max(1, available_cores() // (1 if facts.has_own_cores else facts.local_world_size))
     if threads is not None:
         torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -78,7 +78,6 @@ class Participant:
         self._old_handler: Any = None
         with ExitStack() as undo:  # in reverse
             undo.callback(self._restore_handler)
-            undo.callback(bind, AVAILABLE)  # a process that goes on gets its cores back
             self.budget = begin_budget(self.config, self.rundir, facts, environment, self.launch, steps_done)
             undo.callback(self.budget.close)
             self.device, backend = choose_device(facts, self.config.backend)

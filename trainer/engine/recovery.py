@@ -29,7 +29,7 @@ from trainer.engine.state import describe_changes, take_up
 from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import LONGEST_REMOTE_FLUSH, RunDir
-from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.host_memory import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
 STOP_SECONDS = 3.0

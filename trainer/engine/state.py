@@ -78,9 +78,10 @@ def read_progress(saved: dict[str, Any]) -> Progress:
 
 def describe_changes(state: dict[str, Any], now: Progress) -> list[str]:
     """Return in words what is otherwise now than when a state was saved: settings, then what scores depend on. Older
-    versions saved neither. Pure."""
+    versions saved neither, or settings that are none now. Pure."""
     saved = state["progress"]
-    settings = list_differences(saved["settings"], now.settings) if saved.get("settings") else {}
+    before = {name: value for name, value in saved.get("settings", {}).items() if name in now.settings}
+    settings = list_differences(before, now.settings) if before else {}
     changed = _changes_of_measure(saved, now)
     told = [describe_difference(f"training.{name}", *values) for name, values in settings.items()]
     return told + ([f"{' and '.join(changed)} changed: the best score begins anew"] if changed else [])

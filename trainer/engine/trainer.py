@@ -50,7 +50,7 @@ from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
-from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.host_memory import give_back_freed_memory
 
 
 class DistributedTrainer:
@@ -268,7 +268,6 @@ class DistributedTrainer:
             totals["samples"] += batch.local_samples
             session.window.add(result.loss_sum, batch.local_samples, result.weight)
             session.workload.communication.add(batch.local_samples)
-            session.workload.communication.take_turn(progress.step)
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
             session.faults.reach("report", progress.step - 1)
             is_reported = progress.step % self.config.log_frequency == 0 or progress.step == session.total_steps

@@ -1,16 +1,14 @@
 """The child of `trainer.isolation.runner`: ``python -I`` this file with the JSON file of an order.
 
-It confines itself, loads a model, and answers windows with arrays. The parent wrote the order, and checks the data that
-the child leaves; in between the model's own code may do anything that the sandbox allows.
+It loads a model, and answers windows with arrays. The parent wrote the order, and checks the data that the child
+leaves; in between the model's own code may do anything that a program of this user may.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +17,17 @@ UNSURE = "this machine's "
 
 
 def main(order_file: str) -> None:
-    """Confine this process, load the model of the order, and write its answers."""
+    """Load the model of the order, and write its answers."""
     order = json.loads(Path(order_file).read_text())
-    # By its file: the packages that lie beside it need not be those of the parent.
-    spec = importlib.util.spec_from_file_location("_dtrain_sandbox", order["sandbox"])
-    assert spec is not None
-    assert spec.loader is not None
-    sandbox: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sandbox)
-    sandbox.limit(order["memory_bytes"], order["cpu_seconds"], order["file_bytes"])
-    held = sandbox.confine([*order["readable"], *order["path"]], order["writable"])
-    if order["trainer"]:  # our own copy; the model's code may hold a `numpy`, and has to wait until the walls are up
-        sys.path.insert(0, order["trainer"])
     import numpy as np
-
-    windows = np.load(order["windows"], mmap_mode="r", allow_pickle=False)
     import torch
 
+    windows = np.load(order["windows"], mmap_mode="r", allow_pickle=False)
     torch.set_num_threads(order["threads"])
-    if order["kind"] == "mlflow":  # which brings a `trainer` of its own
-        pass
-    else:
+    if order["kind"] != "mlflow":  # which brings a `trainer` of its own
+        sys.path.insert(0, str(Path(__file__).parents[2]))
         import trainer.model.parts_by_kind
-        import trainer.model.saved_model  # noqa: F401 - all that is trusted, before anything else
-
-        if order["kind"] == "count":  # what computes without memory is loaded by its first use, and asks for folders
-            tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.getcwd()
-            with torch.device("meta"):
-                torch.nn.Linear(1, 1)(torch.zeros(1, 1))
-    if sandbox.forbid_calls():
-        held.append("calls")
-    Path(order["held"]).write_text(json.dumps(held))
+        import trainer.model.saved_model  # noqa: F401 - before the model's code, which may hold a `numpy`
     sys.path[:0] = order["path"]
     ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal, "count": _count}[order["kind"]]
     answers = ask(order, windows)

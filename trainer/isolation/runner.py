@@ -1,21 +1,19 @@
-"""A model's answers from a process without identity, secrets or network: the one way in which a model's own code runs
-where there are any.
+"""A model's answers from a process of its own: the one way in which a model's own code runs where there are secrets.
 
-The child (`trainer.isolation.child`) gets an environment of its own, an empty home, and files: a folder with the model,
-and windows. It gives arrays back, which are checked here. What the kernel lets it give up is in
-`trainer.isolation.sandbox`.
+The child (`trainer.isolation.child`) gets an environment of its own without any of them, an empty home, and files: a
+folder with the model, and windows. Its time, memory and files are limited (`trainer.isolation.limited`). It gives
+arrays back, which are checked here. It runs as this user: its code is of modules that were allowed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,19 +24,11 @@ from numpy.typing import NDArray
 
 from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.runtime.scratch import scratch_folder
-from trainer.storage.regular_files import read_regular
 
-_log = logging.getLogger(__name__)
 _COLUMNS = 64
 """The most columns of an answer."""
 _SAID = 2000
 """The characters of a child's message that are shown."""
-PROTECTIONS = {
-    "network": "a network namespace",
-    "files": "Landlock",
-    "calls": "seccomp",
-}
-_told: set[str] = set()
 
 
 class IsolationError(RuntimeError):
@@ -50,8 +40,7 @@ class Isolated:
     """A model in a folder of its own, to be asked in a process of its own."""
 
     folder: Path
-    """``model.json`` and ``weights.pt``, what MLflow has packed, or ``rehearsal.json``. Only it and ``path`` can be
-    read."""
+    """``model.json`` and ``weights.pt``, what MLflow has packed, or ``rehearsal.json``."""
     kind: Literal["job", "mlflow", "rehearsal", "count"] = "job"
     modules: tuple[str, ...] = ()
     """Modules of which the factories of a job may be."""
@@ -68,45 +57,30 @@ class Isolated:
         Raise `IsolationError` if the model does not answer, takes too much time or memory, or gives anything else.
         """
         with scratch_folder("isolated") as scratch:
-            given, answers, held = (scratch / each for each in ("windows.npy", "answers.npz", "held.json"))
+            given, answers, said = (scratch / each for each in ("windows.npy", "answers.npz", "said.txt"))
             np.save(given, np.asarray(windows))
-            said = scratch / "said.txt"
-            for each in (answers, held, said):
-                each.touch()
-            code = scratch / "code"
-            if self.kind != "mlflow":  # a copy: what lies beside the package is not for the model to read
-                shutil.copytree(
-                    Path(__file__).parents[1], code / "trainer", ignore=shutil.ignore_patterns("__pycache__")
-                )
             (scratch / "home").mkdir()
             order = {
                 "kind": self.kind,
                 "model": str(self.folder),
                 "modules": list(self.modules),
-                "trainer": str(code) if self.kind != "mlflow" else "",
                 "path": [str(path) for path in self.path],
-                "sandbox": str(Path(__file__).with_name("sandbox.py")),
                 "windows": str(given),
                 "answers": str(answers),
-                "held": str(held),
-                "readable": [str(self.folder), str(given), str(scratch / "home"), str(code)],
-                "writable": [str(answers), str(held), str(said)],
-                "memory_bytes": self.memory_bytes,
-                "cpu_seconds": int(self.seconds * max(1, self.threads)) + 1,
-                "file_bytes": (len(windows) * _COLUMNS * 8) + (1 << 20),
                 "threads": self.threads,
             }
             (scratch / "order.json").write_text(json.dumps(order))
-            self._run(scratch, said)
-            note_what_is_missing(held)
+            self._run(scratch, said, file_bytes=len(windows) * _COLUMNS * 8 + (1 << 20))
             try:
                 columns = read_arrays(answers, most_values=max(1, len(windows)) * _COLUMNS)
             except ArraysError as error:
                 raise IsolationError(f"the model's answer {error}") from None
         return _checked(columns, len(windows))
 
-    def _run(self, scratch: Path, said: Path) -> None:
-        command = [sys.executable, "-I", str(Path(__file__).with_name("child.py")), str(scratch / "order.json")]
+    def _run(self, scratch: Path, said: Path, file_bytes: int) -> None:
+        child = [sys.executable, "-I", str(Path(__file__).with_name("child.py")), str(scratch / "order.json")]
+        cpu_seconds = int(self.seconds * max(1, self.threads)) + 1
+        command = limit_command(child, self.memory_bytes, cpu_seconds, file_bytes)
         with open(said, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -128,22 +102,10 @@ class Isolated:
             raise IsolationError(f"the model could not be called: {why or last_words(said) or f'exit code {code}'}")
 
 
-def note_what_is_missing(held: Path) -> None:
-    """Warn once about protections that are missing from the list that a child wrote."""
-    try:
-        names = json.loads(read_regular(str(held.parent), held.name, 1000))
-    except (ValueError, OSError, RecursionError):
-        return  # it did not come so far, or its code has written there
-    if not isinstance(names, list):
-        return
-    missing = ", ".join(PROTECTIONS[name] for name in PROTECTIONS if name not in names)
-    if missing and missing not in _told:
-        _told.add(missing)
-        _log.warning(
-            "code of a model runs in its own process without secrets, but this machine cannot give it %s: register "
-            "only models whose code you trust, see docs/own-model-and-data.md",
-            missing,
-        )
+def limit_command(command: Sequence[str], memory_bytes: int, cpu_seconds: int, file_bytes: int) -> list[str]:
+    """Return a command that runs another one with limits, see `trainer.isolation.limited`."""
+    limits = (str(limit) for limit in (memory_bytes, cpu_seconds, file_bytes))
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("limited.py")), *limits, *command]
 
 
 def clean_environment(home: Path, threads: int) -> dict[str, str]:

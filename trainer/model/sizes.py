@@ -34,7 +34,7 @@ def sample_bytes(run: Callable[[int], object], few: int, many: int) -> float:
 
 def kept_bytes(run: Callable[[], object]) -> int:
     """Return the bytes of the tensors that autograd keeps while this runs one pass, parameters among them. What lives
-    within an operation alone is not counted (`trainer.runtime.live_storages` does, and takes seconds to load)."""
+    within an operation alone is not counted (`trainer.engine.memory_need` does)."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

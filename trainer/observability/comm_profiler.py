@@ -35,7 +35,7 @@ from trainer.comm.socket_group import MeshGroup
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.performance.link import bytes_carried
-from trainer.runtime.run_queue import available_cores, machine_number
+from trainer.runtime.cores import available_cores, machine_number
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments, queued_seconds
 
 FIELDS = (*SEGMENTS, "samples", "queued")
@@ -120,12 +120,6 @@ class CommunicationProfiler:
         if self.timer.enabled:
             marks = self.timer.take()
             self._steps.append((marks, self._collectives_of(marks), samples))
-
-    def take_turn(self, step: int) -> None:
-        """Move this rank to the cores of its turn after ``step``, as all ranks of its host do, once they have told each
-        other how long a step takes."""
-        if self.world.cores is not None and self._step_seconds:
-            self.world.cores.take_turn(step, self._step_seconds)
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return whether ranks exchange their measurements now. After the same steps all ranks answer the same."""
@@ -238,7 +232,7 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
 
 def hosts_of(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
     """Return (machine, cores) of each rank, with machines numbered from 0 in order of appearance. ``rows``: the same
-    with `trainer.runtime.run_queue.machine_number`."""
+    with `trainer.runtime.cores.machine_number`."""
     places: dict[float, int] = {}
     return tuple((places.setdefault(machine, len(places)), int(cores)) for machine, cores in rows)
 

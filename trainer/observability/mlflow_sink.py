@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
+from trainer.observability.mlflow_sqlite import artifact_location, authorised, make_tables
 from trainer.observability.scalars import Scalar, Scalars
 from trainer.rundir import EVALUATION, RunDir
 from trainer.secrets.azure_token import WORKSPACE, tracking_address
@@ -80,9 +80,9 @@ class MLflowSink:
         self._uri = tracking_address(authorised(job.tracking.mlflow_tracking_uri))
         self._on_azure = WORKSPACE in self._uri
         self._rundir = rundir
-        with opening(self._uri):
-            self._client = MlflowClient(tracking_uri=self._uri)
-            self.run_id = self._begin(job)
+        make_tables(self._uri)
+        self._client = MlflowClient(tracking_uri=self._uri)
+        self.run_id = self._begin(job)
         self._scalars, self._shown = Scalars(), Shown()
 
     def _begin(self, job: JobConfig) -> str:

@@ -20,7 +20,6 @@ import psutil
 
 from trainer.data.cached_arrays import default_cache_dir
 from trainer.observability.reporter import Reporter
-from trainer.runtime.affinity import roam
 
 _log = logging.getLogger(__name__)
 
@@ -244,7 +243,6 @@ class NodeMonitor:
         return percent / (psutil.cpu_count() or 1), memory
 
     def _work(self) -> None:
-        roam()
         is_last = failed = False
         while not is_last:
             is_last = self._stop.wait(self.interval_seconds)

@@ -27,7 +27,6 @@ from trainer.config import JobConfig
 from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH, MLflowSink
 from trainer.observability.scalars import Scalars
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file, flush_seconds
-from trainer.runtime.affinity import roam
 from trainer.secrets.redaction import redact
 from trainer.storage.base import Storage
 
@@ -138,7 +137,6 @@ class Reporter:
             self._write(left)
 
     def _work(self) -> None:
-        roam()
         closing, unwritten = False, list[dict[str, Any]]()
         while not closing:
             batch, closing = self._next_batch()
@@ -204,7 +202,6 @@ class Reporter:
                 return not isinstance(error, OSError)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
-        roam()
         # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
         self._known.add(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]

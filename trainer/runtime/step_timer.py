@@ -26,7 +26,7 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from trainer.runtime.run_queue import RunQueueClock
+from trainer.runtime.cores import RunQueueClock
 
 Segment = Literal["input", "forward", "backward", "exposed", "optimizer", "checkpoint", "other"]
 SEGMENTS: tuple[Segment, ...] = get_args(Segment)
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
     event: Any = None
     """On a GPU: an event, recorded when the GPU has done all work submitted so far."""
     queued: float | None = None
-    """Seconds so far by `trainer.runtime.run_queue.RunQueueClock`; None where it was not read."""
+    """Seconds so far by `trainer.runtime.cores.RunQueueClock`; None where it was not read."""
 
 
 _new = tuple.__new__

@@ -103,7 +103,7 @@ def _meet(facts: RankFacts, config: DistributedTrainingConfig, environment: Mapp
         mine += f":{held.getsockname()[1]}"
         if facts.world_size == 1:
             return Cluster(facts, (mine,))
-        world = join_world(replace(config, backend="gloo", bind_cores=False), environment)
+        world = join_world(replace(config, backend="gloo"), environment)
         try:
             return Cluster(facts, tuple(world.all_gather_object(mine)))
         finally:

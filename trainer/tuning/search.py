@@ -4,10 +4,8 @@ a model.
 One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
 depend on each other, so the cost is the sum of their numbers instead of the product for all combinations. A combination
 of two settings that pay only together may be missed. Within a group all candidates are measured in turn, for short
-times. Where none can be refused later for what it learns, the slower half of the challengers leaves after every second
-round from the third one on. Each figure of the search has served a choice, so the winner's is too good on average.
-Therefore two comparisons with figures of their own follow: each chosen change against the same settings without it, and
-what is left against the baseline. Only what is faster beyond noise in the last one is recommended.
+times. Each figure of the search has served a choice, so the winner's is too good on average. Therefore the result is
+compared with the baseline once more, with figures of its own. Only what is faster beyond noise then is recommended.
 `trainer.tuning.verdict` says what a candidate's figures mean; `trainer.tuning.tuner` does what is decided here.
 """
 
@@ -16,33 +14,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.comparison import HALVED_FROM, MOST_ROUNDS, NotFinite, TrialRunner, compare_throughput
-from trainer.tuning.search_space import (
-    LAYOUT,
-    SettingsGroup,
-    TrialSettings,
-    TuningContext,
-    groups,
-    layouts,
-    settings_without,
-    share,
-)
+from trainer.tuning.search_space import LAYOUT, SettingsGroup, TrialSettings, TuningContext, groups, layouts, share
 from trainer.tuning.verdict import (
     LEAST_ROUNDS,
-    UNTOLD,
     LearningResult,
     Spread,
     estimate_gain,
     explain_worse_learning,
     gains,
     is_surely_faster,
-    least_rounds,
     measure_spread,
     no_gain,
-    pays,
     tolerated,
     untold,
 )
@@ -50,20 +35,48 @@ from trainer.tuning.verdict import (
 LEAST_SECONDS = 10.0
 """The smallest budget, in seconds, with which candidates can be compared."""
 SEARCHING, JUDGING = 0.6, 0.2
-"""The shares of the budget for comparing and for checking what is learned; the rest is for the two comparisons after
-the search."""
-DROPPING = 0.5
-"""The share of what is left after the search in which single changes are compared with the settings without them."""
+"""The shares of the budget for comparing and for checking what is learned; the rest is for the comparison after the
+search."""
 MOST_AT_ONCE = 4
 """The most candidates that challenge the present settings at once: all are in memory."""
-MOST_FINAL_ROUNDS = 25
-"""The most rounds of a comparison after the search."""
+MOST_ROUNDS, MOST_FINAL_ROUNDS = 9, 25
+"""The most rounds in which a group is compared, and those of the comparison after the search."""
 MOST_JUDGED, LEAST_JUDGED = 300, 20
 """The most and the fewest steps after which validation losses are compared."""
 RUNS = 4
 """The number of trainings that the time for judging must suffice for, one of them the baseline's."""
+Rates = dict[TrialSettings, list[float]]
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "not tried: no time left"
+
+
+class NotFinite(ConfigError):
+    """The settings that others are compared with no longer train."""
+
+
+class TrialRunner(Protocol):
+    """The interface through which candidates are tried. Every method is a collective of all ranks and returns the same
+    on all of them."""
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds of the budget that are spent."""
+
+    def prepare(self, candidate: TrialSettings) -> str:
+        """Make a candidate ready to run; return "" or why it cannot run. A candidate that is ready stays as it is."""
+
+    def measure(self, candidate: TrialSettings) -> float:
+        """Run some steps of real training; return samples per second, 0 if the loss is no longer finite."""
+
+    def release(self, candidate: TrialSettings) -> None:
+        """Free what the candidate holds."""
+
+    def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
+        """Train the candidate from its first weights, with the whole schedule of the learning rate, on the samples that
+        the configuration has in ``steps`` steps."""
+
+    def step_seconds(self, candidate: TrialSettings) -> float:
+        """Return the seconds per step in the candidate's last measurement."""
 
 
 @dataclass(kw_only=True)
@@ -88,8 +101,8 @@ class Search:
     gain: Spread | None = None
     """The gain of the best settings over the baseline, when these two were last compared."""
     is_complete: bool = False
-    _chosen: list[TrialSettings] = field(default_factory=list)
-    """The chosen settings of each group that had something to choose."""
+    _before: TrialSettings = field(default_factory=TrialSettings)
+    """The settings that the best ones took the place of."""
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
     _learned: LearningResult | None = None
@@ -105,7 +118,7 @@ class Search:
         for number, group in enumerate(parts):
             self._improve(group, self.runner.elapsed + share(parts[number:], self._limit - self.runner.elapsed))
             self.keep()
-        self.is_complete = self._confirm(self._drop_idle_changes())
+        self.is_complete = self._confirm()
         self.keep()
 
     @property
@@ -135,14 +148,29 @@ class Search:
             self._entry_seconds = max(self._entry_seconds, self.runner.elapsed - before)
         return why
 
-    def _compare(
-        self, incumbent: TrialSettings, challengers: Sequence[TrialSettings], until: float, limit: float, rounds: int,
-        halves: bool = False,
-    ) -> dict[TrialSettings, list[float]]:  # fmt: skip
-        before = self.runner.elapsed
-        rates = compare_throughput(self.runner, incumbent, challengers, until, limit, rounds, halves)
-        mean = (self.runner.elapsed - before) / sum(map(len, rates.values()))
-        self._measurement_seconds = max(self._measurement_seconds, mean)
+    def _compare(self, challengers: Sequence[TrialSettings], until: float, limit: float, rounds: int) -> Rates:
+        """Return the samples per second of the best settings and of the challengers, round by round.
+
+        The comparison ends after ``rounds`` rounds; at ``until`` seconds of the budget, if there were enough rounds to
+        decide; and at ``limit`` in any case, except for the first round. Raise `NotFinite` if the loss of the best
+        settings is not finite.
+        """
+        order = [self.best, *challengers]
+        rates: Rates = {item: [] for item in order}
+        for number in range(rounds):
+            before = self.runner.elapsed
+            for candidate in order if number % 2 == 0 else reversed(order):
+                rates[candidate].append(self.runner.measure(candidate))
+            if not rates[self.best][-1]:
+                raise NotFinite(
+                    f"the loss is not finite with the settings {self.best.label}: lower training.learning_rate or set "
+                    "training.clip_norm before you tune"
+                )
+            took = self.runner.elapsed - before
+            self._measurement_seconds = max(self._measurement_seconds, took / len(order))
+            then = self.runner.elapsed + took
+            if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
+                break
         return rates
 
     def _begin(self) -> None:
@@ -154,7 +182,7 @@ class Search:
             if changes[LAYOUT[0]] > self.config.batch_size_per_gpu:
                 continue
             self._add("layout", self.baseline, why)
-            self.baseline = self.best = TrialSettings().but(changes)
+            self.baseline = self.best = self._before = TrialSettings().but(changes)
             why = self.runner.prepare(self.baseline)
         if why:
             raise ConfigError(f"the training cannot be run as it is configured ({self.baseline.label}): {why}")
@@ -178,7 +206,7 @@ class Search:
         if not challengers:
             return
         try:
-            rates = self._compare(self.best, challengers, until, self._limit, MOST_ROUNDS, not group.changes_numbers)
+            rates = self._compare(challengers, until, self._limit, MOST_ROUNDS)
         except NotFinite:
             if self.best == self.baseline:
                 raise
@@ -186,11 +214,11 @@ class Search:
         found = {item: gains(rates[item], rates[self.best]) for item in challengers}
         chosen = None
         for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
-            if group.changes_numbers and chosen is None and pays(found[candidate]):
+            if group.changes_numbers and chosen is None and is_surely_faster(found[candidate]):
                 for other in (self.best, *challengers):  # another training has to find room beside it
                     if other != candidate:
                         self.runner.release(other)
-            verdict, learned = self._verdict(group, found[candidate], chosen, candidate)
+            verdict, learned = self._verdict(group, found, chosen, candidate)
             if verdict == "chosen":
                 chosen = candidate
             self._add(group.name, candidate, verdict, rates[candidate], found[candidate], learned)
@@ -199,23 +227,21 @@ class Search:
                 self.runner.release(candidate)
         if chosen is not None:
             self.gain = measure_spread(found[chosen]) if self.best == self.baseline else None
-            self.best = chosen
-            self._chosen.append(chosen)
+            self._before, self.best = self.best, chosen
 
     def _fall_back(self, group: str, challengers: Sequence[TrialSettings]) -> None:
         """Return to the settings that were chosen before, because the last choice does not train for long."""
         for candidate in (self.best, *challengers):
             self.runner.release(candidate)
-        self._chosen.remove(self.best)
-        broken, self.best = self.best, self._chosen[-1] if self._chosen else self.baseline
+        broken, self.best, self._before = self.best, self._before, self.baseline
         self.gain = None
         self._add(group, broken, "its loss does not stay finite")
 
     def _verdict(
-        self, group: SettingsGroup, found: Sequence[float], chosen: TrialSettings | None, candidate: TrialSettings
+        self, group: SettingsGroup, found: Rates, chosen: TrialSettings | None, candidate: TrialSettings
     ) -> tuple[str, LearningResult | None]:
-        if not pays(found):
-            return no_gain(found, HALVED_FROM), None
+        if not is_surely_faster(found[candidate]):
+            return no_gain(found[candidate]), None
         if chosen is not None:
             return "slower than the chosen one", None
         if not group.changes_numbers:
@@ -244,108 +270,40 @@ class Search:
         self._judging_seconds += self.runner.elapsed - before
         return why, learned
 
-    def _drop_idle_changes(self) -> list[TrialSettings]:
-        """Compare what was chosen with the same settings without each single change, as far as there is time and
-        memory; return the settings that the baseline is compared with in the end, the most important first."""
-        whole = self.best
-        if len(self._chosen) < 2:  # without its only change it is the baseline
-            return self._chosen[:]
-        earlier = self._chosen[: -MOST_AT_ONCE - 1 : -1]
-        until = self.runner.elapsed + DROPPING * (self.seconds - self.runner.elapsed)
-        until = min(until, self.seconds - self._confirming_seconds)
-        places: dict[TrialSettings, int] = {}
-        if not self._enter(whole):
-            for place in range(len(self._chosen)):
-                candidate = settings_without(self.baseline, self._chosen, {place})
-                needed = self._entry_seconds + LEAST_ROUNDS * (2 + len(places)) * self._measurement_seconds
-                if candidate in (whole, *places) or len(places) == MOST_AT_ONCE or self.runner.elapsed + needed > until:
-                    continue
-                if not self._enter(candidate):
-                    places[candidate] = place
-        if not places:
-            return earlier
-        try:
-            rates = self._compare(whole, [*places], until, until, MOST_FINAL_ROUNDS)
-        except NotFinite:
-            self._fall_back("single change", [*places])
-            return self._chosen[: -MOST_AT_ONCE - 1 : -1]
-        dropped = set()
-        for candidate, place in places.items():
-            found = gains(rates[whole], rates[candidate])
-            if len(found) < LEAST_ROUNDS:
-                verdict = UNTOLD
-            elif is_surely_faster(found):
-                verdict = "kept"
-            else:
-                verdict = "dropped: it adds no sure gain"
-                dropped.add(place)
-            kept = dict(candidate.settings)
-            changes = {name: value for name, value in whole.settings if kept.get(name, _ABSENT) != value}
-            self._add("single change", whole, verdict, rates[whole], found, change=changes)
-            self.runner.release(candidate)
-        rest = settings_without(self.baseline, self._chosen, dropped)
-        return [item for item in dict.fromkeys((rest, whole)) if item != self.baseline]
-
-    def _confirm(self, wanted: Sequence[TrialSettings]) -> bool:
-        """Compare the baseline and the ``wanted`` settings, side by side in the time that is left; return whether the
-        comparison was conclusive. These are the figures that count: what is not faster beyond noise then is not
-        recommended, and more settings only where they are faster, beyond noise, than fewer."""
-        last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
+    def _confirm(self) -> bool:
+        """Compare the best settings with the baseline in the time that is left; return whether the comparison was
+        conclusive. These are the figures that count: what is not faster beyond noise then is not recommended."""
+        found_best, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
+        rivals = [] if found_best == self.baseline else [found_best]
         why = self._enter(self.baseline)
         if why:  # there may be no room beside the last choice
-            self.runner.release(last)
+            self.runner.release(found_best)
             why = self._enter(self.baseline)
         if why:
             self._add("confirmation", self.baseline, f"nothing is confirmed: {why}")
             return False
-        rivals = self._rivals(wanted)
-        rates = self._compare(
-            self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
-        )
-        self.baseline_rate = measure_spread(rates[self.baseline])
-        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
-        sure = [item for item in rivals if is_surely_faster(found[item], len(rivals))]
-        for item in sorted(sure, key=lambda item: len(item.settings)):
-            if self.best == self.baseline or is_surely_faster(gains(rates[item], rates[self.best]), len(rivals)):
-                self.best, self.gain = item, measure_spread(found[item])
-        for item in rivals:
-            if item == self.best:
-                verdict = "confirmed"
-            elif item not in sure:
-                verdict = no_gain(found[item], least_rounds(len(rivals)))
-            elif len(item.settings) > len(self.best.settings):
-                verdict = "adds no sure gain to the confirmed one"
-            else:
-                verdict = "slower than the confirmed one"
-            self._add("confirmation", item, verdict, rates[item], found[item], comparisons=len(rivals))
-        self.best_rate = measure_spread(rates[self.best])
-        if not self._chosen or self.best != self.baseline:
-            return True
-        return bool(rivals) and len(rates[self.baseline]) >= least_rounds(len(rivals))
-
-    def _rivals(self, wanted: Sequence[TrialSettings]) -> list[TrialSettings]:
-        """Return the ``wanted`` settings as far as there is memory, and time for enough rounds; at least one."""
-        rivals: list[TrialSettings] = []
-        for candidate in wanted:
-            count = 1 + len(rivals)
-            needed = least_rounds(count) * (1 + count) * self._measurement_seconds + self._entry_seconds
-            if rivals and self.runner.elapsed + needed > self.seconds:
-                break
-            if why := self._enter(candidate):
-                self._add("confirmation", candidate, f"not confirmed: {why}")
-            else:
-                rivals.append(candidate)
-        return rivals
+        for rival in rivals:
+            if why := self._enter(rival):
+                self._add("confirmation", rival, f"not confirmed: {why}")
+                return False
+        rates = self._compare(rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else 3)
+        self.baseline_rate = self.best_rate = measure_spread(rates[self.baseline])
+        for rival in rivals:
+            found = gains(rates[rival], rates[self.baseline])
+            is_faster = is_surely_faster(found)
+            verdict = "confirmed" if is_faster else no_gain(found)
+            self._add("confirmation", rival, verdict, rates[rival], found, is_final=True)
+            if is_faster:
+                self.best, self.gain, self.best_rate = rival, measure_spread(found), measure_spread(rates[rival])
+            return len(found) >= LEAST_ROUNDS
+        return True
 
     def _add(
         self, group: str, candidate: TrialSettings, verdict: str, rates: Sequence[float] = (),
-        found: Sequence[float] = (), learned: LearningResult | None = None, comparisons: int = 0,
-        change: dict[str, Any] | None = None,
+        found: Sequence[float] = (), learned: LearningResult | None = None, is_final: bool = False,
     ) -> None:  # fmt: skip
-        before = self.baseline if group == "confirmation" else self.best
-        now = {**asdict(self.config), **dict(before.settings)}
-        if change is None:
-            change = {name: value for name, value in candidate.settings if now[name] != value}
+        now = {**asdict(self.config), **dict((self.baseline if group == "confirmation" else self.best).settings)}
+        change = {name: value for name, value in candidate.settings if now[name] != value}
         row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
         row["verdict"] = verdict
         if rates:
@@ -354,8 +312,8 @@ class Search:
                 "gain": asdict(measure_spread(found)),
                 "rounds": len(rates),
             }
-            if comparisons and len(found) > 1:
-                row["gain_interval"] = asdict(estimate_gain(found, comparisons))
+            if is_final and len(found) > 1:
+                row["gain_interval"] = asdict(estimate_gain(found))
         if learned is not None and self._learned is not None:
             row["validation_loss"] = {"candidate": learned.loss, "baseline": self._learned.loss}
             row["validation_loss"] |= {"steps": self._judged_steps, "tolerated": tolerated(self._learned)}
@@ -363,5 +321,4 @@ class Search:
         self.say(candidate=candidate.label, doing=verdict, **{key: row[key] for key in row if key in _SAID})
 
 
-_ABSENT = object()
 _SAID = ("group", "samples_per_second", "gain")

@@ -5,7 +5,7 @@ What the measured figures mean does not belong here: see `trainer.tuning.search`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,23 +41,6 @@ class TrialSettings:
         return ", ".join(f"{name} = {value}" for name, value in self.settings) or "as configured"
 
 
-def settings_without(
-    baseline: TrialSettings, chosen: Sequence[TrialSettings], dropped: Collection[int]
-) -> TrialSettings:
-    """Return what was chosen step by step, each on top of the one before, without the changes of the steps in
-    ``dropped`` (places from 0). A layout is changed as a whole."""
-    built = before = baseline
-    for place, after in enumerate(chosen):
-        was, now = dict(before.settings), dict(after.settings)
-        changed = {name for name, value in now.items() if name not in was or was[name] != value}
-        if changed & {*LAYOUT}:
-            changed |= {*LAYOUT} & {*now}
-        if place not in dropped:
-            built = built.but({name: value for name, value in now.items() if name in changed})
-        before = after
-    return built
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningContext:
     """The facts on which the choice of candidates depends besides the configuration."""
@@ -72,8 +55,8 @@ class TuningContext:
     has_gpu: bool = False
     fits_gpu: bool = False
     """Whether the data can be kept on the GPU."""
-    batches_ahead: int = 0
-    """The value that the trainer takes for ``prefetch_batches`` if it is not given."""
+    batches_ahead: int | None = 0
+    """The value that the trainer takes for ``prefetch_batches`` if it is not given; None where it has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +117,9 @@ def places(config: DistributedTrainingConfig, facts: TuningContext) -> list[Sett
 
 
 def depths(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Return other numbers of batches that are gathered ahead; none if the data are on the GPU, where the setting has
-    no effect."""
-    if facts.fits_gpu and config.data_on_device:
+    """Return other numbers of batches that are gathered ahead; none if the setting has no effect: if the data are
+    on the GPU, or read by a loader of the user's own."""
+    if facts.batches_ahead is None or (facts.fits_gpu and config.data_on_device):
         return []
     now = facts.batches_ahead if config.prefetch_batches is None else config.prefetch_batches
     return [{"prefetch_batches": count} for count in (0, 1, 2, 4) if count != now]

@@ -7,26 +7,45 @@ candidates there are and when each of them goes on.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.comm.world import World
 from trainer.config import JobConfig
 from trainer.data.loader import Batch
+from trainer.data.training_data import TrainingData
+from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
-from trainer.engine.problem import make_window_problem, open_shards
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler
+from trainer.evaluation.judge import JudgeRequest, evaluate_task
+from trainer.model.losses import gives_predictive
 from trainer.runtime.fault_injection import Faults
 from trainer.strategies import PLAIN
 from trainer.tuning.search_space import TrialSettings
 
 JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
-"""The number of samples of the validation split, evenly spread over it, and of these in one batch. Two trainings are
+"""The most samples of the validation split, evenly spread over it, and of these in one batch. Two trainings are
 compared on the same ones."""
+
+
+class _SpreadSamples:
+    """At most `JUDGED_SAMPLES` of each split of some data, evenly spread."""
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def count(self, split: str) -> int:
+        return min(self._data.count(split), JUDGED_SAMPLES)
+
+    def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
+        return self._data.read(split, positions * self._data.count(split) // self.count(split), device)
 
 
 class TuningTrial:
@@ -36,12 +55,14 @@ class TuningTrial:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
         job = replace(job, training=replace(job.training, **PLAIN, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
-        # Each trial has its own shards, because their place is a setting too; nodes map the same memory.
-        shards = open_shards(job, self.device)
-        sampler = make_sampler(self.config, shards.count("train"), world.rank, world.world_size)
+        maker = JobProblemMaker()
+        # Each trial has its own data, because their place is a setting too; nodes map the same memory.
+        data = maker.open_data(job, self.device)
+        sampler = make_sampler(self.config, data.count("train"), world.rank, world.world_size)
         torch.manual_seed(self.config.seed)
-        problem = make_window_problem(job, shards, self.device)
+        problem = maker.make(job, data, self.device)
         self.workload = Workload(self.config, problem, sampler, self.device, faults)
+        self.is_likelihood = gives_predictive(getattr(problem.task, "criterion", None))
         self.state = self.workload.state
         self.total_steps = self.workload.total_steps
         """The steps that the schedule of the learning rate is for."""
@@ -70,21 +91,13 @@ class TuningTrial:
         return state.progress.samples_seen - before
 
     def validation_loss(self) -> float:
-        """Return the mean loss on a part of the validation split. A collective."""
-        workload, world = self.workload, self.workload.step.world
-        workload.settle_buffers()
-        module, problem = self.state.module, workload.problem
-        count = problem.data.count("valid")
-        positions = np.unique(np.linspace(0, count - 1, min(count, JUDGED_SAMPLES)).astype(np.int64))
-        mine = positions[world.rank :: world.world_size]
-        total = torch.zeros(1, dtype=torch.float64)
-        module.eval()
-        with torch.no_grad():
-            for first in range(0, len(mine), JUDGED_AT_ONCE):
-                batch = problem.data.read("valid", mine[first : first + JUDGED_AT_ONCE], self.device)
-                total += problem.task.loss(module, batch).double().sum().cpu()
-        module.train()
-        return float(world.all_reduce(total)) / len(positions)
+        """Return the mean loss on a part of the validation split; NaN where there is none. A collective."""
+        self.workload.settle_buffers()
+        problem, world = self.workload.problem, self.workload.step.world
+        batch_size = min(JUDGED_AT_ONCE, problem.evaluation_batch)
+        request = JudgeRequest(model=self.state.module, world=world, device=self.device, batch_size=batch_size)
+        part = cast("TrainingData", _SpreadSamples(problem.data))  # which is counted and read, and no more
+        return evaluate_task(problem.task, part, "valid", request).loss if part.count("valid") else math.nan
 
     def close(self) -> None:
         """Free the data, the model and the optimizer."""

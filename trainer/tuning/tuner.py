@@ -25,26 +25,26 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer would load
-from torch import nn
 
 from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import rank_facts
 from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
+from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import batches_ahead, fits_on_device
 from trainer.data.shards import DatasetError
+from trainer.data.training_data import TrainingData
+from trainer.data.window_data import WindowData
+from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
-from trainer.engine.problem import open_dataset
 from trainer.engine.step import NonFiniteError
+from trainer.engine.workload import BATCH_NORMS
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
-from trainer.model.losses import build_loss, gives_predictive
-from trainer.model.stock import build_model
 from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
-from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
 from trainer.tuning.search_space import LAYOUT, TrialSettings, TuningContext
@@ -93,7 +93,9 @@ class Tuner:
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
         self.faults = Faults(os.environ, self.facts.node_rank)
         self.world = join_world(job.training)
-        self.shards = open_dataset(job, ("train", "valid"))
+        maker = JobProblemMaker()
+        self.data = maker.open_data(job, torch.device("cpu"))
+        module = maker.make(self.job, self.data, torch.device("cpu")).module
         self.world.barrier()  # one may have unpacked the data for minutes
         signal.signal(signal.SIGTERM, self._on_sigterm)
         hosts = self.world.all_gather_object(platform.node())
@@ -110,10 +112,11 @@ class Tuner:
             keep=self.write,
             facts=TuningContext(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
-                cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
-                batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
+                cores=available_cores(), ranks_per_host=hosts.count(platform.node()),
+                batch_matters=any(isinstance(part, BATCH_NORMS) for part in module.modules()),
+                fits_gpu=all(self.world.all_gather_object(fits_gpu(self.data, self.device))),
                 has_gpu=all(self.world.all_gather_object(self.device.type == "cuda")),
-                batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
+                batches_ahead=usual_batches_ahead(self.data, self.device),
             ),
         )  # fmt: skip
 
@@ -198,7 +201,6 @@ class Tuner:
             self._clean_up()
         trial, why = self._first_step(candidate, stays=False)
         first = loss = math.nan
-        is_likelihood = gives_predictive(build_loss(self.job.loss, self.shards.spec))
         if trial is not None:
             ratio = self.job.training.global_batch_size / trial.config.global_batch_size
             trial.total_steps = left = max(1, round(steps * ratio))
@@ -219,6 +221,7 @@ class Tuner:
                 why = _in_words(error)
             trial.close()
         self._is_untidy = True
+        is_likelihood = trial is not None and trial.is_likelihood
         return LearningResult(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
 
     def step_seconds(self, candidate: TrialSettings) -> float:
@@ -231,7 +234,7 @@ class Tuner:
             "training": with_layout(search.best.settings, training),
             "evidence": {
                 "complete": search.is_complete,
-                "dataset_id": self.shards.spec.dataset_id,
+                "dataset_id": self.data.dataset_id,
                 "model": asdict(self.job.model),
                 "loss": asdict(self.job.loss),
                 "world_size": self.world.world_size,
@@ -308,25 +311,28 @@ class Tuner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _batch_matters(self) -> bool:
-        """Return whether the model looks at a whole micro-batch at once."""
-        spec = self.shards.spec
-        module = build_model(self.job.model, spec, int(build_loss(self.job.loss, spec).outputs))  # type: ignore[arg-type]
-        return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
-
-    def _fits_gpu(self) -> bool:
-        """Return whether the data fit on the GPU of every rank, so that all try the same."""
-        here = self.device.type == "cuda" and fits_on_device(
-            self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0]
-        )
-        return all(self.world.all_gather_object(here))
-
     def _say(self, **what: Any) -> None:
         if self.reporter:
             self.reporter.emit("tune", elapsed_seconds=self.elapsed, budget_seconds=self.seconds, **what)
 
     def _on_sigterm(self, *_: object) -> None:
         self.asked_to_stop = True  # no more here: the ranks hear of it at the end of the measurement
+
+
+def fits_gpu(data: TrainingData, device: torch.device) -> bool:
+    """Return whether the data can be kept on the GPU of this rank."""
+    if device.type != "cuda" or not isinstance(data, WindowData):
+        return False
+    return fits_on_device(data.shards.sample_bytes, torch.cuda.mem_get_info(device)[0])
+
+
+def usual_batches_ahead(data: TrainingData, device: torch.device) -> int | None:
+    """Return the value that the trainer takes for ``prefetch_batches`` if it is not given; None where the user's own
+    loader reads."""
+    if isinstance(data, DatasetData):
+        return None
+    held = data.shards if isinstance(data, WindowData) else data
+    return batches_ahead(None, device, False, bool(getattr(held, "is_larger_than_memory", False)))
 
 
 def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:

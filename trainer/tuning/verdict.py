@@ -1,8 +1,5 @@
 """The meaning of a candidate's figures: whether it is faster than chance explains, and whether it learns as much.
 
-Two rules tell a gain from chance. `pays` is for the search, which looks at many candidates and may take one that was
-only lucky. `is_surely_faster` is for the last comparison, whose figures no choice was made from.
-
 Pure functions of measured numbers belong here. The order in which candidates are tried is decided in
 `trainer.tuning.search`; `trainer.tuning.tuner` measures them.
 """
@@ -14,14 +11,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_ROUNDS = 6
-"""The rounds with which a gain can be told from chance."""
+LEAST_ROUNDS, FEWEST_ROUNDS = 6, 3
+"""The rounds with which a gain can be told from chance, and those that suffice for a candidate that is no faster."""
 LEAST_GAIN = 0.02
 """The smallest relative gain that is worth another setting."""
-MOST_CHANCE = 0.02
-"""The largest probability with which a candidate that is not faster would win as many rounds by chance."""
 CONFIDENCE = 0.95
-"""The probability with which the gains of all candidates of a last comparison lie in their intervals."""
+"""The probability with which a gain lies in its interval."""
 TOLERANCE = 0.005
 LEAST_LEARNED = 10
 """The baseline must learn this many times the tolerance in these steps: otherwise a candidate that learns nothing would
@@ -75,25 +70,14 @@ def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(rates, incumbent, strict=False)]
 
 
-def pays(found: Sequence[float]) -> bool:
-    """Return whether the median gain is large enough, and chance hardly explains it: by the number of rounds that the
-    candidate won (a sign test), or by the mean of their logarithms (Student's test)."""
-    if statistics.median(found) < 1 + LEAST_GAIN or len(found) < LEAST_ROUNDS:
-        return False
-    rounds, won = len(found), sum(gain > 1 for gain in found)
-    chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
-    return chance <= MOST_CHANCE or _student_chance(found) <= MOST_CHANCE
-
-
-def estimate_gain(found: Sequence[float], comparisons: int = 1) -> GainInterval:
+def estimate_gain(found: Sequence[float]) -> GainInterval:
     """Return the gain of one or more rounds and its interval, which reaches from 0 to infinity with too few rounds.
 
-    ``comparisons``: the number of candidates among which the fastest is taken; the more there are, the wider is the
-    interval of each (Bonferroni). The interval is that of Wilcoxon's signed-rank test, which assumes only that a
+    The interval is that of Wilcoxon's signed-rank test, which assumes only that a
     disturbance meets one side of a round as likely as the other, and gives an odd round little weight: it lies between
     the means of pairs of rounds, after as many at each end as chance explains. The middle is the median of these means.
     """
-    chance = (1 - CONFIDENCE) / 2 / comparisons
+    chance = (1 - CONFIDENCE) / 2
     if min(found) <= 0:  # a loss that was not finite
         return GainInterval(0.0, 0.0, math.inf)
     logs, rounds = [math.log(gain) for gain in found], len(found)
@@ -111,35 +95,15 @@ def estimate_gain(found: Sequence[float], comparisons: int = 1) -> GainInterval:
     return GainInterval(math.exp(means[cut - 1]), middle, math.exp(means[-cut]))
 
 
-def is_surely_faster(found: Sequence[float], comparisons: int = 1) -> bool:
+def is_surely_faster(found: Sequence[float]) -> bool:
     """Return whether the median gain is large enough, and the whole interval of the gain is above 1."""
-    return statistics.median(found) >= 1 + LEAST_GAIN and estimate_gain(found, comparisons).low > 1
+    return statistics.median(found) >= 1 + LEAST_GAIN and estimate_gain(found).low > 1
 
 
-def least_rounds(comparisons: int) -> int:
-    """Return the rounds with which one of that many candidates can be surely faster."""
-    rounds = 1
-    while comparisons * 2 > (1 - CONFIDENCE) * 2**rounds:
-        rounds += 1
-    return max(LEAST_ROUNDS, rounds)
-
-
-def _student_chance(found: Sequence[float]) -> float:
-    """Return the probability of such a mean by chance, where the logarithms vary as a normal distribution."""
-    from scipy.special import stdtr  # not above: what trains does not need it, and loading it takes a moment
-
-    if min(found) <= 0:
-        return 1.0
-    logs = [math.log(gain) for gain in found]
-    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    return float(stdtr(len(logs) - 1, -mean / error)) if error else float(mean <= 0)
-
-
-def no_gain(found: Sequence[float], enough: int) -> str:
-    """Return the verdict on a candidate that does not pay. ``enough``: the number of rounds that suffice for one that
-    is no faster."""
+def no_gain(found: Sequence[float]) -> str:
+    """Return the verdict on a candidate that is not surely faster."""
     is_faster = statistics.median(found) >= 1 + LEAST_GAIN
-    if len(found) < (LEAST_ROUNDS if is_faster else enough):
+    if len(found) < (LEAST_ROUNDS if is_faster else FEWEST_ROUNDS):
         return UNTOLD
     return "no sure gain" if is_faster else "no gain"
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.tuned_settings import Tuned
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.kinds import build_table
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
@@ -266,28 +268,43 @@ def tires(spec: DataSpec, outputs: int) -> torch.nn.Module:
     return Model()
 
 
-@pytest.fixture
-def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@contextlib.contextmanager
+def tuning(run_dir: Path, uri: str, model: str, loss: str, seconds: float = 30.0) -> Iterator[Tuner]:
     """A single rank, in this process."""
+    handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    training = DistributedTrainingConfig(world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100)
+    job = JobConfig(
+        job_id="t", run_dir=str(run_dir), dataset=DatasetRef(uri=uri), model=FactoryConfig(factory=model),
+        loss=FactoryConfig(factory=loss), training=training,
+    )  # fmt: skip
+    made = Tuner(job, seconds, vary_batch=False)
+    try:
+        yield made
+    finally:
+        made.close()
+        signal.signal(signal.SIGTERM, handler)
+        torch.set_num_threads(threads)
+        gc.unfreeze()
+
+
+@pytest.fixture
+def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", __name__)
-    handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
-    made = Tuner(
-        JobConfig(
-            job_id="t", run_dir=str(tmp_path / "t"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
-            model=FactoryConfig(factory=f"{__name__}:tires"),
-            training=DistributedTrainingConfig(
-                world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100
-            ),
-        ),
-        30.0, vary_batch=False,
-    )  # fmt: skip
-    yield made
-    made.close()
+    with tuning(tmp_path / "t", str(write_dataset(tmp_path / "walks")), f"{__name__}:tires", "student_t") as made:
+        yield made
     WORN_OUT.clear()
-    signal.signal(signal.SIGTERM, handler)
-    torch.set_num_threads(threads)
-    gc.unfreeze()
+
+
+def test_the_rows_of_a_table_are_tuned_like_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    with tuning(tmp_path / "t", build_table(tmp_path).uri, "mlp", "logistic", seconds=10.0) as made:
+        learned = made.learn(TrialSettings(), 20)
+        assert learned.first > learned.loss, learned.why
+        made.search.run()
+        assert {"layout", "precision", "input"} <= {row["group"] for row in made.search.rows}
+        assert made.document()["evidence"]["dataset_id"] == made.data.dataset_id
 
 
 def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(tuner: Tuner):

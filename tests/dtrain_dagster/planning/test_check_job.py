@@ -90,14 +90,14 @@ def test_what_works_passes_and_what_only_a_node_can_tell_is_said(dataset: Path):
     good = {"model": {"factory": "own_parts:make", "args": {"width": 6}}, "loss": {"factory": "gaussian"}}
     assert check_job(job_of(dataset, **good), ranks=3).sentences == ()
     for mistake, error in (
-        ("network", "OSError|ConnectionError|PermissionError|TimeoutError"),
+        ("network", "ConnectionRefusedError"),
         ("file", "NotFound"),
         ("variable", "KeyError"),
     ):
         parts = {"model": {"factory": "own_parts:make", "args": {"mistake": mistake}}}
         [said] = check_job(job_of(dataset, **parts), ranks=1).sentences
         assert "the nodes try them first" in said
-        assert any(name in said for name in error.split("|")), said
+        assert error in said
 
 
 def test_stock_parts_are_known_to_work_and_start_no_process(dataset: Path, monkeypatch: pytest.MonkeyPatch):

@@ -191,7 +191,7 @@ def test_ranks_with_one_gpu_or_without_refuse_each_other_when_they_meet(
 ) -> None:
     monkeypatch.setattr(static_rendezvous, "gpu_name", lambda device: gpus[device.index])
     monkeypatch.setattr(static_rendezvous, "choose_device", lambda facts, _: (torch.device("cpu", facts.rank), "gloo"))
-    config = DistributedTrainingConfig(collective_timeout_seconds=30, bind_cores=False)
+    config = DistributedTrainingConfig(collective_timeout_seconds=30)
     common = {"WORLD_SIZE": str(len(gpus)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def join(rank: int) -> str:
@@ -261,7 +261,7 @@ def test_nonsense_in_the_store_of_torchruns_agents_is_said(
         SECRET_FILE: str(tmp_path / "secrets" / "launch"),
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"rank 0 listens at .*not an address with a port.*--master-port") as refused:
-        join_world(DistributedTrainingConfig(collective_timeout_seconds=5, bind_cores=False), environment)
+        join_world(DistributedTrainingConfig(collective_timeout_seconds=5), environment)
     assert repr(said) in str(refused.value)
 
 
@@ -296,7 +296,7 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
-    config = DistributedTrainingConfig(collective_timeout_seconds=1, bind_cores=False)
+    config = DistributedTrainingConfig(collective_timeout_seconds=1)
 
     def facts(rank: int) -> dict[str, str]:  # each in a world of its own
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

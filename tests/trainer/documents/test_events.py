@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from trainer.documents import events, schemas
 from trainer.documents.events import (
     CheckpointEvent,
     EventError,
@@ -19,15 +18,9 @@ from trainer.documents.events import (
 )
 from trainer.rundir import event
 
-KINDS = {kind.kind: kind for kind in events.Event.__subclasses__()}
-
 
 def step(number: int, **more: Any) -> dict[str, Any]:
     return event("step", 0, 1, step=number, epoch=0, loss=2.0, **more)
-
-
-def test_every_kind_has_a_type_and_no_field_that_the_reader_of_files_does_not_know() -> None:
-    assert set(schemas.EVENTS) == set(KINDS)
 
 
 def test_a_row_becomes_its_event_and_fields_of_a_newer_version_are_left_out() -> None:

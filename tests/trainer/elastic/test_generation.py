@@ -265,7 +265,7 @@ def test_members_that_share_a_gpu_refuse_to_train(places: list[tuple[int, int]],
                   gpu_name="GPU-a")
         for number, (node, local_rank) in enumerate(places)
     )  # fmt: skip
-    formed, config = Generation(number=1, launch=1, members=members), DistributedTrainingConfig(bind_cores=False)
+    formed, config = Generation(number=1, launch=1, members=members), DistributedTrainingConfig()
     with pytest.raises(ConfigError) if words else nullcontext() as refused:
         form_world(
             formed, "m1", RankFacts(), torch.device("cpu"), socket.socket(), config, "job", read_launch_secret({})

@@ -35,7 +35,7 @@ from trainer.observability.comm_profiler import (
     row_of,
     summarize_window,
 )
-from trainer.runtime.run_queue import RunQueueClock
+from trainer.runtime.cores import RunQueueClock
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments, queued_seconds
 
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.comparison import compare_throughput
 from trainer.tuning.search import OUT_OF_MEMORY, Search
 from trainer.tuning.search_space import (
     COMPILE_SECONDS,
@@ -25,7 +24,6 @@ from trainer.tuning.search_space import (
     depths,
     groups,
     layouts,
-    settings_without,
     share,
     thread_counts,
 )
@@ -37,8 +35,6 @@ from trainer.tuning.verdict import (
     explain_worse_learning,
     gains,
     is_surely_faster,
-    least_rounds,
-    pays,
     tolerated,
 )
 
@@ -91,21 +87,13 @@ def searched(machine: Machine, seconds: float = 1000.0, config=CONFIG, facts: Tu
     return search
 
 
+def median_gain(search: Search) -> float:
+    assert search.gain is not None
+    return search.gain.median
+
+
 def verdicts(search: Search, group: str) -> dict[tuple, str]:
     return {tuple(row["change"].values()): row["verdict"] for row in search.rows if row["group"] == group}
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9, unique=True))
-def test_a_comparison_without_noise_never_drops_the_fastest_and_lets_the_incumbent_stay(speeds: list[float]):
-    challengers = [TrialSettings((("precision", number),)) for number in range(len(speeds))]
-    machine = Machine(lambda settings: speeds[settings["precision"]] if settings else 1.0)
-    for candidate in (TrialSettings(), *challengers):
-        machine.prepare(candidate)
-    rates = compare_throughput(machine, TrialSettings(), challengers, until=1e9, limit=1e9, halves=True)
-    fastest = challengers[speeds.index(max(speeds))]
-    assert len(rates[fastest]) == len(rates[TrialSettings()]) == max(map(len, rates.values()))
-    assert machine.inside >= {TrialSettings(), fastest}
-    assert len(machine.inside) <= 1 + 2  # 9, 5, 3, 2 challengers: who has left takes no time any more
 
 
 @given(st.floats(20, 3000), st.dictionaries(st.sampled_from(["fp32", "bf16", "fp16"]), st.floats(0.3, 3)))
@@ -171,7 +159,7 @@ def test_what_learns_less_is_dropped_with_its_figure_and_the_next_best_is_looked
     assert dict(search.best.settings) == {"precision": "fp16"}
     assert verdicts(search, "precision")["fp16",] == "chosen"
     assert "its validation loss is -2.99000, that of the baseline -3.00000" in verdicts(search, "precision")["bf16",]
-    assert search.gain.median == pytest.approx(2.0)
+    assert median_gain(search) == pytest.approx(2.0)
 
 
 def test_what_cannot_be_judged_in_time_is_not_taken():
@@ -188,21 +176,7 @@ def test_nothing_is_recommended_that_the_last_comparison_does_not_confirm():
     search = searched(machine)
     assert "chosen" in {row["verdict"] for row in search.rows}
     assert search.rows[-1]["verdict"] == "no gain"
-    assert (search.best, search.gain.median) == (TrialSettings(), 1.0)
-
-
-def test_a_choice_that_was_none_does_not_take_an_earlier_one_with_it():
-    def speed(settings: dict) -> float:
-        fast = 2.0 if settings.get("batch_size_per_gpu") == 256 else 1.0
-        if settings.get("precision") == "bf16":
-            fast *= 1.3 if machine.elapsed < 90 else 0.3
-        return 100.0 * fast
-
-    machine = Machine(speed)
-    search = searched(machine)
-    assert verdicts(search, "precision")["bf16",] == "chosen"
-    assert dict(search.best.settings) == {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1}
-    assert search.gain.median == pytest.approx(2.0)
+    assert (search.best, median_gain(search)) == (TrialSettings(), 1.0)
 
 
 def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_is_refused():
@@ -212,14 +186,13 @@ def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_
         searched(Machine(lambda settings: 0.0))
 
 
-def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
-    assert pays([1.05] * 6)
-    assert pays([0.9, *[1.05] * 8])
-    assert not pays([1 + LEAST_GAIN / 2] * 9)
-    assert not pays([1.5] * 5)  # too few: one of 32 that are no faster does as well
-    assert pays([0.98, 0.99, *[1.1] * 7])  # by how much it won, though not by how often
-    assert not pays([0.7, 0.7, *[1.1] * 7])
-    assert not pays([0.0, *[1.1] * 6])  # a loss that was not finite
+def test_a_gain_counts_where_it_is_large_enough_and_beyond_chance():
+    assert is_surely_faster([1.05] * 6)
+    assert is_surely_faster([0.99, *[1.05] * 8])
+    assert not is_surely_faster([1 + LEAST_GAIN / 2] * 25)
+    assert not is_surely_faster([1.5] * (LEAST_ROUNDS - 1))  # too few
+    assert not is_surely_faster([0.7, 0.7, *[1.1] * 7])
+    assert not is_surely_faster([0.0, *[1.5] * 24])  # a loss that was not finite
     assert gains([2.0, 3.0], [1.0, 2.0, 5.0]) == [2.0, 1.5]
 
 
@@ -236,14 +209,6 @@ def test_the_interval_of_a_gain_is_that_of_the_signed_rank_test():
         for end, side, beyond in ((found.low, "greater", -1e-9), (found.high, "less", 1e-9)):
             assert refuted(math.log(end) + beyond, side)
             assert not refuted(math.log(end) - beyond, side)
-        assert estimate_gain([math.exp(value) for value in logs], comparisons=3).low < found.low
-    assert [least_rounds(count) for count in (1, 2, 3, 4)] == [6, 7, 7, 8]
-    for count in (1, 2, 3, 4):
-        enough = least_rounds(count)
-        assert is_surely_faster([1.5] * enough, count)
-        assert enough == LEAST_ROUNDS or not is_surely_faster([1.5] * (enough - 1), count)
-    assert not is_surely_faster([1 + LEAST_GAIN / 2] * 25)
-    assert not is_surely_faster([0.0, *[1.5] * 24])
 
 
 QUIET, DRIFTING, DISTURBED = "each figure for itself", "drifts", "with disturbances of 30 %"
@@ -274,7 +239,7 @@ def test_where_all_settings_are_equal_the_untuned_ones_stay(noise: float, kind: 
     assert all(search.is_complete for search in searches)
 
 
-@pytest.mark.parametrize(("noise", "kind", "least"), [(0.03, QUIET, 0.95), (0.03, DRIFTING, 0.8), (0.01, QUIET, 0.99)])
+@pytest.mark.parametrize(("noise", "kind", "least"), [(0.03, QUIET, 0.9), (0.03, DRIFTING, 0.8), (0.01, QUIET, 0.99)])
 def test_a_gain_of_a_tenth_is_found_in_noise_and_stated_with_an_interval_that_holds_it(
     noise: float, kind: str, least: float
 ):
@@ -284,71 +249,12 @@ def test_a_gain_of_a_tenth_is_found_in_noise_and_stated_with_an_interval_that_ho
     ]
     found = [search for search in searches if ("precision", "bf16") in search.best.settings]
     assert len(found) >= least * len(searches)
-    assert sum(len(search.best.settings) > 1 for search in found) <= 0.05 * len(searches)
+    assert sum(len(search.best.settings) > 1 for search in found) <= 0.15 * len(searches)
     rows = [row for search in found for row in search.rows if row["verdict"] == "confirmed"]
     assert len(rows) == len(found)
     held = sum(row["gain_interval"]["low"] <= 1.1 <= row["gain_interval"]["high"] for row in rows)
     assert held >= 0.9 * len(rows)
     assert all(row["gain_interval"]["low"] > 1 for row in rows)
-
-
-def test_what_was_only_lucky_in_the_search_is_dropped_by_itself():
-    def speed(settings: dict) -> float:
-        fast = 1.5 if settings.get("batch_size_per_gpu") == 256 else 1.0
-        if settings.get("precision") == "bf16" and "dropping" not in phase:
-            fast *= 1.2  # no faster any more when it is measured for itself
-        return 100.0 * fast * (1.3 if settings.get("prefetch_batches") == 2 else 1.0)
-
-    phase: set[str] = set()
-    machine = Machine(speed)
-    drop = Search._drop_idle_changes
-
-    class Watched(Search):
-        def _drop_idle_changes(self) -> list[TrialSettings]:
-            phase.add("dropping")
-            return drop(self)
-
-    search = Watched(config=CONFIG, facts=FACTS, runner=machine, seconds=1000.0)
-    search.run()
-    assert "chosen" in verdicts(search, "precision").values()
-    assert verdicts(search, "single change") == {
-        (256, 1): "kept", ("bf16",): "dropped: it adds no sure gain", (2,): "kept",
-    }  # fmt: skip
-    assert dict(search.best.settings) == {
-        "batch_size_per_gpu": 256, "gradient_accumulation_steps": 1, "prefetch_batches": 2,
-    }  # fmt: skip
-    assert search.gain.median == pytest.approx(1.95)
-    assert machine.most_inside <= 5
-
-
-def test_two_changes_that_replace_each_other_are_not_both_dropped():
-    def speed(settings: dict) -> float:
-        return 150.0 if settings.get("precision") == "bf16" or "threads_per_rank" in settings else 100.0
-
-    started = TrialSettings()
-    steps = [started.but({"precision": "bf16"})]
-    steps.append(steps[0].but({"threads_per_rank": 2}))
-    search = Search(config=CONFIG, facts=FACTS, runner=Machine(speed), seconds=1000.0)
-    search._begin()
-    search._chosen, search.best = steps, steps[-1]
-    search._measurement_seconds = MEASUREMENT
-    wanted = search._drop_idle_changes()
-    assert wanted == [steps[-1]]  # without both it would be the baseline
-    assert search._confirm(wanted)
-    assert search.best == steps[-1]
-
-
-def test_a_single_change_is_taken_back_with_all_that_belongs_to_it():
-    one = TrialSettings().but({"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1})
-    two = one.but({"precision": "bf16"})
-    three = two.but({"batch_size_per_gpu": 1024, "gradient_accumulation_steps": 1})
-    assert settings_without(TrialSettings(), [one, two, three], {2}) == two
-    assert dict(settings_without(TrialSettings(), [one, two, three], {1}).settings) == {
-        "batch_size_per_gpu": 1024, "gradient_accumulation_steps": 1,
-    }  # fmt: skip
-    # The last one is on top of the first: without the first it is the same batch.
-    assert dict(settings_without(TrialSettings(), [one, two, three], {0}).settings) == dict(three.settings)
-    assert settings_without(TrialSettings(), [one, two], {0, 1}) == TrialSettings()
 
 
 def test_losses_are_compared_by_what_they_are_measured_in():
@@ -412,7 +318,7 @@ def test_a_small_budget_never_says_that_nothing_pays_where_something_was_faster(
     search = searched(machine, seconds)
     if "chosen" in verdicts(search, "layout").values():
         assert search.is_complete
-        assert search.gain.median == pytest.approx(gain)
+        assert median_gain(search) == pytest.approx(gain)
     for row in search.rows:
         if row.get("gain", {}).get("median", 1.0) > 1.1:
             assert row["verdict"] not in ("no gain", "no sure gain")

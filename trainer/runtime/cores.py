@@ -1,4 +1,4 @@
-"""The time for which a thread was ready to run and no core was free, as the kernel counts it; and the machine's cores.
+"""The cores of this machine: how many this process may use, and for how long one of its threads was ready and had none.
 
 Ranks that share cores with each other, or with other work, are late without being slow. Only the kernel can tell that
 apart from computing: a thread in the run queue uses no processor time, and it does not sleep either.
@@ -6,16 +6,20 @@ apart from computing: a thread in the run queue uses no processor time, and it d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import weakref
 from hashlib import sha256
 from pathlib import Path
 
-from trainer.runtime.affinity import AVAILABLE
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LINE = 80
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class RunQueueClock:
@@ -50,6 +54,14 @@ def machine_number() -> int:
     return int.from_bytes(sha256(name.encode()).digest()[:6])
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use, whether or not its threads are bound to some of them."""
-    return len(AVAILABLE)
+def yield_to_senders() -> None:
+    """Keep gloo's receiving threads in this process from preempting the thread that runs on their core.
+
+    An answer wakes such a thread while another of our threads may still hold the lock of that connection, in the middle
+    of sending. Gloo then tries the lock over and over, for as long as the scheduler lets it: on one core, that is a
+    whole time slice in which the lock cannot be released. Threads of the batch class do not preempt.
+    """
+    for thread in Path("/proc/self/task").glob("*"):  # empty except on Linux
+        with contextlib.suppress(OSError):  # the thread has ended, or the system forbids it
+            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
