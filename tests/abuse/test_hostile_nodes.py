@@ -21,7 +21,7 @@ from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments
-from trainer.model import losses, rows, stock, tokens
+from trainer.model import losses, rows, stock
 from trainer.model.allowed_factories import STOCK, is_module_allowed, modules_of_settings, parse_modules, refuse_foreign
 from trainer.model.factories import build_from_factory
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
@@ -37,8 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class TestFactories:
     def test_the_stock_parts_are_those_of_the_modules(self) -> None:
         parts = {
-            "model": (stock.STOCK, rows.MODELS, tokens.MODELS),
-            "loss": (losses.STOCK, rows.LOSSES, tokens.LOSSES),
+            "model": (stock.STOCK, rows.MODELS),
+            "loss": (losses.STOCK, rows.LOSSES),
         }
         assert {kind: tuple(sorted({*chain(*of_kinds)})) for kind, of_kinds in parts.items()} == STOCK
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from trainer.data.sampler import spread_positions
 from trainer.evaluation.row_scores import RowScoring
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
-from trainer.runtime.undecorated import undecorated
 from trainer.spec import REGRESSION, RowSpec
 
 Array = NDArray[np.float64]
@@ -45,8 +45,8 @@ STEPS = 100
 """The most iterations of the fit (L-BFGS)."""
 
 
-_ADD_PARAM_GROUP = undecorated(torch.optim.Optimizer.add_param_group)
-_STEP = undecorated(torch.optim.LBFGS.step)
+_ADD_PARAM_GROUP = unwrap(torch.optim.Optimizer.add_param_group)
+_STEP = unwrap(torch.optim.LBFGS.step)
 
 
 class _Optimizer(torch.optim.LBFGS):

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.comm.world import World
 from trainer.config import JobConfig
-from trainer.data.loader import Batch
-from trainer.data.training_data import TrainingData
+from trainer.data.loader import Batch, TrainingData
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.step import StepFlags

@@ -32,10 +32,8 @@ from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.dataset_data import DatasetData
-from trainer.data.loader import batches_ahead, fits_on_device
-from trainer.data.shards import DatasetError
-from trainer.data.training_data import TrainingData
-from trainer.data.window_data import WindowData
+from trainer.data.loader import TrainingData, batches_ahead, fits_on_device
+from trainer.data.shards import DatasetError, WindowData
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
