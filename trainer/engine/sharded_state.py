@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from trainer.comm.world import World
 from trainer.engine.module_state import share_module_state, take_buffers
 from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
-from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.replicas import row_range
 from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
@@ -153,7 +153,8 @@ def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
         rows.pop(BEST, None)
     names = set(sharded.shapes)
     group = optimizer.param_groups[0]
-    groups = FlatAdamW(nn.Linear(1, 1), group["lr"], group["weight_decay"], False).state_dict()["param_groups"]
+    like = AdamW([nn.Parameter(torch.zeros(1))], lr=group["lr"], weight_decay=group["weight_decay"], fused=True)
+    groups = like.state_dict()["param_groups"]
     return {
         "place": sharded.place,
         "size": sharded.size,

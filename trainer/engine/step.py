@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
@@ -30,13 +31,12 @@ from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample, weigher
-from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.gradient_norm import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
 from trainer.parallel.packages import load_package
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharded_adamw import ShardedAdamW
+from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.parallel.zero_synchronizer import ZeroSynchronizer
@@ -101,10 +101,8 @@ class TrainingStep:
     """Whether ranks hold parts of the state that only all of them together can read, and cannot regroup."""
 
     def __init__(
-        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device,
-        faults: Faults, flat: bool = True,
-    ) -> None:  # fmt: skip
-        """``flat`` allows the weights to move together (`FlatAdamW`)."""
+        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+    ) -> None:
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
         load_package(config.strategy, device)
@@ -113,9 +111,10 @@ class TrainingStep:
         self._weigh = weigher(task)
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
-        self.optimizer: FlatAdamW | ShardedAdamW
+        self.optimizer: AdamW | ShardedAdamW
         if self.sharded is None:
-            self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
+            rate, decay = config.learning_rate, config.weight_decay
+            self.optimizer = AdamW(module.parameters(), lr=rate, weight_decay=decay, fused=True)
         else:
             self.optimizer = ShardedAdamW(config.learning_rate, config.weight_decay)
         self.model = compiled(module, config.compile, device)
@@ -145,12 +144,12 @@ class TrainingStep:
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.sync.unwrap()
-        assert isinstance(self.optimizer, FlatAdamW)
+        assert isinstance(self.optimizer, AdamW)
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
         kind = HorovodSynchronizer if self.config.strategy == "horovod" else GradientSynchronizer
         self.sync = kind(world, self.faults, self.timer, config=self.config)
-        self.sync.wrap(self.module, self.optimizer.is_flat)
+        self.sync.wrap(self.module)
 
     def adopt_replicas(self, world: World, plan: ReplicaPlan) -> None:
         """Work in this world from now on, as `adopt`. The model holds its rows by this plan already."""
@@ -233,7 +232,7 @@ class TrainingStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.update(self.sync.single_flat_gradient())
+            self.optimizer.step()
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> tuple[list[Tensor], float]:
         """Return the sums of this rank's losses, one for each pass, and what its samples weigh, and leave the gradient
@@ -330,7 +329,7 @@ class TrainingStep:
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
-            assert isinstance(self.optimizer, FlatAdamW)
+            assert isinstance(self.optimizer, AdamW)
             self.scaler.unscale_(self.optimizer)
         gradients = self.sync.flat_gradients()
         if gradients is None:
@@ -388,21 +387,24 @@ class TrainingStep:
             put_module_state(self._holders, before)
 
     def release(self) -> None:
-        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        """Leave the model as any other: without hooks and gradients."""
         self.sync.unwrap()
-        if isinstance(self.optimizer, FlatAdamW):
+        if isinstance(self.optimizer, AdamW):
             self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
-        assert isinstance(self.optimizer, FlatAdamW)
+        assert isinstance(self.optimizer, AdamW)
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        assert isinstance(self.optimizer, FlatAdamW)
+        assert isinstance(self.optimizer, AdamW)
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, moments in self.optimizer.state.items():
+            # The fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.
+            for name in MOMENTS:
+                moments[name] = torch.empty_like(parameter).copy_(moments[name])
         for group in self.optimizer.param_groups:  # a setting, which may be otherwise now
             group["weight_decay"] = self.config.weight_decay
         if state["scaler"]:  # which only training in fp16 has

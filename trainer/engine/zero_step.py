@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from trainer.comm.group import is_communication_error, shorten_error
 from trainer.comm.world import World
@@ -23,7 +24,6 @@ from trainer.data.batches import Batch
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
 from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
 from trainer.model.task import Task
-from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.zero_engine import ZeroEngine
 from trainer.parallel.zero_group import form_default_group
 from trainer.parallel.zero_synchronizer import ZeroSynchronizer
@@ -40,7 +40,7 @@ class ZeroStep(TrainingStep):
     ) -> None:
         self._engine: ZeroEngine | None = None
         self._norm = math.nan
-        super().__init__(module, task, config, device, faults, flat=False)
+        super().__init__(module, task, config, device, faults)
         if scalars := [name for name, item in module.named_parameters() if not item.dim()]:
             raise ConfigError(
                 f"training.strategy = 'deepspeed' cannot divide {', '.join(scalars)}, which has no dimension: make it "
@@ -51,7 +51,7 @@ class ZeroStep(TrainingStep):
         """Give the model and the state of the optimizer to DeepSpeed, with the ranks of this world."""
         if self._engine is not None:
             raise RuntimeError("DeepSpeed's ranks cannot change within a process")
-        assert isinstance(self.optimizer, FlatAdamW)
+        assert isinstance(self.optimizer, AdamW)
         self.world = world
         with self._communicating():
             form_default_group(world, self.config.collective_timeout_seconds)

@@ -81,8 +81,6 @@ class Buckets:
             for bucket in hooked
             for place, parameter in enumerate(bucket.parameters)
         ]
-        self.is_complete = False
-        """Whether every parameter has a gradient, known after `drop_unused`."""
         self._summing = False
         self._under_way: list[CollectiveResult] = []
         """Sums of this backward pass, or of one that failed."""
@@ -144,9 +142,6 @@ class Buckets:
     def drop_unused(self, ranks_without: Sequence[int], world_size: int) -> None:
         """Set to None each gradient that no rank has, so that the optimizer leaves the parameter alone.
         ``ranks_without`` is the sum of `missing_flags` over ranks."""
-        self.is_complete = world_size not in ranks_without
-        if self.is_complete:
-            return
         parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         for parameter, count in zip(parameters, ranks_without, strict=True):
             if count == world_size:

@@ -30,13 +30,13 @@ class HorovodSynchronizer(GradientSynchronizer):
     """The sums of gradients over the ranks of one world, by Horovod. In parameter-server mode, and on one rank, Horovod
     is left out."""
 
-    def wrap(self, module: nn.Module, flat: bool = False) -> None:
+    def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass over ranks, after Horovod's world has formed."""
         if self.world.group is not None and self.world.topology != "star":
             form_horovod(self.world, min(MOST_SECONDS, math.ceil(self.config.collective_timeout_seconds / 2)))
         else:
             leave_horovod()
-        super().wrap(module, flat)
+        super().wrap(module)
 
     def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:
         """Have Horovod sum a bucket, and the communication thread wait for it."""

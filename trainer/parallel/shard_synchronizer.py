@@ -77,10 +77,6 @@ class ShardSynchronizer:
         square = norm.detach().double().cpu().square().reshape(1)
         return (self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)).sqrt()[0]
 
-    def single_flat_gradient(self) -> Tensor | None:
-        """There is none."""
-        return None
-
     def missing_flags(self) -> list[int]:
         """No parameter is left out: those without a gradient count as having one of zeros."""
         return []

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.parallel.flat_adamw import UPDATE
 from trainer.runtime.step_timer import traced
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,8 +16,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class ShardedAdamW:
     """AdamW with torch's fused kernel and its defaults. All parameters count as updated equally often."""
-
-    is_flat = False
 
     def __init__(self, lr: float, weight_decay: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": lr, "weight_decay": weight_decay}]
@@ -40,7 +37,7 @@ class ShardedAdamW:
         [group] = self.param_groups
         count = torch.full((), float(self.steps), device=rows[names[0]].device)
         averages, squares = (self.moments[kind] for kind in MOMENTS)
-        with torch.no_grad(), traced(UPDATE):
+        with torch.no_grad(), traced("Optimizer.step#AdamW.step"):
             torch._fused_adamw_(
                 [rows[name] for name in names], [gradients[name] for name in names],
                 [averages[name] for name in names], [squares[name] for name in names], [], [count] * len(names),

@@ -49,8 +49,6 @@ class GradientSynchronizer:
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
-        self._is_flat = False
-        """Whether all ranks can use gradients in one piece."""
         self._pass = -1
         """Autograd's number of the latest backward pass, for `sum_each_pass`."""
         self.on_last_bucket: Callable[[], object] | None = None
@@ -58,22 +56,19 @@ class GradientSynchronizer:
         gradients are known by then."""
         check_compression(self.config)
 
-    def wrap(self, module: nn.Module, flat: bool = False) -> None:
+    def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
-        all ranks already. ``flat`` says that this rank can use gradients in one piece, so that they are kept so even
-        where there is nothing to sum. Waits for the group; raises `GroupError`."""
+        all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
         in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            self._is_flat = flat and group is None
-            if in_place or self._is_flat:
+            if in_place:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        found = self.world.all_gather_object([self.world.facts.node_rank, flat])
-        self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
+        self._nodes = self.world.all_gather_object(self.world.facts.node_rank)
         kind: str = self.config.communication
         if kind == "auto":
             may_drop = self.config.precision != "fp16"
@@ -140,13 +135,6 @@ class GradientSynchronizer:
         if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
         return [bucket.buffer() for bucket in self.buckets.buckets]
-
-    def single_flat_gradient(self) -> Tensor | None:
-        """Return the one flat tensor of all gradients after `drop_unused`. Return None if there are several, if a
-        parameter has no gradient, or if some rank cannot use it, since the result differs in the last bits."""
-        if not self._is_flat or self.buckets is None or len(self.buckets.buckets) > 1 or not self.buckets.is_complete:
-            return None
-        return self.buckets.buckets[0].buffer()
 
     def missing_flags(self) -> list[int]:
         """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient

@@ -57,10 +57,6 @@ class ZeroSynchronizer:
         """They are DeepSpeed's own."""
         return []
 
-    def single_flat_gradient(self) -> Tensor | None:
-        """There is none."""
-        return None
-
     def missing_flags(self) -> list[int]:
         """No parameter is left out: those without a gradient count as having one of zeros."""
         return []

@@ -144,6 +144,26 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
     assert weights[0] == weights[1]
 
 
+def test_moments_that_a_file_has_row_by_row_belong_to_weights_that_lie_otherwise() -> None:
+    def turned() -> nn.Module:
+        net = model()
+        net[2].weight = nn.Parameter(torch.arange(18.0).reshape(6, 3).t())
+        return net
+
+    net, other = turned(), turned()
+    step = step_of(net)
+    step(batch(4), 0, 0.1, NOTHING)
+    saved = copy.deepcopy(step.state_dict())
+    for moments in saved["optimizer"]["state"].values():
+        moments.update({name: value.contiguous() for name, value in moments.items()})
+    other.load_state_dict(net.state_dict())
+    resumed = step_of(other)
+    resumed.load_state_dict(saved)
+    for one in (step, resumed):
+        one(batch(4), 1, 0.1, NOTHING)
+    torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+
+
 def test_a_step_tells_the_votes_and_which_samples_it_used() -> None:
     flags = StepFlags(leaving=1, regroup=1, cut_off=1)
     result = step_of(model())(batch(2), 0, 0.0, flags)
