@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from trainer.strategies import SHARDED, Strategy, explain_strategy
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 FACTORY = "factory"
 """What the address of a dataset begins with where a function of the user's own makes it."""
@@ -233,12 +235,11 @@ class DistributedTrainingConfig:
     gradients go through one rank (parameter-server mode)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
     """In parameter-server mode: seconds until all-reduce is tried again; doubled each time that it fails."""
-    communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
+    communication: Literal["allreduce", "fp16", "topk", "hierarchical"] = "allreduce"
     """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
-    first; ``auto`` chooses from measurements (`trainer.parallel.compression`, `trainer.parallel.auto_compression`).
-    With ``topk`` and ``auto`` a resumed run does not repeat an uninterrupted one bit for bit; with ``fp16``, a run of
-    another world size does not repeat it up to rounding of sums. No effect in parameter-server mode, and on one
-    rank."""
+    first (`trainer.parallel.compression`). With ``topk`` a resumed run does not repeat an uninterrupted one bit for
+    bit; with ``fp16``, a run of another world size does not repeat it up to rounding of sums. No effect in
+    parameter-server mode, and on one rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     strategy: Strategy = "ddp"
@@ -389,6 +390,7 @@ def parse_job(
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a JSON object, not {type(data).__name__}")
+    _read_older_values(data, source)
     for override in overrides or []:
         key, separator, raw = override.partition("=")
         if not separator or not key:
@@ -411,6 +413,17 @@ def parse_job(
         from trainer.setting_errors import describe_errors
 
         raise ConfigError(describe_errors(error, JobConfig, source)) from None
+
+
+def _read_older_values(data: dict[str, Any], source: str) -> None:
+    """Replace values that older versions had, and say so."""
+    training = data.get("training")
+    if isinstance(training, dict) and training.get("communication") == "auto":
+        training["communication"] = "allreduce"
+        _log.info(
+            "%s: training.communication = 'auto' is no longer a value, and is read as 'allreduce': where the network "
+            "holds steps up, the alert and `dtrain tune` say what to set", source,
+        )  # fmt: skip
 
 
 _REMEDIES = {

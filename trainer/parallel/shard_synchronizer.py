@@ -7,7 +7,6 @@ passes are added up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from trainer.parallel.shard_collectives import ShardCollectives
 from trainer.parallel.sharding import ShardedModel
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import TimingWindow
 
 
 class ShardSynchronizer:
@@ -83,10 +79,6 @@ class ShardSynchronizer:
 
     def drop_unused(self, ranks_without: list[int]) -> None:
         """There is nothing to drop."""
-
-    def review(self, window: TimingWindow) -> dict[str, Any] | None:
-        """There is no choice to review."""
-        return None
 
     def _collect(self) -> None:
         self._collectives.finish()

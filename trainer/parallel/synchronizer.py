@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,10 @@ from trainer.comm.group import CollectiveResult, CompletedCollective, Interrupti
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
-from trainer.parallel.auto_compression import AutoCompression
 from trainer.parallel.buckets import Bucket, Buckets, divide
 from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import TimingWindow
 
 
 class GradientSynchronizer:
@@ -43,9 +39,7 @@ class GradientSynchronizer:
         self.world, self.faults, self.timer = world, faults, timer
         self.config = config or DistributedTrainingConfig()
         self.step = 0
-        self._nodes: list[int] = []
         self._hook: CommHook
-        self._automatic: AutoCompression | None = None
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
@@ -68,13 +62,8 @@ class GradientSynchronizer:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        self._nodes = self.world.all_gather_object(self.world.facts.node_rank)
-        kind: str = self.config.communication
-        if kind == "auto":
-            may_drop = self.config.precision != "fp16"
-            self._automatic = AutoCompression(self.world, self._nodes, self.config.topk_fraction, may_drop)
-            kind = self._automatic.present
-        self._hook = make_comm_hook(kind, self._nodes, self.config.topk_fraction)
+        nodes = self.world.all_gather_object(self.world.facts.node_rank)
+        self._hook = make_comm_hook(self.config.communication, nodes, self.config.topk_fraction)
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:
@@ -179,17 +168,6 @@ class GradientSynchronizer:
         for parameter in module.parameters():
             if self.world.rank > 0 and parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.zero_()  # what was summed before counts once
-
-    def review(self, window: TimingWindow) -> dict[str, Any] | None:
-        """Review the choice of ``auto`` after a window of `trainer.observability.comm_profiler`, between steps. Return
-        the fields of a ``communication`` event, None where there is nothing to report. All ranks must call it."""
-        if self._automatic is None or self.buckets is None:
-            return None
-        before = self._automatic.present
-        found = self._automatic.review(window, [bucket.buffer() for bucket in self.buckets.buckets])
-        if self._automatic.present != before:
-            self._hook = make_comm_hook(self._automatic.present, self._nodes, self.config.topk_fraction)
-        return found
 
     def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
         """Submit the sum of a bucket, on the thread of autograd, in the same order on all ranks."""

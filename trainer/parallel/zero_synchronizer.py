@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -12,9 +11,6 @@ from trainer.parallel.replicas import count_passes
 from trainer.parallel.zero_engine import ZeroEngine
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import TimingWindow
 
 
 class ZeroSynchronizer:
@@ -63,7 +59,3 @@ class ZeroSynchronizer:
 
     def drop_unused(self, ranks_without: list[int]) -> None:
         """There is nothing to drop."""
-
-    def review(self, window: TimingWindow) -> dict[str, Any] | None:
-        """There is no choice to review."""
-        return None
