@@ -117,7 +117,9 @@ def hold_rows_again(state: TrainingState, kept: dict[str, Any]) -> None:
     """Let each rank hold its rows as before; the passes need `TrainingStep.adopt_replicas` then."""
     sharded = state.step.sharded
     assert sharded is not None
+    moments, updates = state.step.moments_of_rows()
     sharded.shard(kept["place"], kept["size"], kept["rows"])
+    state.step.hold_rows(moments, updates)
     take_buffers(sharded.module, kept["buffers"])
 
 
@@ -128,7 +130,7 @@ def _keep_rows(state: TrainingState) -> dict[str, Any]:
     return {
         "place": sharded.place,
         "size": sharded.size,
-        "rows": {name: tensor.clone() for name, tensor in sharded.rows.items()},
+        "rows": sharded.rows,
         "buffers": {name: buffer.clone() for name, buffer in sharded.module.named_buffers()},
     }
 

@@ -13,14 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from trainer.comm.world import World
 from trainer.engine.module_state import share_module_state, take_buffers
 from trainer.engine.state_passing import pass_state
-from trainer.engine.step import TrainingStep
+from trainer.engine.step import MOMENTS, TrainingStep
 from trainer.parallel.replicas import row_range
-from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 
 WEIGHTS, BEST = "weights", "best"
@@ -105,9 +103,9 @@ def is_behind(item: Holding, furthest: int) -> bool:
 
 def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
     """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
-    sharded, optimizer = _parts_of(state)
-    found = {WEIGHTS: sharded.rows}
-    found |= {kind: rows for kind, rows in optimizer.moments.items() if rows}
+    sharded = _sharded(state)
+    moments, _ = state.step.moments_of_rows()
+    found = {WEIGHTS: sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
     if state.best is not None:
         found[BEST] = {name: state.best[name] for name in sharded.shapes}
     return found
@@ -115,7 +113,7 @@ def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
 
 def keep_best_rows(state: RowState) -> dict[str, Tensor]:
     """Return copies of the present rows and buffers, on the CPU."""
-    sharded, _ = _parts_of(state)
+    sharded = _sharded(state)
     kept = sharded.rows | buffers_of(sharded.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
@@ -123,14 +121,14 @@ def keep_best_rows(state: RowState) -> dict[str, Tensor]:
 def keep_start(state: RowState) -> None:
     """Keep the whole model as it is before the first step, until its first checkpoint counts: when ranks are lost
     before that, it is given out again."""
-    sharded, _ = _parts_of(state)
+    sharded = _sharded(state)
     if state.start is None:
         state.start = {name: rows.cpu().clone() for name, rows in sharded.rows.items()}
 
 
 def give_start(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place of the model as it was before the first step. A collective."""
-    sharded, _ = _parts_of(state)
+    sharded = _sharded(state)
     if world.rank == sources.reader and not sharded.is_whole:
         assert state.start is not None
         sharded.make_whole(state.start)
@@ -147,21 +145,20 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
     """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
-    sharded, optimizer = _parts_of(state)
+    sharded = _sharded(state)
     rows = rows_of(state)
+    _, updates = state.step.moments_of_rows()
     if best_is_saved:
         rows.pop(BEST, None)
     names = set(sharded.shapes)
-    group = optimizer.param_groups[0]
-    like = AdamW([nn.Parameter(torch.zeros(1))], lr=group["lr"], weight_decay=group["weight_decay"], fused=True)
-    groups = like.state_dict()["param_groups"]
+    [group] = state.step.optimizer.state_dict()["param_groups"]
     return {
         "place": sharded.place,
         "size": sharded.size,
         "rows": {**{kind: {} for kind in MOMENTS}, **rows},
         "aliases": sharded.aliases,
-        "updates": optimizer.steps,
-        "groups": [{**groups[0], "params": list(range(len(names)))}],
+        "updates": updates,
+        "groups": [{**group, "params": list(range(len(names)))}],
         "buffers": buffers_of(sharded.module),
         "best_buffers": {name: value for name, value in (state.best or {}).items() if name not in names},
         "order": list(sharded.module.state_dict()),
@@ -172,7 +169,7 @@ def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
 
 def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size: int) -> None:
     """Hold the rows of this place of a state that an unsharded training has saved, without its progress."""
-    sharded, optimizer = _parts_of(state)
+    sharded = _sharded(state)
     moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
     updates = 0.0
     for number, name in enumerate(sharded.shapes):
@@ -184,7 +181,7 @@ def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size
     rows = {name: sharded.take_rows(name, whole["model"][name], place, size) for name in sharded.shapes}
     take_buffers(sharded.module, whole["model"])
     sharded.shard(place, size, rows)
-    optimizer.moments, optimizer.steps = moments, round(updates)
+    state.step.hold_rows(moments, round(updates))
     state.best = None
     if best := whole.get("best"):
         state.best = cut_best(sharded, best)
@@ -198,9 +195,10 @@ def cut_best(sharded: ShardedModel, best: Mapping[str, Tensor]) -> dict[str, Ten
 
 def move_rows(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place, taken from the ranks that have them. A collective."""
-    sharded, optimizer = _parts_of(state)
+    sharded = _sharded(state)
     mine = rows_of(state)
-    known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], optimizer.steps])
+    _, done = state.step.moments_of_rows()
+    known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
     kinds, updates = known[sources.reader]
     kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
     for kind in kinds:
@@ -212,7 +210,7 @@ def move_rows(state: RowState, world: World, sources: Sources, place: int, size:
             kept[kind][name] = taken.cpu() if kind == BEST else taken
     share_module_state(sharded.module, world, sources.reader)
     sharded.shard(place, size, kept[WEIGHTS])
-    optimizer.moments, optimizer.steps = {kind: kept.get(kind, {}) for kind in MOMENTS}, updates
+    state.step.hold_rows({kind: kept.get(kind, {}) for kind in MOMENTS}, updates)
     before, state.best = state.best, None
     if BEST in kept:
         buffers = {name: value.cpu().clone() for name, value in buffers_of(sharded.module).items()}
@@ -244,8 +242,6 @@ def present_sources(world: World, sharded: ShardedModel, replica: Sequence[int])
     return Sources(0, sharded.size, tuple(replica), replica[0])
 
 
-def _parts_of(state: RowState) -> tuple[ShardedModel, ShardedAdamW]:
-    sharded, optimizer = state.step.sharded, state.step.optimizer
-    assert sharded is not None
-    assert isinstance(optimizer, ShardedAdamW)
-    return sharded, optimizer
+def _sharded(state: RowState) -> ShardedModel:
+    assert state.step.sharded is not None
+    return state.step.sharded

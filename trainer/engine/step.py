@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,6 @@ from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
 from trainer.parallel.packages import load_package
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.parallel.zero_synchronizer import ZeroSynchronizer
@@ -44,6 +43,8 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of the moments, as torch calls them."""
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
 
@@ -111,12 +112,9 @@ class TrainingStep:
         self._weigh = weigher(task)
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
-        self.optimizer: AdamW | ShardedAdamW
-        if self.sharded is None:
-            rate, decay = config.learning_rate, config.weight_decay
-            self.optimizer = AdamW(module.parameters(), lr=rate, weight_decay=decay, fused=True)
-        else:
-            self.optimizer = ShardedAdamW(config.learning_rate, config.weight_decay)
+        self.rows: dict[str, nn.Parameter] = {}
+        """Of a model that is divided: this rank's rows that are trained, which the optimizer updates."""
+        self.optimizer = self._make_optimizer(list(module.parameters()))
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
@@ -144,7 +142,6 @@ class TrainingStep:
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.sync.unwrap()
-        assert isinstance(self.optimizer, AdamW)
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
         kind = HorovodSynchronizer if self.config.strategy == "horovod" else GradientSynchronizer
@@ -158,6 +155,23 @@ class TrainingStep:
         self.world, self.awaits_commit = world, None
         self.sync = ShardSynchronizer(world, plan, self.sharded, self.faults, self.timer)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+        """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
+        assert self.sharded is not None
+        rows = self.sharded.rows
+        self.rows = {name: nn.Parameter(rows[name]) for name in self.sharded.trained}
+        self.optimizer = self._make_optimizer(list(self.rows.values()))
+        for name, parameter in self.rows.items():
+            if name in moments.get(MOMENTS[0], {}):
+                count = torch.tensor(float(updates), device=parameter.device)
+                self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
+
+    def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Return the moments of this rank's rows, by kind and name, and the number of updates."""
+        state = {name: self.optimizer.state[item] for name, item in self.rows.items() if item in self.optimizer.state}
+        updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
+        return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
@@ -223,10 +237,11 @@ class TrainingStep:
 
     def update(self) -> None:
         """Update the weights with the gradients of a step that is committed."""
-        if isinstance(self.optimizer, ShardedAdamW):
-            assert self.sharded is not None
-            assert isinstance(self.sync, ShardSynchronizer)
-            self.optimizer.update_rows(self.sharded.rows, self.sync.gradients)
+        if isinstance(self.sync, ShardSynchronizer):
+            for name, gradient in self.sync.gradients.items():
+                self.rows[name].grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             self.awaits_commit = None
         elif self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
@@ -319,6 +334,10 @@ class TrainingStep:
         odd = [each for each in every if each[0]]
         return next((said for _, said in odd or every if said), "")
 
+    def _make_optimizer(self, parameters: list[nn.Parameter]) -> AdamW:
+        rate, decay = self.config.learning_rate, self.config.weight_decay
+        return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
+
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
         there are none, which takes as long as a small model's forward pass."""
@@ -329,7 +348,6 @@ class TrainingStep:
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
-            assert isinstance(self.optimizer, AdamW)
             self.scaler.unscale_(self.optimizer)
         gradients = self.sync.flat_gradients()
         if gradients is None:
@@ -389,17 +407,14 @@ class TrainingStep:
     def release(self) -> None:
         """Leave the model as any other: without hooks and gradients."""
         self.sync.unwrap()
-        if isinstance(self.optimizer, AdamW):
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
-        assert isinstance(self.optimizer, AdamW)
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        assert isinstance(self.optimizer, AdamW)
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, moments in self.optimizer.state.items():
             # The fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.

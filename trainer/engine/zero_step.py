@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from trainer.comm.group import is_communication_error, shorten_error
 from trainer.comm.world import World
@@ -51,7 +50,6 @@ class ZeroStep(TrainingStep):
         """Give the model and the state of the optimizer to DeepSpeed, with the ranks of this world."""
         if self._engine is not None:
             raise RuntimeError("DeepSpeed's ranks cannot change within a process")
-        assert isinstance(self.optimizer, AdamW)
         self.world = world
         with self._communicating():
             form_default_group(world, self.config.collective_timeout_seconds)

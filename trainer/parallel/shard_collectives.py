@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from trainer.comm.encrypted_mesh import EncryptedMesh
 from trainer.comm.group import GroupError
@@ -110,7 +109,7 @@ class PendingGather(dist.Work):
         return True
 
 
-class ParameterGather(AllGather):
+class ParameterGather:
     """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
 
     def __init__(self, collectives: ShardCollectives) -> None:
@@ -125,7 +124,7 @@ class ParameterGather(AllGather):
         return PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
 
 
-class GradientScatter(ReduceScatter):
+class GradientScatter:
     """FSDP2's reduce-scatter, as `ShardCollectives.reduce_scatter`: the backward pass goes on meanwhile. FSDP2 takes
     views of the result and computes nothing with it, as there is no factor and no other type to turn it into."""
 

@@ -7,14 +7,12 @@ whoever holds the module keeps it. Which rank holds what is `trainer.parallel.re
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _composable_state
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,6 +21,9 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.model.blocks import separate_blocks
 from trainer.parallel.replicas import row_range
 from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
+
+_DICTIONARIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+"""The attributes of a module that hold its hooks, by a number that no two hooks share, and its parts."""
 
 
 class _Ranks:
@@ -91,6 +92,12 @@ class ShardedModel:
         self.is_whole = True
         self._divided: dict[str, Any] = {}
         """The parameters as FSDP2 keeps them; between a forward and a backward pass the module may have others."""
+        self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """The module's own parameters and their places, while FSDP2 has put others there."""
+        self._added: list[tuple[nn.Module, set[str]]] = []
+        """The parts of the module, and the attributes that FSDP2 has added to each."""
+        self._is_used = False
+        """Whether FSDP2 has begun a pass, before which it cannot be reset."""
         self._home = torch.device("cpu") if config.cpu_offload else device
         """Where rows lie between passes."""
 
@@ -99,7 +106,8 @@ class ShardedModel:
         """Return this rank's rows of every parameter, as they lie in memory."""
         if self.is_whole:
             return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        return {name: parameter._local_tensor for name, parameter in self._divided.items()}
+        with torch.no_grad():
+            return {name: parameter.to_local() for name, parameter in self._divided.items()}
 
     def take_rows(self, name: str, whole: Tensor, place: int, size: int) -> Tensor:
         """Return a copy of the rows of a whole parameter that the rank at this place holds, where rows lie."""
@@ -113,19 +121,32 @@ class ShardedModel:
         mesh = _ReplicaMesh(self.device.type, place, size)
         kind = torch.bfloat16 if self.config.gather_precision == "bf16" else None
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        self._whole = [
+            (part, name, parameter)
+            for part in self.module.modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        known = [(part, set(vars(part))) for part in self.module.modules()]
         for part in [*self.blocks, self.module]:
-            self._make_room(part)
+            own = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
+            for parameter in own:
+                if not parameter.untyped_storage().size():  # FSDP2 divides it; what is in it does not matter
+                    parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
             output = torch.float32 if kind and part is self.module else None
             policy = MixedPrecisionPolicy(
                 param_dtype=kind, reduce_dtype=torch.float32 if kind else None, output_dtype=output
             )
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            for parameter in own:
+                parameter.data = _without_memory(parameter)
+        self._added = [(part, set(vars(part)) - names) for part, names in known]
         for wrapped in _wrapped(self.module):
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_reduce_scatter_unused_params(True)
         for block, following in zip(self.blocks, self.blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        self._note = self.module.register_forward_pre_hook(self._note_use, prepend=True)
         self._divided = dict(self.module.named_parameters())
         self.place, self.size, self.is_whole = place, size, False
         with torch.no_grad():
@@ -145,8 +166,8 @@ class ShardedModel:
     def connect(self, collectives: ShardCollectives) -> None:
         """Use these collectives in all passes from now on."""
         for part in _wrapped(self.module):
-            part.set_custom_all_gather(ParameterGather(collectives))
-            part.set_custom_reduce_scatter(GradientScatter(collectives))
+            part.set_custom_all_gather(ParameterGather(collectives))  # type: ignore[arg-type]
+            part.set_custom_reduce_scatter(GradientScatter(collectives))  # type: ignore[arg-type]
             part.set_all_reduce_hook(collectives.sum_column)
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -154,67 +175,54 @@ class ShardedModel:
         found = {}
         for name, parameter in self._divided.items():
             if parameter.grad is not None:
-                found[name] = parameter.grad._local_tensor
+                with torch.no_grad():
+                    found[name] = parameter.grad.to_local()
                 parameter.grad = None
         return found
 
     def reset(self) -> None:
         """Be ready for another pass after one that has failed: parameters are rows, and there are no gradients."""
-        if not self.is_whole:
-            root: FSDPModule = self.module  # type: ignore[assignment]
-            if root._get_fsdp_state()._is_root:  # not known before the first pass
-                root.reset_iter_state()
-            for part in _wrapped(self.module):
-                part.reshard()
-            for fsdp_parameter in _fsdp_parameters(self.module):
-                fsdp_parameter.unsharded_accumulated_grad = None
-                whole = getattr(fsdp_parameter, "_unsharded_param", None)
-                if whole is not None:
-                    whole.grad = None
-        for parameter in [*self.module.parameters(), *self._divided.values()]:
+        for parameter in self.module.parameters():  # some of which are gathered, and kept by FSDP2
+            parameter.grad = None
+        if self._is_used:
+            self.module.reset_iter_state()  # type: ignore[operator]
+        for parameter in self._divided.values():
             parameter.grad = None
 
-    def _make_room(self, part: nn.Module) -> None:
-        """Give parameters that are without memory some that FSDP2 can divide; what is in it does not matter."""
-        for parameter in part.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
+    def _note_use(self, *_: Any) -> None:
+        self._is_used = True
 
     def _take_apart(self) -> None:
-        """Take the module out of FSDP2. Its parameters are ordinary ones without memory then."""
+        """Take the module out of FSDP2, which has no function for that. Its own parameters are there again, without
+        memory."""
         self.reset()
-        for part in _wrapped(self.module):
-            state = part._get_fsdp_state()
-            for group in state._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter._post_load_hook_handle.remove()
-                    old = parameter.sharded_param
-                    empty = torch.empty(parameter._orig_size, dtype=old.dtype, device=self.device)
-                    empty.untyped_storage().resize_(0)
-                    parameter._setattr_on_modules(nn.Parameter(empty, requires_grad=old.requires_grad))
-                for handles in (
-                    group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle
-                ):  # fmt: skip
-                    for handle in handles.values():
-                        handle.remove()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-            module: nn.Module = part  # type: ignore[assignment]
-            module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
-            module.__dict__[STATE_KEY].pop(inspect.unwrap(fully_shard), None)
-            module.__dict__[REGISTRY_KEY].pop("fully_shard", None)
-            _composable_state._module_state_mapping.pop(module, None)
-        self.is_whole, self._divided = True, {}
+        self._note.remove()
+        for part, added in self._added:
+            kinds = (kind for kind in type(part).__mro__ if not issubclass(kind, FSDPModule))
+            part.__class__ = next(kinds)  # type: ignore[assignment]
+            for name in added & set(vars(part)):
+                delattr(part, name)
+            _module_state_mapping.pop(part, None)  # else it cannot be given to FSDP2 again
+        for part, name, parameter in self._whole:
+            parameter.requires_grad_(getattr(part, name).requires_grad)
+            setattr(part, name, parameter)
+        for part in self.module.modules():
+            hooks = [vars(part)[name] for name in _DICTIONARIES]
+            for key in [key for held in hooks for key, value in held.items() if _is_hook_of_fsdp(value)]:
+                for held in hooks:
+                    held.pop(key, None)
+        self.is_whole, self._is_used, self._divided, self._whole, self._added = True, False, {}, [], []
 
 
 def _wrapped(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _fsdp_parameters(module: nn.Module) -> list[Any]:
-    return [
-        parameter
-        for part in _wrapped(module)
-        for group in part._get_fsdp_state()._fsdp_param_groups
-        for parameter in group.fsdp_params
-    ]
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, requires_grad=False)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+def _is_hook_of_fsdp(value: Any) -> bool:
+    return callable(value) and str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")

@@ -136,11 +136,10 @@ def held_by(world: World, strategy: Any) -> int:
     if step.sharded is not None:
         assert isinstance(step.sync, ShardSynchronizer)
         tensors = [*step.sharded.rows.values(), *step.sync.gradients.values()]
-        tensors += [row for rows in step.optimizer.moments.values() for row in rows.values()]  # type: ignore[union-attr]
     else:
         tensors = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
-        for state in step.optimizer.state.values():  # type: ignore[union-attr]
-            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+    for state in step.optimizer.state.values():
+        tensors += [state["exp_avg"], state["exp_avg_sq"]]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
