@@ -171,7 +171,7 @@ class Ours:
 
     def bytes_held(self) -> int:
         """Return the bytes of parameters, gradients and moments on this rank, after a step."""
-        from trainer.parallel.shard_synchronizer import ShardSynchronizer
+        from trainer.parallel.sharding import ShardSynchronizer
 
         step = self.step
         if step.sharded is not None:

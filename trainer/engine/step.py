@@ -31,14 +31,12 @@ from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample, weigher
-from trainer.parallel.gradient_norm import gradient_norm
+from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
-from trainer.parallel.packages import load_package
 from trainer.parallel.replicas import ReplicaPlan
-from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharding import ShardedModel
+from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
 from trainer.parallel.synchronizer import GradientSynchronizer
-from trainer.parallel.zero_synchronizer import ZeroSynchronizer
+from trainer.parallel.zero_engine import ZeroSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -106,7 +104,6 @@ class TrainingStep:
     ) -> None:
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        load_package(config.strategy, device)
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
@@ -360,7 +357,8 @@ class TrainingStep:
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
         limit = self.config.clip_norm
         if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
-            torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
+            for gradient in gradients:
+                gradient.mul_(limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
     def _submit_commit(self, batch: Batch, flags: StepFlags, losses: list[Tensor]) -> None:

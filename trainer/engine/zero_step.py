@@ -23,9 +23,7 @@ from trainer.data.batches import Batch
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
 from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
 from trainer.model.task import Task
-from trainer.parallel.zero_engine import ZeroEngine
-from trainer.parallel.zero_group import form_default_group
-from trainer.parallel.zero_synchronizer import ZeroSynchronizer
+from trainer.parallel.zero_engine import ZeroEngine, ZeroSynchronizer, form_default_group
 from trainer.runtime.fault_injection import Faults
 
 

@@ -3,11 +3,15 @@
 When the world changes, so may the rows: then the module is taken out of FSDP2 and put into it again, in place, so that
 whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives are
 `trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded_state`.
+
+`ShardSynchronizer`: a step's gradients of such a model, in place of `trainer.parallel.synchronizer`. Each pass ends
+with this rank's rows of the sum over ranks, so that no rank ever holds all gradients; those of several passes are added
+up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.model.blocks import separate_blocks
-from trainer.parallel.replicas import row_range
+from trainer.parallel.replicas import ReplicaPlan, count_passes, row_range
 from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
 _DICTIONARIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 """The attributes of a module that hold its hooks, by a number that no two hooks share, and its parts."""
@@ -212,6 +219,84 @@ class ShardedModel:
                 for held in hooks:
                     held.pop(key, None)
         self.is_whole, self._is_used, self._divided, self._whole, self._added = True, False, {}, [], []
+
+
+class ShardSynchronizer:
+    """The sums of a sharded model's gradients over the ranks of one world."""
+
+    def __init__(self, world: World, plan: ReplicaPlan, model: ShardedModel, faults: Faults, timer: StepTimer) -> None:
+        """``model`` holds its rows by this plan already."""
+        self.world, self.plan, self.model, self.faults, self.timer = world, plan, model, faults, timer
+        self.step = 0
+        self.on_last_bucket: Callable[[], object] | None = None
+        """Not called: the norm of the gradient has to be summed before the step is committed."""
+        self.gradients: dict[str, Tensor] = {}
+        """This rank's rows of the step's gradients, by name of the parameter."""
+        self._collectives = ShardCollectives(world, plan, timer)
+        model.connect(self._collectives)
+
+    def unwrap(self) -> None:
+        """Make the model ready for another synchronizer, also where a pass has failed."""
+        self._collectives.discard()
+        self.model.reset()
+        self.gradients = {}
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear the gradients before the first pass of a step."""
+        self.gradients = {}
+        self.model.take_gradients()
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return how many passes every rank makes for a global batch of this many samples."""
+        return count_passes(samples, micro_batches, self.world.world_size, at_once)
+
+    def begin_forward(self) -> None:
+        """Say that a forward pass begins."""
+        self._collectives.segment = "forward"
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass, after the forward pass: add up what the passes before have left."""
+        self._collect()  # here, since their sums had the forward pass's time to arrive
+        self._collectives.segment = "backward"
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
+        self.timer.mark("backward")
+        self.faults.reach("all_reduce", self.step)
+        self._collect()
+        self.timer.mark("exposed")
+
+    def flat_gradients(self) -> list[Tensor]:
+        """Return this rank's rows of the gradients."""
+        return [gradient for gradient in self.gradients.values() if gradient.numel()]
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of whole gradients, from that of this rank's rows. A collective."""
+        square = norm.detach().double().cpu().square().reshape(1)
+        return (self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)).sqrt()[0]
+
+    def missing_flags(self) -> list[int]:
+        """No parameter is left out: those without a gradient count as having one of zeros."""
+        return []
+
+    def drop_unused(self, ranks_without: list[int]) -> None:
+        """There is nothing to drop."""
+
+    def _collect(self) -> None:
+        self._collectives.finish()
+        found = self.model.take_gradients()
+        for name, gradient in found.items():
+            if name in self.gradients:
+                self.gradients[name].add_(gradient)
+            else:
+                self.gradients[name] = gradient
+        if self.device_is_gpu:
+            torch.cuda.current_stream(self.model.device).synchronize()
+
+    @property
+    def device_is_gpu(self) -> bool:
+        """Whether the model computes on a GPU."""
+        return self.model.device.type == "cuda"
 
 
 def _wrapped(module: nn.Module) -> list[FSDPModule]:

@@ -26,8 +26,7 @@ from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.model.task import SupervisedTask
 from trainer.parallel.replicas import plan_replicas
 from trainer.parallel.shard_collectives import ShardCollectives
-from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharding import ShardedModel
+from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
 from trainer.performance.memory import GIB, ModelBytes, count_sharing, most_samples, rank_bytes, zero_rank_bytes
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
