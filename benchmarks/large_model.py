@@ -176,7 +176,7 @@ class Ours:
         step = self.step
         if step.sharded is not None:
             assert isinstance(step.sync, ShardSynchronizer)
-            held = [*step.sharded.rows.values(), *step.sync.gradients.values()]
+            held = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
         else:
             held = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
         for of_one in step.optimizer.state.values():

@@ -117,9 +117,8 @@ def hold_rows_again(state: TrainingState, kept: dict[str, Any]) -> None:
     """Let each rank hold its rows as before; the passes need `TrainingStep.adopt_replicas` then."""
     sharded = state.step.sharded
     assert sharded is not None
-    moments, updates = state.step.moments_of_rows()
     sharded.shard(kept["place"], kept["size"], kept["rows"])
-    state.step.hold_rows(moments, updates)
+    state.step.hold_rows(*kept["moments"])
     take_buffers(sharded.module, kept["buffers"])
 
 
@@ -131,6 +130,7 @@ def _keep_rows(state: TrainingState) -> dict[str, Any]:
         "place": sharded.place,
         "size": sharded.size,
         "rows": sharded.rows,
+        "moments": state.step.moments_of_rows(),
         "buffers": {name: buffer.clone() for name, buffer in sharded.module.named_buffers()},
     }
 

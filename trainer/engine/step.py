@@ -35,8 +35,7 @@ from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
-from trainer.parallel.synchronizer import GradientSynchronizer
-from trainer.parallel.zero_engine import ZeroSynchronizer
+from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -109,8 +108,6 @@ class TrainingStep:
         self._weigh = weigher(task)
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
-        self.rows: dict[str, nn.Parameter] = {}
-        """Of a model that is divided: this rank's rows that are trained, which the optimizer updates."""
         self.optimizer = self._make_optimizer(list(module.parameters()))
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
@@ -120,8 +117,7 @@ class TrainingStep:
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
         """The world, which has only this process until `adopt`."""
-        self.sync: GradientSynchronizer | ShardSynchronizer | ZeroSynchronizer
-        self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
+        self.sync: GradientSync = GradientSynchronizer(self.world, faults, self.timer, config=config)
         self.awaits_commit: int | None = None
         """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
         self._kind = AUTOCAST[config.precision]
@@ -156,17 +152,17 @@ class TrainingStep:
     def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
         """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
         assert self.sharded is not None
-        rows = self.sharded.rows
-        self.rows = {name: nn.Parameter(rows[name]) for name in self.sharded.trained}
-        self.optimizer = self._make_optimizer(list(self.rows.values()))
-        for name, parameter in self.rows.items():
+        self.optimizer = self._make_optimizer(list(self.sharded.held.values()))
+        for name, parameter in self.sharded.held.items():
             if name in moments.get(MOMENTS[0], {}):
                 count = torch.tensor(float(updates), device=parameter.device)
                 self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
 
     def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
         """Return the moments of this rank's rows, by kind and name, and the number of updates."""
-        state = {name: self.optimizer.state[item] for name, item in self.rows.items() if item in self.optimizer.state}
+        assert self.sharded is not None
+        known, held = self.optimizer.state, self.sharded.held
+        state = {name: known[parameter] for name, parameter in held.items() if parameter in known}
         updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
         return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
 
@@ -234,17 +230,12 @@ class TrainingStep:
 
     def update(self) -> None:
         """Update the weights with the gradients of a step that is committed."""
-        if isinstance(self.sync, ShardSynchronizer):
-            for name, gradient in self.sync.gradients.items():
-                self.rows[name].grad = gradient
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.awaits_commit = None
-        elif self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             self.optimizer.step()
+        self.awaits_commit = None
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> tuple[list[Tensor], float]:
         """Return the sums of this rank's losses, one for each pass, and what its samples weigh, and leave the gradient
@@ -349,9 +340,7 @@ class TrainingStep:
         gradients = self.sync.flat_gradients()
         if gradients is None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = gradient_norm(gradients, self.device)
-        if isinstance(self.sync, ShardSynchronizer):
-            norm = self.sync.whole_norm(norm).to(norm)
+        norm = self.sync.whole_norm(gradient_norm(gradients, self.device))
         found = [*losses, norm]
         # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()

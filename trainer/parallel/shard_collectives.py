@@ -109,31 +109,28 @@ class PendingGather(dist.Work):
         return True
 
 
-class ParameterGather:
-    """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
+class _OverGroup:
+    """A collective that FSDP2 is given in place of its own."""
 
     def __init__(self, collectives: ShardCollectives) -> None:
         self._collectives = collectives
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the gathered parameters."""
+        """Return memory for what comes out."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ParameterGather(_OverGroup):
+    """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work:
         """Submit the gather."""
         return PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
 
 
-class GradientScatter:
+class GradientScatter(_OverGroup):
     """FSDP2's reduce-scatter, as `ShardCollectives.reduce_scatter`: the backward pass goes on meanwhile. FSDP2 takes
     views of the result and computes nothing with it, as there is no factor and no other type to turn it into."""
-
-    def __init__(self, collectives: ShardCollectives) -> None:
-        self._collectives = collectives
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

@@ -11,7 +11,7 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.model.blocks import separate_blocks
 from trainer.parallel.replicas import ReplicaPlan, count_passes, row_range
 from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
+from trainer.parallel.synchronizer import GradientSync
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -97,6 +98,8 @@ class ShardedModel:
         self.blocks = separate_blocks(module, blocks)
         self.place, self.size = 0, 1
         self.is_whole = True
+        self.held: dict[str, nn.Parameter] = {}
+        """This rank's rows as parameters of their own, in the memory of FSDP2's, while the module is divided."""
         self._divided: dict[str, Any] = {}
         """The parameters as FSDP2 keeps them; between a forward and a backward pass the module may have others."""
         self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -111,10 +114,8 @@ class ShardedModel:
     @property
     def rows(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter, as they lie in memory."""
-        if self.is_whole:
-            return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        with torch.no_grad():
-            return {name: parameter.to_local() for name, parameter in self._divided.items()}
+        held = dict(self.module.named_parameters()) if self.is_whole else self.held
+        return {name: parameter.detach() for name, parameter in held.items()}
 
     def take_rows(self, name: str, whole: Tensor, place: int, size: int) -> Tensor:
         """Return a copy of the rows of a whole parameter that the rank at this place holds, where rows lie."""
@@ -157,8 +158,10 @@ class ShardedModel:
         self._divided = dict(self.module.named_parameters())
         self.place, self.size, self.is_whole = place, size, False
         with torch.no_grad():
-            for name, mine in self.rows.items():
+            for name, parameter in self._divided.items():
+                mine = parameter.to_local()
                 mine.copy_(rows[name])
+                self.held[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
 
     def make_whole(self, values: Mapping[str, Tensor]) -> None:
         """Be an ordinary module from now on, whose parameters are these."""
@@ -177,15 +180,19 @@ class ShardedModel:
             part.set_custom_reduce_scatter(GradientScatter(collectives))  # type: ignore[arg-type]
             part.set_all_reduce_hook(collectives.sum_column)
 
-    def take_gradients(self) -> dict[str, Tensor]:
-        """Return this rank's rows of all gradients, and leave the parameters without."""
-        found = {}
-        for name, parameter in self._divided.items():
-            if parameter.grad is not None:
-                with torch.no_grad():
-                    found[name] = parameter.grad.to_local()
-                parameter.grad = None
-        return found
+    def collect_gradients(self) -> None:
+        """Add the gradients that a pass has left to those of the rows, and leave FSDP2's parameters without."""
+        with torch.no_grad():
+            for name, parameter in self._divided.items():
+                if parameter.grad is not None:
+                    found, held = parameter.grad.to_local(), self.held[name]
+                    held.grad = found if held.grad is None else held.grad.add_(found)
+                    parameter.grad = None
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the rows, and those that a pass has left."""
+        for parameter in [*self._divided.values(), *self.held.values()]:
+            parameter.grad = None
 
     def reset(self) -> None:
         """Be ready for another pass after one that has failed: parameters are rows, and there are no gradients."""
@@ -193,8 +200,7 @@ class ShardedModel:
             parameter.grad = None
         if self._is_used:
             self.module.reset_iter_state()  # type: ignore[operator]
-        for parameter in self._divided.values():
-            parameter.grad = None
+        self.clear_gradients()
 
     def _note_use(self, *_: Any) -> None:
         self._is_used = True
@@ -218,20 +224,18 @@ class ShardedModel:
             for key in [key for held in hooks for key, value in held.items() if _is_hook_of_fsdp(value)]:
                 for held in hooks:
                     held.pop(key, None)
-        self.is_whole, self._is_used, self._divided, self._whole, self._added = True, False, {}, [], []
+        self.is_whole, self._is_used = True, False
+        self._divided, self.held, self._whole, self._added = {}, {}, [], []
 
 
-class ShardSynchronizer:
-    """The sums of a sharded model's gradients over the ranks of one world."""
+class ShardSynchronizer(GradientSync):
+    """The sums of a sharded model's gradients over the ranks of one world. The norm of the gradient has to be summed
+    before the step is committed, so that it is not committed with a bucket."""
 
     def __init__(self, world: World, plan: ReplicaPlan, model: ShardedModel, faults: Faults, timer: StepTimer) -> None:
         """``model`` holds its rows by this plan already."""
-        self.world, self.plan, self.model, self.faults, self.timer = world, plan, model, faults, timer
-        self.step = 0
-        self.on_last_bucket: Callable[[], object] | None = None
-        """Not called: the norm of the gradient has to be summed before the step is committed."""
-        self.gradients: dict[str, Tensor] = {}
-        """This rank's rows of the step's gradients, by name of the parameter."""
+        super().__init__(world, faults, timer)
+        self.plan, self.model = plan, model
         self._collectives = ShardCollectives(world, plan, timer)
         model.connect(self._collectives)
 
@@ -239,12 +243,10 @@ class ShardSynchronizer:
         """Make the model ready for another synchronizer, also where a pass has failed."""
         self._collectives.discard()
         self.model.reset()
-        self.gradients = {}
 
     def clear(self, parameters: list[nn.Parameter]) -> None:
         """Clear the gradients before the first pass of a step."""
-        self.gradients = {}
-        self.model.take_gradients()
+        self.model.clear_gradients()
 
     def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
         """Return how many passes every rank makes for a global batch of this many samples."""
@@ -268,35 +270,20 @@ class ShardSynchronizer:
 
     def flat_gradients(self) -> list[Tensor]:
         """Return this rank's rows of the gradients."""
-        return [gradient for gradient in self.gradients.values() if gradient.numel()]
+        gradients = [held.grad for held in self.model.held.values() if held.grad is not None]
+        return [gradient for gradient in gradients if gradient.numel()]
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of whole gradients, from that of this rank's rows. A collective."""
         square = norm.detach().double().cpu().square().reshape(1)
-        return (self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)).sqrt()[0]
-
-    def missing_flags(self) -> list[int]:
-        """No parameter is left out: those without a gradient count as having one of zeros."""
-        return []
-
-    def drop_unused(self, ranks_without: list[int]) -> None:
-        """There is nothing to drop."""
+        total = self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)
+        return total.sqrt()[0].to(norm)
 
     def _collect(self) -> None:
         self._collectives.finish()
-        found = self.model.take_gradients()
-        for name, gradient in found.items():
-            if name in self.gradients:
-                self.gradients[name].add_(gradient)
-            else:
-                self.gradients[name] = gradient
-        if self.device_is_gpu:
+        self.model.collect_gradients()
+        if self.model.device.type == "cuda":
             torch.cuda.current_stream(self.model.device).synchronize()
-
-    @property
-    def device_is_gpu(self) -> bool:
-        """Whether the model computes on a GPU."""
-        return self.model.device.type == "cuda"
 
 
 def _wrapped(module: nn.Module) -> list[FSDPModule]:

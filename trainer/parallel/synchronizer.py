@@ -26,7 +26,59 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 
-class GradientSynchronizer:
+class GradientSync:
+    """The way in which gradients of a step come together over the ranks of one world. Methods of a way that has nothing
+    to do there are here."""
+
+    def __init__(self, world: World, faults: Faults, timer: StepTimer) -> None:
+        self.world, self.faults, self.timer = world, faults, timer
+        self.step = 0
+        self.on_last_bucket: Callable[[], object] | None = None
+        """Called when the last bucket is handed over, where there are buckets: what it submits follows that bucket
+        without a wait. The missing gradients are known by then."""
+
+    def unwrap(self) -> None:
+        """Make the model ready for another one, also where a pass has failed."""
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear the gradients before the first backward pass of a step, also those of one that has failed."""
+        raise NotImplementedError
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return how many passes every rank makes for a global batch of this many samples, where each is a collective;
+        0 where ranks may make as many as they have work for."""
+        return 0
+
+    def begin_forward(self) -> None:
+        """Prepare a forward pass."""
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass, after the forward pass. ``is_last``: of the step."""
+        raise NotImplementedError
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
+        raise NotImplementedError
+
+    def flat_gradients(self) -> list[Tensor] | None:
+        """Return the tensors that hold all gradients of this rank after `finish`; None where parameters do."""
+        return None
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of the whole gradient, from that of what this rank holds. A collective where ranks hold
+        parts."""
+        return norm
+
+    def missing_flags(self) -> list[int]:
+        """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient
+        here. There are none where those count as having one of zeros."""
+        return []
+
+    def drop_unused(self, ranks_without: list[int]) -> None:
+        """Drop the gradients that no rank has, see `Buckets.drop_unused`."""
+
+
+class GradientSynchronizer(GradientSync):
     """The sums of gradients over the ranks of one world. They are sums, not averages: the loss is scaled by the global
     batch, so the sum is the gradient of the mean over it.
 
@@ -36,18 +88,14 @@ class GradientSynchronizer:
     def __init__(
         self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
     ) -> None:  # fmt: skip
-        self.world, self.faults, self.timer = world, faults, timer
+        super().__init__(world, faults, timer)
         self.config = config or DistributedTrainingConfig()
-        self.step = 0
         self._hook: CommHook
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
         self._pass = -1
         """Autograd's number of the latest backward pass, for `sum_each_pass`."""
-        self.on_last_bucket: Callable[[], object] | None = None
-        """Called when the last bucket is handed over: what it submits follows that bucket without a wait. The missing
-        gradients are known by then."""
         check_compression(self.config)
 
     def wrap(self, module: nn.Module) -> None:
@@ -78,13 +126,6 @@ class GradientSynchronizer:
             return
         for parameter in parameters:
             parameter.grad = None
-
-    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
-        """Return 0: each rank makes as many passes as it has work for."""
-        return 0
-
-    def begin_forward(self) -> None:
-        """Nothing is communicated in a forward pass."""
 
     def require_sync(self, is_last: bool) -> None:
         """Prepare a backward pass: all but a step's last accumulate without communication."""

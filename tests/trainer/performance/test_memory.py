@@ -134,7 +134,7 @@ def held_by(world: World, strategy: Any) -> int:
         step(Batch(16, parts, 0), at, 1e-3, StepFlags())
     if step.sharded is not None:
         assert isinstance(step.sync, ShardSynchronizer)
-        tensors = [*step.sharded.rows.values(), *step.sync.gradients.values()]
+        tensors = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
     else:
         tensors = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
     for state in step.optimizer.state.values():
@@ -154,7 +154,7 @@ def test_what_a_rank_gathers_at_once_is_about_what_the_formula_says() -> None:
 
     def run() -> None:
         network(torch.zeros(1, 128)).sum().backward()
-        sharded.take_gradients()
+        sharded.clear_gradients()
 
     run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
