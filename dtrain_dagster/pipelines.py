@@ -122,11 +122,11 @@ def build_training_assets(
     first one. Raise `PipelineError`, or `SettingsError` for an unusable environment.
     """
     if (dataset is None) == (script is None):
-        raise PipelineError(f"pipeline {name}: give one of dataset and script")
+        raise PipelineError(f"pipeline {name}: give either dataset or script")
     given = {"model": model, "model_args": model_args, "loss": loss, "loss_args": loss_args}
     parts = {key: value for key, value in given.items() if value is not None}
     if script is not None and parts:
-        raise PipelineError(f"pipeline {name}: {', '.join(parts)} do not go with script, which has its own")
+        raise PipelineError(f"pipeline {name}: {', '.join(parts)} cannot be combined with script, which has its own")
     try:
         names = checked_names(name)
         settings = (cluster or Cluster()).settings(model_name=model_name or name, experiment=experiment or name)
@@ -172,7 +172,7 @@ def build_program_asset(
     try:
         names = checked_names(name)
         if engine not in tuple(program.Engine):
-            raise PipelineError(f"engine = {engine!r}: it is one of {', '.join(program.Engine)}")
+            raise PipelineError(f"engine = {engine!r}: it must be one of {', '.join(program.Engine)}")
         path = _script_path(script)
         settings = (cluster or Cluster()).settings()
         resources = build_resources(settings, names)
@@ -276,7 +276,8 @@ def build_graph(
     train = dg.define_asset_job(
         names.unique(TRAIN_JOB),
         selection=dg.AssetSelection.assets(*(item.key for item in assets)),
-        description="The whole graph but the studies: data, plan, training, registration, reports. In its launchpad, "
+        description="The whole graph except the studies: data, plan, training, registration, reports. In its "
+        "launchpad, "
         "ops.cost_estimate.config has the settings of the training: model, epochs, nodes, limits.",
         # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
         # The training itself runs in processes of its own, under a supervisor that outlives this one.
@@ -325,7 +326,7 @@ def build_walk_forward(pipeline: Pipeline, settings: Settings) -> dg.Definitions
         names.pipeline,
         selection=dg.AssetSelection.assets(*(item.key for item in assets)),
         description="One test year: its data, plan, training, bill and figures, and the report of all years that are "
-        "there. `dagster job backfill` makes many.",
+        "there. `dagster job backfill` makes many years.",
         executor_def=dg.in_process_executor,
     )
     return dg.Definitions(

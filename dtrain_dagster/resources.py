@@ -316,7 +316,7 @@ def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
                 raise dg.Failure(f"{error}. {STORED}", allow_retries=False) from None
 
 
-STORED = "The configuration of this run is stored already: withdraw that key or password, and make another"
+STORED = "The configuration of this run is stored already: revoke that key or password, and make another"
 
 
 @dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")

@@ -290,7 +290,7 @@ class DistributedTrainingConfig:
     @classmethod
     def _is_not_off(cls, tls: TLSConfig | None, info: ValidationInfo) -> TLSConfig | None:
         if tls is not None and info.data.get("encryption") == "off":
-            raise ValueError("certificates are given and training.encryption is 'off': leave one of the two out")
+            raise ValueError("certificates are given and training.encryption is 'off': remove one of the two")
         return tls
 
     @property
@@ -301,7 +301,9 @@ class DistributedTrainingConfig:
     @model_validator(mode="after")
     def _start_is_complete(self) -> DistributedTrainingConfig:
         if self.start_from is None and self.start_sha256 is not None:
-            raise ValueError("training.start_sha256 is of the weights that training.start_from names: give that too")
+            raise ValueError(
+                "training.start_sha256 belongs to the weights that training.start_from names: set that too"
+            )
         return self
 
     @model_validator(mode="after")
@@ -430,15 +432,15 @@ _REMEDIES = {
     "tracking.mlflow_tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
     "MLFLOW_TRACKING_TOKEN) where nodes run, or put the whole address into a variable or a vault and write env:NAME or "
     "keyvault://VAULT/SECRET",
-    "dataset.uri": "give it without; nodes authorise themselves by identity, or by variables of their own",
-    "run_dir": "give it without; nodes authorise themselves by identity, or by variables of their own",
+    "dataset.uri": "remove it; nodes authenticate with their identity or with variables of their own",
+    "run_dir": "remove it; nodes authenticate with their identity or with variables of their own",
 }
 
 
 def _refuse_secrets(node: Any, source: str, where: str = "") -> None:
     """Raise `ConfigError` for the first text of the document that carries a secret; it names only the field."""
     if isinstance(node, str):
-        remedy = _REMEDIES.get(where, "give it without, and read it from a variable where it is used")
+        remedy = _REMEDIES.get(where, "remove it, and read it from a variable where it is used")
         try:
             refuse_secret(where, node, remedy)
         except SecretError as error:
@@ -449,4 +451,4 @@ def _refuse_secrets(node: Any, source: str, where: str = "") -> None:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number there")
+    raise ValueError(f"{name} is not a number there")

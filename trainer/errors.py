@@ -14,7 +14,7 @@ class DamagedError(ValueError):
 
     def __init__(self, where: str, what: str, remedy: str = "") -> None:
         self.where, self.what = visible(where), visible(what)
-        self.remedy = remedy or "restore it from a copy, or move the folder that it is in away"
+        self.remedy = remedy or "restore it from a copy, or move its folder away"
         super().__init__(self.where, self.what, self.remedy)
 
     def __str__(self) -> str:

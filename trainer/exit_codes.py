@@ -32,7 +32,7 @@ REMEDIES = {
     BUDGET: "raise training.max_node_seconds",
     EVICTED: "a checkpoint was written before",
     LOST: "starting again helps",
-    FAILED: "the same error would come again; so after any code that is not listed here",
+    FAILED: "the same error would occur again; the same is true of any code that is not listed here",
 }
 """The additions of ``--help`` to some of these."""
 

@@ -103,7 +103,9 @@ class DistributedConfig(DistributedTrainingConfig):
         others = {name: value for name, value in settings.items() if name != "backend"}
         meant = settings_of_backend(settings["backend"])
         if (other := others.get("strategy", meant.get("strategy"))) != meant.get("strategy"):
-            raise ValueError(f"backend = {settings['backend']!r} and strategy = {other!r} are two engines: give one")
+            raise ValueError(
+                f"backend = {settings['backend']!r} and strategy = {other!r} are two different engines: give only one"
+            )
         return others | meant
 
 
@@ -301,7 +303,7 @@ class Trainer:
                 sys.exit(leave_process(code))
             why = str(result.get("error") or f"the training ended with exit code {code}")
             if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) goes on from the last checkpoint")
+                raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) continues from the last checkpoint")
             raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
@@ -370,12 +372,12 @@ def _ordered_job(data: DatasetData, number: int) -> JobConfig:
     script has trained before."""
     if number > 1:
         raise ConfigError(
-            "this script calls fit a second time, and a job of a cluster is one training: start one script for each"
+            "this script calls fit a second time, but a cluster job is one training: use one script for each"
         )
     job = RunDir(os.environ[RUN_DIR]).read_job()
     if job.dataset.dataset_id != data.dataset_id:
         raise ConfigError(
-            f"this node's training data is {data.dataset_id}, and the job was ordered for {job.dataset.dataset_id}: "
+            f"this node's training data is {data.dataset_id}, but the job was submitted for {job.dataset.dataset_id}: "
             "all nodes must read the same samples in the same order. Data that differ from process to process (a "
             "clock, an unseeded generator) need one seed"
         )
@@ -401,7 +403,7 @@ def _new_run_dir(model: nn.Module, number: int) -> str:
         further = (f"{wanted}-{count}" for count in itertools.count(2))
         return next(folder for folder in itertools.chain([wanted], further) if not Path(folder).exists())
     if facts.local_world_size < facts.world_size or "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise ConfigError("several ranks need Trainer(…, run_dir=…): one folder that all of them see")
+        raise ConfigError("several ranks need Trainer(…, run_dir=…): a folder that all of them can reach")
     launcher = psutil.Process(os.getppid())
     began = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
     return str(Path("runs") / f"{name}-{began}-{launcher.pid}-{number}")

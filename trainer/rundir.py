@@ -181,7 +181,7 @@ class RunDir:
             found: dict[str, Any] | None = self.read_json(RESULT)
             return found if found is None or found["status"] else None
         except DamagedError as error:
-            warn_once(f"what it says of the job's end counts for nothing: {error}")
+            warn_once(f"what it says about the job's end is ignored: {error}")
             return None
 
     def append_events(self, generation: int, rank: int, number: int, events: Iterable[dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ class RunDir:
             seen.left_out += left_out
             more = f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""
             _log.warning(
-                "%s/%s: %d line(s) are no events and left out: %s%s",
+                "%s/%s: %d line(s) are not events and were skipped: %s%s",
                 self.uri, EVENTS, left_out, ", ".join(damaged[:5]), more,
             )  # fmt: skip
         return sorted(events, key=lambda event: event["time"])
@@ -252,7 +252,7 @@ class RunDir:
         seen = SeenFiles()
         found = [event for look in self.looks(seen) for event in look if kind is None or event["kind"] == kind]
         if strict and seen.left_out:
-            raise DamagedError(f"{self.uri}/{EVENTS}", f"{seen.left_out} line(s) or file(s) of it are no events")
+            raise DamagedError(f"{self.uri}/{EVENTS}", f"{seen.left_out} line(s) or file(s) of it are not events")
         return iter(sorted(found, key=lambda event: event["time"]))
 
     def newest_events(self, most_files: int = STEP_FILES) -> Iterator[list[dict[str, Any]]]:

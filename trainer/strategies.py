@@ -48,11 +48,11 @@ def explain_strategy(config: Any) -> str:
 def _explain_sharded(config: Any) -> str:
     asked = f"training.strategy = {config.strategy!r}"
     if config.compile != "off":
-        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
+        return f"{asked} cannot be combined with training.compile = {config.compile!r}: set training.compile = 'off'"
     if config.communication != "allreduce":
         return (
-            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
-            "it to 'allreduce'"
+            f"{asked} sums gradients exactly and does not support training.communication = {config.communication!r}: "
+            "set it to 'allreduce'"
         )
     if config.precision == "fp16":
         return f"{asked} has no loss scaling, which training.precision = 'fp16' needs: set it to 'bf16'"
@@ -63,8 +63,8 @@ def _explain_horovod(config: Any) -> str:
     asked = f"training.strategy = {config.strategy!r}"
     if config.communication not in ("allreduce", "fp16"):
         return (
-            f"{asked} sums gradients by Horovod's all-reduce, and not as training.communication = "
-            f"{config.communication!r} asks: set it to 'allreduce', or to 'fp16' for half the bytes"
+            f"{asked} uses Horovod's all-reduce and does not support training.communication = "
+            f"{config.communication!r}: set it to 'allreduce', or to 'fp16' for half the bytes"
         )
     return _explain_encryption(config)
 
@@ -72,11 +72,11 @@ def _explain_horovod(config: Any) -> str:
 def _explain_deepspeed(config: Any) -> str:
     asked = f"training.strategy = {config.strategy!r}"
     if config.compile != "off":
-        return f"{asked} does not go with training.compile = {config.compile!r}: set training.compile = 'off'"
+        return f"{asked} cannot be combined with training.compile = {config.compile!r}: set training.compile = 'off'"
     if config.communication != "allreduce":
         return (
-            f"{asked} sums gradients exactly, and not as training.communication = {config.communication!r} asks: set "
-            "it to 'allreduce'"
+            f"{asked} sums gradients exactly and does not support training.communication = {config.communication!r}: "
+            "set it to 'allreduce'"
         )
     if config.precision == "fp16":
         return f"{asked} has no loss scaling here, which training.precision = 'fp16' needs: set it to 'bf16'"
@@ -124,7 +124,7 @@ def settings_of_backend(name: str) -> dict[str, str]:
     if name in ENGINES:
         return {"strategy": ENGINES[name]}
     if name in _LOOPS:
-        raise ConfigError(f"{name!r} is no strategy of this loop: train with trainer.{_LOOPS[name]} in a script")
+        raise ConfigError(f"{name!r} is not a strategy of this loop: train with trainer.{_LOOPS[name]} in a script")
     known = ", ".join([*ENGINES, *COMMUNICATION_BACKENDS])
     raise ConfigError(f"there is no backend {name!r}: choose one of {known}")
 

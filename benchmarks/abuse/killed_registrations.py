@@ -147,7 +147,9 @@ def wrong(folder: Path, job: str) -> str:
     order = order_of(folder, rundir)
     assert order is not None
     of_run = client.get_run(found.run_id).data.tags
-    for where, facts in (("version", found.tags), ("order", order.registered), ("run", of_run)):
+    if of_run.get(PACKED_TAG) != found.tags[PACKED_TAG]:
+        said.append("the run says another digest")
+    for where, facts in (("version", found.tags), ("order", order.registered)):
         if [facts.get(name) for name in MODEL_DIGESTS] != digests or facts.get(PACKED_TAG) != found.tags[PACKED_TAG]:
             said.append(f"the {where} says other digests")
     if order.registered.get("version") != str(found.version):

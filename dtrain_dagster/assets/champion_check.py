@@ -60,14 +60,14 @@ def judge_champion(
         return _not_judged("no champion was registered yet")
     known = prices_of(project.shared_uri, champion.dataset_id)
     if known is None:
-        return _not_judged(f"dataset {champion.dataset_id} of the champion is no more")
+        return _not_judged(f"dataset {champion.dataset_id} of the champion no longer exists")
     facts: dict[str, Any] = {
         "champion": champion.version,
         "dataset_id": sharded_dataset.dataset_id,
         "after": known.last_date,
     }
     if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
-        return _not_judged("no day has come since", **facts)
+        return _not_judged("there are no new days since", **facts)
     rundir = RunDir(champion.run_dir)
     try:
         model = load_run_model(rundir, order_of(project.home, rundir))
@@ -101,7 +101,7 @@ def judge_champion(
     if report["days"] < DAYS_ENOUGH:
         return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
     if report["nll"] is None:
-        return _not_judged("the champion forecasts no distribution", **facts)
+        return _not_judged("the champion does not forecast a distribution", **facts)
     better = better_baselines(report)
     return dg.AssetCheckResult(
         passed=not better,

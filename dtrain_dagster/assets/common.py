@@ -82,7 +82,7 @@ def cancelling_where_asked(
             words = f"terminated, and job {job_id} was cancelled. {how_to_go_on(rundir, job_id)}"
         else:
             words = (
-                f"this run's process was ended, and nobody asked for the end of the run: job {job_id} goes on. "
+                f"this run's process was ended, but nobody asked for the run to end: job {job_id} goes on. "
                 f"Materialize {context.asset_key.to_user_string()} again to follow it, or `dtrain cancel {job_id}`"
             )
         context.log.warning(words)
@@ -178,13 +178,13 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
         speed = f"{item.gain:+.0%} ({item.samples_per_second:,.0f})"
         step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
         rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
-    return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
+    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 def list_optimizations(found: Optimization) -> str:
     """Return the recommendations for the next run as Markdown, and the settings for which none can be made."""
     lines = [f"- **{item.title}**, {item.setting}: {item.sentence}" for item in found.recommendations]
-    text = ["\n".join(lines) or "Nothing that these figures speak for."]
+    text = ["\n".join(lines) or "These figures do not suggest any change."]
     if found.not_known:
         text.append("Nothing is recommended for:\n" + "\n".join(f"- {line}" for line in found.not_known))
     return "\n\n".join(text)

@@ -82,19 +82,19 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("cost_breakdown", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
-        description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
+        description="What the training cost, by node, by time and by cause, and why it differs from the estimate.",
         check_specs=[
             dg.AssetCheckSpec(
                 "within_estimate",
                 asset=key,
-                description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows.",
+                description="The cost exceeds the estimate by no more than DTRAIN_OVERRUN_FRACTION.",
             ),
             dg.AssetCheckSpec(
                 "ledger_is_the_bill",
                 asset=key,
                 blocking=True,
-                description="Every paid node-second is in one row, and the rows sum to the bill exactly. What no "
-                "record explains is a row of its own.",
+                description="Every paid node-second is in one row, and the rows sum to the bill exactly. Unexplained "
+                "time has a row of its own.",
             ),
         ],
     )
@@ -117,11 +117,14 @@ def add_bill_to_mlflow(
     context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
 ) -> None:
     """Write the dollars to the training's run in MLflow; where that is impossible, a warning says why."""
-    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics
+    from dtrain_dagster.costs.timeline import CostCause
+    from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
     cluster, project = cluster_resource(context, names), project_resource(context, names)
-    uri = cluster.registry(project).tracking_uri
-    if why := add_to_run(uri, RunDir(job.run_dir), job.job_id, metrics=cost_metrics(figures)):
+    uri, rundir = cluster.registry(project).tracking_uri, RunDir(job.run_dir)
+    rows = {row["cause"]: row["node_seconds"] for row in read_finished(rundir, COST_REPORT)["ledger"]}
+    metrics = cost_metrics(figures) | lost_metric(float(rows.get(CostCause.LOST, 0)))
+    if why := add_to_run(uri, rundir, job.job_id, metrics=metrics):
         context.log.warning(why)
 
 

@@ -68,7 +68,7 @@ def build_stock_prices(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("stock_prices", "data"),
         kinds={"parquet", "duckdb"},
         required_resource_keys={names.project},
-        description="Daily prices in one shape, from the bundled panel, a file of yours or a download; checked.",
+        description="Checked daily prices in one format, from the bundled panel, your own file or a download.",
         check_specs=[
             dg.AssetCheckSpec(name, asset=key, description=description, blocking=severity == "error")
             for name, (severity, description) in CHECKS.items()
@@ -124,7 +124,7 @@ def read_prices(
         "licence": source["licence"],
         "notes": source["notes"],
         **({"columns": sentences(notes)} if notes else {}),
-        "sha256": f"{source['sha256'][:16]}…, the manifest has all of it",
+        "sha256": f"{source['sha256'][:16]}…, the full hash is in the manifest",
         "prices_folder": dg.MetadataValue.path(str(ref.path.parent)),
     }
     if len(masks) > MOST_ROWS:
@@ -142,7 +142,7 @@ def _asset_check(check: CheckResult, known: int) -> dg.AssetCheckResult:
     severity = dg.AssetCheckSeverity.ERROR if check.severity == "error" else dg.AssetCheckSeverity.WARN
     metadata = {"found": check.metadata["found"], "examples": sentences(check.metadata["examples"])}
     if is_known := not check.passed and check.metadata["found"] == known:
-        metadata["known"] = "These prices are bundled with dtrain, and this is known of them: no failure."
+        metadata["known"] = "These prices are bundled with dtrain, and this finding is known, so it is not a failure."
     passed = check.passed or is_known
     return dg.AssetCheckResult(check_name=check.name, passed=passed, severity=severity, metadata=metadata)
 
@@ -156,8 +156,8 @@ def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("sharded_dataset", "data", inputs=("stock_prices",)),
         kinds={"parquet"},
         required_resource_keys={names.project},
-        description="Parquet shards of features and targets, and a manifest; named after their content, never built "
-        "twice.",
+        description="Parquet shards of features and targets, and a manifest. They are named after their content and "
+        "never built twice.",
     )
     def sharded_dataset(
         context: dg.AssetExecutionContext,
@@ -196,7 +196,7 @@ def show_dataset(
 
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
-        + ("" if built.built else "; it was there already, nothing to rebuild")
+        + ("" if built.built else "; it already existed, so nothing was rebuilt")
     )
     shared_uri, copied = publish_dataset(built.uri, built.dataset_id, project.shared_uri)
     built = replace(built, shared_uri=shared_uri)
@@ -211,7 +211,7 @@ def show_dataset(
         data_version=dg.DataVersion(built.dataset_id),
         metadata=fit_page(
             {
-                **dataset_head(built, "" if built.built else "; it was there already"),
+                **dataset_head(built, "" if built.built else "; it already existed"),
                 "preview": _preview(rows),
                 "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
                 "dagster/row_count": built.rows,
@@ -227,7 +227,7 @@ def show_dataset(
                 "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
                 "excluded_tickers": dg.JsonMetadataValue(built.excluded),
                 "rebuilt": built.built,
-                "data_engine": engine if built.built else "not asked: it was there already",
+                "data_engine": engine if built.built else "not asked: it already existed",
                 "dataset_folder": dg.MetadataValue.path(built.uri),
                 "read_by_nodes_at": shared_uri,
             }

@@ -19,9 +19,9 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
     @dg.asset_check(
         asset=names.key("cost_breakdown"),
         name="estimate_scored",
-        description="Time and cost of the finished run lay within the 90 % interval that was given before it started. "
-        "Shows how good this instance's estimates were so far; the next ones learn from it. A run on another "
-        "SKU or tier than planned has no score.",
+        description="Time and cost of the finished run lay within the 90 % interval that was estimated before it "
+        "started. Shows how accurate this instance's estimates have been; later estimates learn from it. A run "
+        "on a different SKU or tier than planned is not scored.",
     )
     def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         """Judge this run's estimate against what the run took, and all past estimates together."""

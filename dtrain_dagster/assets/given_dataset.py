@@ -54,7 +54,7 @@ def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
         **arguments | {"ins": {"upstream": dg.AssetIn(key=pipeline.upstream)}},
         deps=list(pipeline.deps),
         required_resource_keys={names.project},
-        description="The dataset that the asset above has made: its manifest is read and checked.",
+        description="The dataset that the upstream asset has made: its manifest is read and checked.",
     )
     def sharded_dataset(context: dg.AssetExecutionContext, upstream: Any):  # no annotation, see assets.common
         """Take the dataset whose folder an asset has returned, and publish it to the storage that the nodes read."""
@@ -77,7 +77,7 @@ def folder_of(value: object) -> str:
     if isinstance(value, str | os.PathLike):
         return os.fspath(value)
     raise dg.Failure(
-        f"the asset above returned a {type(value).__name__}: let it return its dataset's folder, as text or a Path",
+        f"the upstream asset returned a {type(value).__name__}: return the dataset's folder as a string or a Path",
         allow_retries=False,
     )
 

@@ -87,7 +87,9 @@ class Pipeline:
         if not given:
             return kind
         if unknown := sorted(set(given) - set(kind.model_fields)):
-            raise ValueError(f"{', '.join(unknown)}: no option of {asset}; there are {', '.join(kind.model_fields)}")
+            raise ValueError(
+                f"{', '.join(unknown)}: not an option of {asset}; the options are {', '.join(kind.model_fields)}"
+            )
         try:
             checked = kind(**given)  # a wrong value is refused where the graph is defined
         except dg.Failure as error:

@@ -72,7 +72,7 @@ def explain_choice(table: Choices) -> str:
         if least.usd.expected < planned.usd.expected:
             said.append(f"{_compared(least, planned)}: `choose_nodes: true` takes it.")
     if cheapest is None:
-        said.append("No choice surely keeps the limits.")
+        said.append("No choice is sure to keep the limits.")
     elif planned is None:
         said.append(f"The cheapest of all choices is {in_words(cheapest)}.")
     elif cheapest is planned:

@@ -46,7 +46,7 @@ def refuse_what_cannot_end(
             problems.append(str(error))
     if problems:
         raise dg.Failure(
-            "nothing is started, since the training could not be brought to its end: " + "; and ".join(problems),
+            "nothing was started, since the training could not finish: " + "; and ".join(problems),
             allow_retries=False,
         )
 

@@ -64,7 +64,7 @@ def refuse_plan(
             fits.append(f"{in_words(require_choice(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
         except PlanError as error:
             nearest = f" Of all choices {error}."
-    remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
+    remedy = f"What would fit: {'; '.join(fits)}." if fits else "No known way to run this training would fit."
     remedy += nearest
     text = (
         f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "
@@ -88,7 +88,7 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     probe = f" with the {dollars(spent)} of its probe" if spent else ""
     if 0 < limits.budget_usd < usd.high + spent:
         high = dollars(usd.high + spent)
-        said.append(f"it may cost up to {high}{probe}, which is over budget_usd = {dollars(limits.budget_usd)}")
+        said.append(f"it may cost up to {high}{probe}, which exceeds budget_usd = {dollars(limits.budget_usd)}")
     if 0 < limits.deadline_hours * 3600 < seconds.high + limits.spent_seconds:
         said.append(
             f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"

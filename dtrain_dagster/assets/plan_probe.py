@@ -66,7 +66,7 @@ def measure_pace(
         forecast = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
         if forecast is None:
             raise dg.Failure(
-                "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
+                "no earlier run shows the pace of this training, so its cost cannot be estimated: set probe to true",
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=with_load(forecast))
@@ -75,7 +75,7 @@ def measure_pace(
     expected = probe_cost.expect_probes(history.probes, due, planned.sizes, planned.price, planned.tier)
     if expected:
         context.log.info(
-            f"a probe is run first, expected are {expected}; it counts against budget_usd and stop_at_usd and is "
+            f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
             "billed with the training"
         )
         if said := explain_dear_probe(expected, limits, config.stop_at_usd):
@@ -105,7 +105,7 @@ def measure_pace(
                 planned.script.command if planned.script else None,
             )  # fmt: skip
     except BudgetSpentError as error:
-        said = f"the probe came to the limit of {dollars(limit_usd)}: {error}"
+        said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
         raise refuse_plan(context, project, said, None, limits, price, tier, planned.node_count) from error
     if due:
         leave_queue(context, project, got)
@@ -161,7 +161,7 @@ def describe_probes(pace: Pace) -> str:
 
     charges: Sequence[ProbeCharge] = pace.charges
     if not charges:
-        return "measured before, and paid by another training"
+        return "measured before, and paid for by another training"
     usd = probe_cost.charge_usd(charges, pace.planned.tier)
     said = (
         f"{dollars(usd)} for {probe_cost.charge_node_seconds(charges):.1f} node-seconds in "

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
-    "of it on this cluster, refused where it does not fit the budget or the deadline, or where storage, disk or "
-    "registry would fail at the end. A probe costs too: what is told before it runs, counts against the limits, and is "
-    "billed with the training. `trained_checkpoint` carries the plan out."
+    "of it on this cluster. It is refused if it does not fit the budget or the deadline, or if storage, disk or "
+    "registry would fail at the end. A probe costs money too: its cost is announced before it runs, counts against "
+    "the limits, and is billed with the training. `trained_checkpoint` carries the plan out."
 )
 
 
@@ -161,7 +161,7 @@ def plan_training(
     table = compare_choices(planned, forecast, limits, holds)
     if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
         table = mark_planned(table, cheapest)
-        context.log.info(f"of 1 to {count} nodes these cost least: {in_words(cheapest)}")
+        context.log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
         planned = planned.on_nodes(request.on_nodes(cheapest.node_count).job, cheapest.node_count)
         history = read_history(context, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
@@ -208,8 +208,8 @@ def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request:
     stated_ranks = config.more.get("world_size")
     if stated_ranks and config.choose_nodes:
         raise dg.Failure(
-            "choose_nodes and more.world_size do not go together: where nodes are chosen, each rank keeps its batch. "
-            "Take one of them away (launchpad of cost_estimate)",
+            "choose_nodes and more.world_size cannot be combined: where nodes are chosen, each rank keeps its batch. "
+            "Remove one of them (launchpad of cost_estimate)",
             allow_retries=False,
         )
     return size_up_job(
@@ -277,7 +277,7 @@ def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
         ("Time", f"**{format_duration(estimate.seconds.expected)}** ({_range(estimate.seconds, format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
         *([("Evictions", evictions)] if evictions else []),
-        *([("Probe", f"{dollars(plan.probe_usd)}, run before and paid with it")] if plan.probes else []),
+        *([("Probe", f"{dollars(plan.probe_usd)}, run before and billed with it")] if plan.probes else []),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 

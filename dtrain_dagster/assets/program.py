@@ -147,7 +147,7 @@ def program_page(
     took = f" in {format_duration(totals['wall_seconds'])}" if "wall_seconds" in totals else ""
     cost = f", {dollars(totals['cost_usd'])}" if "cost_usd" in totals else ""
     head = head_of_page(
-        f"The program has ended well on {count_nodes(nodes)}{took}{cost}.",
+        f"The program succeeded on {count_nodes(nodes)}{took}{cost}.",
         "",
         {name: totals.get(name) for name in ("wall_seconds", "node_hours", "cost_usd")},
     )

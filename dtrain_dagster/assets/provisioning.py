@@ -70,7 +70,7 @@ def leave_queue(context: dg.AssetExecutionContext, project: ProjectResource, con
         return
     waiting.remove(mine.ticket)
     waited = format_duration(time.time() - mine.queued_at)
-    context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
+    context.log.info(f"capacity is available after {waited}: ticket {mine.ticket} is given back")
     notify_and_log(
         project.notify_urls(),
         "dtrain: a run that waited for capacity starts",

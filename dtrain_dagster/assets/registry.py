@@ -27,6 +27,7 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
+from trainer.observability.mlflow_sink import gate_tag
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.spec import REGISTERED, ROWS, WINDOWS
 
@@ -44,9 +45,9 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         kinds={"mlflow"},
         required_resource_keys=names.resources,
         description=(
-            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion "
-            "if it passes the check promotion_gate, a real server answers with its numbers, and it beats the champion "
-            "before it on the same windows or rows; else challenger."
+            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Its alias is "
+            "champion if it passes the check promotion_gate, a real server answers with its numbers, and it beats "
+            "the previous champion on the same windows or rows; otherwise it is challenger."
         ),
         check_specs=[
             dg.AssetCheckSpec(
@@ -89,8 +90,8 @@ def why_unregistered(manifest: Mapping[str, Any]) -> str:
     if kind in REGISTERED:
         return ""
     return (
-        f"a model of {kind} is not registered: card and scoring server are for models of windows and of rows. Its "
-        "weights are in the run directory, model/weights.pt"
+        f"a model of {kind} is not registered: model cards and the scoring server support only models of windows and "
+        "of rows. Its weights are in the run directory, model/weights.pt"
     )
 
 
@@ -140,7 +141,7 @@ def register(
     model = models.register_model(
         job.run_dir,
         project.model_name,
-        provenance.tags(),
+        {**provenance.tags(), **gate_tag(verdict.passed)},
         card,
         experiment=project.experiment,
         cache_dir=project.cache_dir,
@@ -281,8 +282,8 @@ def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
         asset=names.key("registered_model"),
         required_resource_keys=names.resources,
         description=(
-            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. A warning "
-            "where it could not be asked or answers for another version; an error where its form is not the model's."
+            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. Warns if it "
+            "could not be asked or answers for another version; fails if its format is not the model's."
         ),
     )
     def endpoint_compatible(

@@ -146,7 +146,7 @@ def report_performance(
         **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
         "recommendations": dg.MarkdownMetadataValue(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
-            or "Nothing that these figures speak for."
+            or "These figures do not suggest any change."
         ),
         "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
         **links(dashboard=job_url),
@@ -238,7 +238,7 @@ def _pictures(performance: "Performance", charts: Mapping[str, bytes]) -> str:
     helpful = best(performance.recommendations)
     text = [f"**{performance.verdict}**"]
     text += (
-        ["What would help, the most first:\n\n" + "\n".join(f"- {describe_strategy(item)}" for item in helpful)]
+        ["What would help, most helpful first:\n\n" + "\n".join(f"- {describe_strategy(item)}" for item in helpful)]
         if helpful
         else []
     )

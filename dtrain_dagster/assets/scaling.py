@@ -54,14 +54,14 @@ def build_scaling_study(pipeline: Pipeline) -> dg.AssetsDefinition:
         description=(
             "Weak and strong scaling of the planned training, measured by short runs on one node up to all. A model of "
             "it for up to 256 ranks is shown, with its error, only if it predicts a measured world that it has not "
-            "seen. It trains: not part of the job `train`."
+            "seen. It runs trainings, so it is not part of the job `train`."
         ),
         check_specs=[
             dg.AssetCheckSpec(
                 "model_predicts_what_it_has_not_seen",
                 asset=pipeline.names.key("scaling_study"),
-                description="Fitted without the largest world, the model meets its step. If it does not, nothing is "
-                "said of more ranks than were measured.",
+                description="Fitted without the largest world, the model meets its step. If it does not, no figures "
+                "are given for more ranks than were measured.",
             )
         ],
     )
@@ -112,8 +112,8 @@ def study_scaling(
     uneven = [count for count in counts[:-1] if ("strong", count) not in runs]
     if uneven:
         context.log.warning(
-            f"no strong scaling for {uneven} node(s): the step of {counts[-1]} cannot be shared out evenly among them; "
-            "another gradient_accumulation_steps may"
+            f"no strong scaling for {uneven} node(s): the step of {counts[-1]} cannot be shared out evenly among "
+            "them; choose another gradient_accumulation_steps"
         )
     points, is_this_machine = [], cluster.traits.is_this_machine
     for mode, nodes in runs:

@@ -104,8 +104,8 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
         required_resource_keys=pipeline.names.resources,
         description=(
             "Trials of the planned training over a space, several at once under one budget, ended early by successive "
-            "halving, or when what they would still cost exceeds what they can still gain. Its file is for "
-            "`settings_file` of `cost_estimate`. It trains: not part of the job `train`."
+            "halving, or when what they would still cost exceeds what they can still gain. Give its file to "
+            "`settings_file` of `cost_estimate`. It runs trainings, so it is not part of the job `train`."
         ),
     )
     def hyperparameter_search(

@@ -58,7 +58,8 @@ def build_gpu_cluster(pipeline: Pipeline) -> dg.AssetSpec:
         kinds={"python"},
         owners=list(pipeline.owners),
         tags={CLUSTER_TAG: pipeline.cluster} if pipeline.cluster else {},
-        description="The cluster that trains, as sensors see it: what runs, what idles. Not made here, observed.",
+        description="The training cluster as the sensors see it: what runs and what is idle. It is observed, not "
+        "made here.",
     )
 
 
@@ -117,21 +118,21 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
             "every_sample_used_once",
             asset=key,
             blocking=True,
-            description="Each sample of the training split was used exactly once per epoch, whatever nodes were lost: "
-            "the trainer's records of what it consumed equal those of the dataset's own count.",
+            description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
+            "were lost: the trainer's records of what it consumed match the dataset's own count.",
         ),
         dg.AssetCheckSpec(
             "communication_within_limits",
             asset=key,
-            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: the network, as far as "
-            "nothing hides it, and waiting at collectives. "
-            "Told as soon as it does, while the job runs; judged over the whole job at its end.",
+            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that "
+            "nothing hides, and waiting at collectives. More than that is reported while the job runs; the whole "
+            "job is judged at its end.",
         ),
         dg.AssetCheckSpec(
             COST_CHECK,
             asset=key,
-            description="The training costs no further above its estimate than DTRAIN_OVERRUN_FRACTION allows. "
-            "Told by the sensor cost_overrun while it runs, by what it has cost and by what it is projected to cost.",
+            description="The training exceeds its estimate by no more than DTRAIN_OVERRUN_FRACTION. The sensor "
+            "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
         ),
         dg.AssetCheckSpec(
             "no_baseline_is_better",
@@ -289,7 +290,7 @@ def hand_over_budget(
     seconds, before = node_seconds(plan, choice, manager, runs_on), rundir.read_json(LIMIT) or {}
     if seconds is None:
         kept = before.get("stop_at_usd")
-        return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is asked for"
+        return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is set"
     write_limit(rundir, seconds, plan.stop_at_usd)
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
 

@@ -72,7 +72,7 @@ def training_page(
         "world_size": result["world_size"],
         "generations": len(history),
         "dataset_id": plan.job["dataset"]["dataset_id"],
-        "weights_sha256": f"{result['weights_sha256'][:16]}…, the data version has all of it",
+        "weights_sha256": f"{result['weights_sha256'][:16]}…, the full hash is in the data version",
         **totals,
         **{f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)},
     }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
-    "raise stop_at_usd of cost_estimate (or take it away) and materialize cost_estimate and trained_checkpoint again"
+    "raise stop_at_usd of cost_estimate (or remove it) and materialize cost_estimate and trained_checkpoint again"
 )
 OBSERVE_EVERY_SECONDS = 5.0
 TOLD = "alerts.json"
@@ -93,7 +93,7 @@ def follow_training(
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
-            context.log.warning(f"{job_id}: its progress could not be reported; it is followed further\n{told_error}")
+            context.log.warning(f"{job_id}: its progress could not be reported; it is still followed\n{told_error}")
         if has_nodes and (status.state in (JobState.RUNNING, JobState.SUCCEEDED)):
             has_nodes()
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
@@ -138,7 +138,7 @@ def tell_news(
         if key in told or count >= MOST_NEWS or sentence.startswith(RESUMED):
             continue
         told[key] = {"sentence": sentence, "at": time.time()}
-        last = " (further news of this job are in its log only)" if count + 1 == MOST_NEWS else ""
+        last = " (further news of this job is only in its log)" if count + 1 == MOST_NEWS else ""
         notify_and_log(notify_urls, f"dtrain: {job_id}", f"{sentence}{last}", context.log)
         rundir.write_json(TOLD, told)
 
@@ -246,7 +246,7 @@ def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str,
 
     found = settled(windows(events))
     alert = communication_alert(found, training)
-    unjudged = "ranks share cores: their collectives wait for a core, which says nothing of a network"
+    unjudged = "ranks share cores: their collectives wait for a core, which says nothing about the network"
     metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
     metadata |= _shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
     if alert:

@@ -93,7 +93,8 @@ def build_year_dataset(pipeline: Pipeline, prices: dg.AssetKey) -> dg.AssetsDefi
         **pipeline.asset("sharded_dataset", "data") | {"ins": {"stock_prices": dg.AssetIn(key=prices)}},
         kinds={"parquet"},
         required_resource_keys={names.project},
-        description="The dataset of a test year: trained and validated on what came before, tested on the year. Prices "
+        description="The dataset of a test year: earlier days are for training and validation, the year is for the "
+        "test. Prices "
         "after the year are not read.",
     )
     def sharded_dataset(
@@ -179,7 +180,7 @@ def start_of(instance: dg.DagsterInstance, key: dg.AssetKey, year: str) -> dict[
     records = instance.fetch_materializations(wanted, limit=1).records
     made = records[0].asset_materialization if records else None
     if made is None:
-        raise dg.Failure(f"warm_start: the year before, {year}, was not trained; {remedy}", allow_retries=False)
+        raise dg.Failure(f"warm_start: the year before, {year}, was not trained: {remedy}", allow_retries=False)
     run_dir = str(read_entries(made.metadata)["run_dir"])
     try:
         model = RunDir(run_dir).read_json("model/model.json")

@@ -30,11 +30,11 @@ def refuse_without_report(folder: Path, pipeline: Pipeline, kind: str) -> None:
         return
     names = pipeline.names.walk_forward
     if pipeline.source != "prices":
-        remedy = "the data of this graph are no prices, so it has no walk forward: set DTRAIN_GATE=test"
+        remedy = "the data of this graph are not prices, so it has no walk forward: set DTRAIN_GATE=test"
     else:
         remedy = (
-            f"walk forward first (dagster job backfill -j {names.pipeline}, at least {LEAST_YEARS} years of the same "
-            "training), or set DTRAIN_GATE=test"
+            f"run the walk forward first (dagster job backfill -j {names.pipeline}, at least {LEAST_YEARS} years of "
+            "the same training), or set DTRAIN_GATE=test"
         )
     try:
         report = read_report(folder, pipeline.names)
@@ -42,7 +42,7 @@ def refuse_without_report(folder: Path, pipeline: Pipeline, kind: str) -> None:
         raise dg.Failure(f"DTRAIN_GATE=walk_forward: {error}", allow_retries=False) from error
     if report is None:
         where = report_path(folder, pipeline.names)
-        raise dg.Failure(f"DTRAIN_GATE=walk_forward, and there is no {where}: {remedy}", allow_retries=False)
+        raise dg.Failure(f"DTRAIN_GATE=walk_forward, but there is no {where}: {remedy}", allow_retries=False)
 
 
 def judge_by_walk_forward(
@@ -52,7 +52,9 @@ def judge_by_walk_forward(
     the same model, loss, training and sample, all years together. ``document``: the report; None where there is none.
     ``manifest``: of the model's dataset. Pure."""
     if document is None:
-        reasons = [f"DTRAIN_GATE=walk_forward, and there is no {REPORT}: walk forward first, or set DTRAIN_GATE=test"]
+        reasons = [
+            f"DTRAIN_GATE=walk_forward, but there is no {REPORT}: run the walk forward first, or set DTRAIN_GATE=test"
+        ]
     else:
         its = flat({name: document["settings"][name] for name in JUDGED})
         mine = flat(training_settings(plan) | {name: manifest[name] for name in ("window", "horizon")})
@@ -60,8 +62,8 @@ def judge_by_walk_forward(
         reasons = [f"walk forward: {reason}" for reason in document["gate"]["reasons"]]
         if other is not None:
             reasons = [
-                f"the walk forward judged {other} = {its.get(other)}, and this is {mine.get(other)}: walk forward with "
-                "these settings, or train with those"
+                f"the walk forward judged {other} = {its.get(other)}, and this is {mine.get(other)}: run the walk "
+                "forward with these settings, or train with the others"
             ]
     return Gate(gate.passed and not reasons, (*gate.reasons, *reasons))
 

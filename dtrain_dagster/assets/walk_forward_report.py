@@ -52,7 +52,8 @@ def build_walk_forward_report(pipeline: Pipeline, partitions: dg.PartitionsDefin
                 "walk_forward_gate",
                 asset=names.key(REPORT),
                 description="Over all years no baseline is better beyond chance, EWMA and HAR-X are worse beyond "
-                "chance, and the 90 % interval covers 87 to 93 %. DTRAIN_GATE=walk_forward asks it of a champion.",
+                "chance, and the 90 % interval covers 87 to 93 %. DTRAIN_GATE=walk_forward requires this of a "
+                "champion.",
             )
         ],
     )

@@ -113,7 +113,7 @@ class WaitingList:
             try:
                 data = read_document(self.storage, name, _TICKET)
             except DamagedError as error:  # of one run: the others wait no longer for it
-                warn_once(f"a run that waits is left out: {error}")
+                warn_once(f"a waiting run is skipped: {error}")
                 continue
             if data is not None:  # else given back meanwhile
                 known = {field.name: data[field.name] for field in fields(Ticket) if field.name in data}

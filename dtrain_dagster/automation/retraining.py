@@ -154,7 +154,7 @@ def staleness(
     last. ``judged``: the champion's evaluation on days that came after it.
     """
     if champion is None or latest is None:
-        return "no champion was registered yet: nothing can grow old"
+        return "no champion was registered yet: nothing can be stale"
     name, found = f"the champion, version {champion.version},", []
     if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
         words = f"{name} forecasts the days since its training worse than {', '.join(judged.better)}, beyond chance"
@@ -206,7 +206,7 @@ def ask(
     if isinstance(key, dg.SkipReason):
         return key
     if live:
-        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
+        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to train")
     if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
     return dg.RunRequest(run_key=key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: key})
@@ -229,7 +229,7 @@ def next_try(
         return dg.SkipReason(f"{said}; to train once more, launch the job {names.unique(TRAIN_JOB)} by hand")
     rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
     if rest > 0:
-        return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {format_duration(rest)}")
+        return dg.SkipReason(f"{said}, but had not begun to train; it is tried again in {format_duration(rest)}")
     return left[0]
 
 
@@ -279,8 +279,8 @@ def _trainings(
             continue
         if has_died(context.instance, record, cluster, project.jobs_uri, now):
             why = (
-                f"run {run.run_id[:8]} has said nothing for {format_duration(ALIVE_SECONDS)}, and no job of it goes "
-                "on: it has died with its machine, and is marked as failed"
+                f"run {run.run_id[:8]} has not reported anything for {format_duration(ALIVE_SECONDS)}, and none of "
+                "its jobs is running: it died with its machine, and is marked as failed"
             )
             context.instance.report_run_failed(run, why)
             context.log.warning(why)

@@ -31,7 +31,7 @@ def doctor(nodes: int | None, as_json: bool) -> None:
 
     It walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images and network,
     as the settings name them (DTRAIN_CLUSTER=azure_ml, see docs/azure.md). Each line says ok, warning or missing, what
-    was seen, and how to mend it. It only reads, but for one small blob, which it writes and deletes.
+    was seen, and how to fix it. It only reads, but for one small blob, which it writes and deletes.
 
     The exit code is 1 if something is missing.
 
@@ -65,7 +65,7 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
     try:
         settings = read_settings(nodes=nodes)
         if settings.cluster != "azure_ml":
-            raise SettingsError(f"DTRAIN_CLUSTER is {settings.cluster}, and nothing of Azure is used with it")
+            raise SettingsError(f"DTRAIN_CLUSTER is {settings.cluster}, which does not use Azure")
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in read_azure_options(settings).items()

@@ -72,8 +72,8 @@ def storage_trouble(error: OSError) -> str:
     """Return a sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
     where = error.filename2 or error.filename or "a file"
     return (
-        f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names a folder that is "
-        "there, can be written and has room"
+        f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names an existing "
+        "folder that can be written and has room"
     )
 
 

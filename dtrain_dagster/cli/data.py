@@ -117,7 +117,7 @@ def tokens(
     from dtrain_dagster.data.tokens import BYTE_VOCABULARY, BYTES, TokenParams, build_tokens
 
     if (encode is None) != (vocabulary is None):
-        raise click.UsageError("--encode and --vocabulary go together", click.get_current_context())
+        raise click.UsageError("--encode and --vocabulary must be given together", click.get_current_context())
     params = TokenParams(encoding=encode or BYTES, vocabulary=vocabulary or BYTE_VOCABULARY, **options)
     made = build_tokens(source, read_settings().storage_uri, params, pattern)
     found = made.manifest["source"]
@@ -132,5 +132,5 @@ def _say_what_was_built(made: FinishedDataset, what: str, as_json: bool) -> None
         print_json({"dataset_id": made.dataset_id, "built": made.built, "samples": dict(samples), "folder": made.uri})
         return
     counts = ", ".join(f"{split} {count:,}" for split, count in samples.items())
-    say(f"{made.dataset_id}  {what}; samples: {counts}" + ("" if made.built else "; it was there already"))
+    say(f"{made.dataset_id}  {what}; samples: {counts}" + ("" if made.built else "; it already existed"))
     say(f"dtrain train --dataset {made.dataset_id}", err=True)

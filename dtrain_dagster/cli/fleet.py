@@ -85,7 +85,7 @@ def run(file: str, check: bool) -> None:
     ensure_importable()
     with records.sole_orchestrator():
         if records.is_cancelled():
-            say(f"fleet {wanted.name} was cancelled before: what was not begun then is over", err=True)
+            say(f"fleet {wanted.name} was cancelled before: jobs that had not begun will not run", err=True)
             records.forget_cancellation()
         records.write_limits(limits, time.time())
         orchestrate(settings, records, ListedJobs([item.job for item in expected]))
@@ -131,7 +131,7 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
 
 def _say_that_jobs_go_on(name: str) -> None:
     say(
-        f"the jobs of fleet {name} that run go on, each up to the dollars that it was promised: "
+        f"the running jobs of fleet {name} continue, each up to the dollars that it was promised: "
         f"`dtrain fleet status {name}` shows them, `dtrain fleet cancel {name}` ends them",
         err=True,
     )

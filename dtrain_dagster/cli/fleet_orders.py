@@ -97,7 +97,7 @@ def _job_of(
     history: HomeHistory,
 ) -> ExpectedJob:  # fmt: skip
     if entry.least_nodes > limits.nodes:
-        raise FleetError(f"least_nodes is {entry.least_nodes}, and the fleet has {limits.nodes} nodes")
+        raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)
     job_id = f"{fleet.name}-{entry.name}"
     order = _order_of(entry, settings, job_id, most, rehearsed)
@@ -106,8 +106,8 @@ def _job_of(
     ranks = order.job.training.micro_batches
     if ranks < most * ranks_of(settings):
         raise FleetError(
-            f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than their ranks: plan it for "
-            "more (training.world_size)"
+            f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
+            "plan it for more (training.world_size)"
         )
     known = _expectation_of(fleet, entry, order.job, limits, history)
     job = FleetJob(
@@ -164,4 +164,4 @@ def tell_what_is_asked(expected: list[ExpectedJob], given: Mapping[str, FleetJob
     words = f"{len(expected)} job{'s' if len(expected) > 1 else ''}, expected to need {dollars(needed)}"
     say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
     if needed > limits.budget_usd:
-        say("note: that is more than the budget: the lowest in rank will not be begun", err=True)
+        say("note: that is more than the budget: the jobs of the lowest rank will not be started", err=True)

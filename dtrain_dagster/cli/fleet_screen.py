@@ -48,7 +48,7 @@ def headline(view: FleetView) -> str:
     if view.deadline is not None and not view.is_over:
         parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")
     if not view.is_over and not view.is_run:
-        parts.append("nobody runs it: `dtrain fleet run` goes on with it")
+        parts.append("no process runs it: `dtrain fleet run` continues it")
     return " · ".join(parts)
 
 

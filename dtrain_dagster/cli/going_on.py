@@ -116,6 +116,6 @@ def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
     for job_id in jobs:
         say_how_to_go_on(settings, job_id, "")
     if not jobs:
-        say("no job was begun", err=True)
-    say("what was materialized stays; only what is missing or has changed is done again", err=True)
+        say("no job was started", err=True)
+    say("what was materialized is kept; only what is missing or has changed is made again", err=True)
     say(f"go on: {go_on}", err=True)

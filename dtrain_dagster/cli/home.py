@@ -106,7 +106,7 @@ def clean(yes: bool) -> None:
         shown = ", ".join(plan.ours[:SHOWN]) + (" …" if len(plan.ours) > SHOWN else "")
         click.echo(f"removing from {home}: {shown}")
         if plan.others:
-            click.echo(f"staying, since dtrain did not write it: {', '.join(plan.others[:SHOWN])}")
+            click.echo(f"kept, since dtrain did not write it: {', '.join(plan.others[:SHOWN])}")
         if not yes:
             click.confirm("remove it?", abort=True)
         remove(plan_removal(home, protected))  # once more: a job may have started while the question stood there

@@ -51,7 +51,7 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
         chosen = checked_names(name or name_of(folder.name)).pipeline
         refuse_taken(chosen)
     except ValueError as error:
-        raise Refusal(f"{error}" if name else f"{error} (it is the folder's; --name gives another)") from None
+        raise Refusal(f"{error}" if name else f"{error} (the folder's name; --name gives another)") from None
     project = NewProject(
         name=chosen, requirement=_installed(), table=_table_of(folder, table, target), own_model=own_model
     )
@@ -76,7 +76,7 @@ def _table_of(folder: Path, table: str | None, target: str | None) -> Table | No
 
     if table is None or table == EXAMPLE:
         if target is not None:
-            raise click.UsageError("--target goes with --table FILE", click.get_current_context())
+            raise click.UsageError("--target needs --table FILE", click.get_current_context())
         return Table(path=Path(EXAMPLE_TABLE), target=EXAMPLE_TARGET) if table else None
     if target is None:
         raise click.UsageError("--table FILE needs --target COLUMN", click.get_current_context())
@@ -100,7 +100,7 @@ def _write_project(folder: Path, project: NewProject, files: dict[str, str]) -> 
     """Write the files. Raise `Refusal` if one of them is there already; then none was written."""
     shipped = project.table.shipped if project.table else ""
     if there := [path for path in (*files, *([shipped] if shipped else [])) if (folder / path).exists()]:
-        raise Refusal(f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder")
+        raise Refusal(f"{folder} has {', '.join(there)} already, which would be overwritten; name another folder")
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         with open(folder / path, "x", encoding="utf-8") as file:

@@ -48,7 +48,7 @@ def runs_already(manager: GPUClusterManager, job_id: str) -> bool:
     if state is JobState.SUCCEEDED:
         raise Refusal(
             f"job {job_id} has succeeded already: choose another --name, with --set training.start_from={job_id} to "
-            f"begin with its weights; `dtrain logs {job_id}` shows what it did"
+            f"start from its weights; `dtrain logs {job_id}` shows what it did"
         )
     return not state.is_final
 
@@ -110,7 +110,7 @@ def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
     """Print the kind of nodes if it differs from the wanted one."""
     if got.gpu_type != wanted:
         tier = f" ({got.tier})" if got.tier else ""
-        say(f"{wanted} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+        say(f"{wanted} was not available: using {got.gpu_type}{tier}", err=True)
 
 
 def announce(rundir: RunDir) -> None:

@@ -37,7 +37,7 @@ def resolve_name(given: str, names: Sequence[str], kind: str, listed_by: str) ->
     if len(found) == 1:
         return found[0]
     if found:
-        raise Refusal(f"{given!r} may be any of {len(found)} {plural(kind)}: {_named(found)}; give more of the name")
+        raise Refusal(f"{given!r} matches {len(found)} {plural(kind)}: {_named(found)}; give more of the name")
     if not names:
         raise Refusal(f"no {kind} {given!r}: there are no {plural(kind)} yet; `{listed_by}` lists them")
     close = difflib.get_close_matches(given, names, n=1)
@@ -77,7 +77,7 @@ def find_training(settings: Settings, given: str) -> str:
 
     job_id = find_job(settings, given)
     if not run_dir(settings, job_id).storage.exists(JOB):
-        raise Refusal(f"job {job_id} is no training, but a program of `dtrain launch`: see `dtrain logs {job_id}`")
+        raise Refusal(f"job {job_id} is not a training, but a program of `dtrain launch`: see `dtrain logs {job_id}`")
     return job_id
 
 

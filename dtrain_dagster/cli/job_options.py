@@ -47,7 +47,7 @@ def read_file(path: str, named: str, what: str) -> str:
     except IsADirectoryError:
         raise ConfigError(f"{named} is a folder: name {what} in it") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{named} is not JSON: it is no text in UTF-8") from None
+        raise ConfigError(f"{named} is not JSON: it is not text in UTF-8") from None
 
 
 def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False) -> str:
@@ -67,7 +67,7 @@ def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False
             return json.dumps({"dataset": {"uri": uri}, **_usual_parts(uri, has_own_model)})
     known = ", ".join(sorted({name for place in places for name in open_storage(place).list()}))
     raise ConfigError(
-        f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
+        f"--dataset {dataset}: neither a folder with a manifest.json nor the id of a dataset in {' or '.join(places)} "
         f"({known or 'none yet; `make run` builds one'})"
     )
 
@@ -99,7 +99,7 @@ def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
                     kind = " of ".join(filter(None, (manifest.get("task"), kind_of(manifest))))
                     built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}", kind))
                 except (KeyError, TypeError, ValueError) as error:  # one that is damaged hides no other
-                    _log.warning("%s", visible(f"{place}/{name} is no dataset that can be used: {error}"))
+                    _log.warning("%s", visible(f"{place}/{name} is not a dataset that can be used: {error}"))
     if not built:
         raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
     at, uri, kind = max(built)
@@ -137,8 +137,8 @@ def plan_job(
         nodes, rest = divmod(first.training.world_size, processes_per_node)
         if rest:
             raise ConfigError(
-                f"{source}: training.world_size = {first.training.world_size} is no multiple of {processes_per_node} "
-                "processes per node; give --nodes and --procs-per-node"
+                f"{source}: training.world_size = {first.training.world_size} is not a multiple of "
+                f"{processes_per_node} processes per node; give --nodes and --procs-per-node"
             )
     nodes = nodes or settings.nodes
     ranks = nodes * processes_per_node
@@ -170,8 +170,8 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
     before, asked = rundir.read_job(), job.training
     if fixed := next((name for name in names if not may_change(name)), None):
         raise ConfigError(
-            f"--change {fixed}: only fields of training may change while a job goes on, and of these not "
-            f"{', '.join(FIXED)}: choose another --name"
+            f"--change {fixed}: only fields of training may change when a job continues, except {', '.join(FIXED)}: "
+            "choose another --name"
         )
     same = replace(
         asked,
@@ -186,7 +186,7 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
         able = len(remedies) == len(others)
         raise ConfigError(
             f"job {job.job_id} was planned with another configuration: {differs}; "
-            + (f"to go on with that, give {' '.join(remedies)}; else " if able else "")
+            + (f"to continue with that, give {' '.join(remedies)}; else " if able else "")
             + "choose another --name, or repeat it as it was"
         )
     before = parse_job(before.to_json(), list(changes), "the job as it was planned", is_stored=True)

@@ -256,7 +256,7 @@ def summary(job_id: str | None, as_json: bool) -> None:
         raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
     result = rundir.read_json(RESULT)
     if result is None or result["status"] != "succeeded":
-        raise Refusal(f"{rundir.uri} holds no training that succeeded; see `dtrain jobs`")
+        raise Refusal(f"{rundir.uri} does not hold a training that succeeded; see `dtrain jobs`")
     if as_json:
         print_json(summary_document(settings, rundir))
     else:

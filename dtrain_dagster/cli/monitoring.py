@@ -86,7 +86,7 @@ def dashboard(
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), FleetBoard(settings.home), services)
     with listening(host, port) as bound:
-        click.echo(f"{address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
+        click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])
@@ -217,7 +217,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], python: bool, wait:
     rundir = run_dir(settings, job_id)
     manager = cluster_of(settings)[0].manager()
     if (state := manager.job_status(job_id).state).is_final:
-        raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
+        raise Refusal(f"job {job_id} has {state}: only a running job can be traced; `dtrain jobs` lists them")
     seen = SeenFiles(rundir.storage.list(EVENTS))
     asked = sorted(set(ranks)) or [0]
     refuse_absent_ranks(asked, rundir.read_json(LAUNCH) or {})

@@ -73,7 +73,7 @@ def name_of(folder: str) -> str:
 def refuse_taken(name: str) -> None:
     """Raise ValueError for a name by which Python already knows another package."""
     if name in OURS or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise ValueError(f"name = {name!r}: Python knows a package of that name already; give another by --name")
+        raise ValueError(f"name = {name!r}: there is already a Python package of that name; choose another with --name")
 
 
 def requirement_of(version: str, direct_url: Mapping[str, Any] | None) -> Requirement:

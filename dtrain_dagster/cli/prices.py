@@ -140,7 +140,7 @@ def refresh(
     where = [region_of(region) for region in regions or (settings.region,)]
     for region in where:
         if not region.isalnum():
-            raise Refusal(f"{region!r} is no region of Azure; names are like eastus")
+            raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
     path = refreshed_path(settings.home)
     done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
     if as_json:
@@ -162,9 +162,7 @@ def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
     except ImportError:
         raise Refusal("--spot-history needs Azure's libraries: pip install 'dtrain[azure]'") from None
     except Exception as error:  # whatever the many kinds of login raise
-        raise Refusal(
-            f"--spot-history needs a login to Azure, such as `az login` leaves: {type(error).__name__}"
-        ) from None
+        raise Refusal(f"--spot-history needs a login to Azure, such as by `az login`: {type(error).__name__}") from None
     return partial(fetch_market, token=token)
 
 
@@ -220,7 +218,7 @@ def _print_table(rows: Sequence[SkuPrice]) -> None:
         for row in rows
     ]
     where = f" in {next(iter(regions))}" if len(regions) == 1 else ""
-    click.echo(f"US dollars per node and hour{where}; – is not offered or not known")
+    click.echo(f"US dollars per node and hour{where}; – means not offered or not known")
     print_fitted(console(), columns, cells)
     click.echo("where they come from:")
     for (recorded_on, how, source), number in sources.items():

@@ -56,7 +56,9 @@ def refuse_with_script(options: Mapping[str, object]) -> None:
     """Raise `Refusal` for options of a job that a script has itself."""
     for option, value in options.items():
         if value is not None:
-            raise Refusal(f"{option} does not go with --script: the script has its own model, loss, data and settings")
+            raise Refusal(
+                f"{option} cannot be combined with --script: the script has its own model, loss, data and settings"
+            )
 
 
 def order_script(
@@ -114,7 +116,7 @@ def train_script(
     tracked = track(ordered.job, overrides, settings, cluster, project, source)
     job = as_begun(tracked.job, runs, changes)
     if runs:
-        say(f"job {job_id} is running already: no other is started", err=True)
+        say(f"job {job_id} is already running, so no new one is started", err=True)
     else:
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     take_over(rundir)

@@ -311,13 +311,13 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
 
 
 def _say_that_none_was_begun(name: str, dataset: str) -> None:
-    say("the measurement was ended, and no trial was begun; `dtrain jobs` has what it cost", err=True)
+    say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)
     say(f"go on: {command_again(typed_arguments(), name, dataset)}", err=True)
 
 
 def _say_that_trials_go_on(name: str, dataset: str) -> None:
     say(
-        f"the trials that run go on, each up to the dollars that it was promised: `dtrain fleet status {name}` shows "
+        f"the running trials continue, each up to the dollars that it was promised: `dtrain fleet status {name}` shows "
         f"them, `dtrain fleet cancel {name}` ends them",
         err=True,
     )
@@ -366,8 +366,8 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
     planned = result["planned"]
     lines = [
-        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; planned were at most "
-        f"{dollars(planned['at_most_usd'])} and {dollars(planned['expected_usd'])} expected"
+        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
+        f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
     ]
     lines += [result["ended"]] if result["ended"] else []
     for item in result["improvements"][1:]:

@@ -116,7 +116,9 @@ def record_end(
 ) -> None:
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
+    from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.prices import PriceError
+    from dtrain_dagster.costs.timeline import CostCause
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.registry.run_record import add_to_run
     from dtrain_dagster.settings.tiers import tier_of
@@ -125,9 +127,12 @@ def record_end(
     tier, bill = tier_of(settings.tiers[0]), None
     try:
         tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
-        bill = Bill(usd=tracker.total_usd, node_hours=tracker.node_hours)
+        lost = ledger(tracker.nodes, rundir.events(), periods=1).causes().get(CostCause.LOST)
+        bill = Bill(
+            usd=tracker.total_usd, node_hours=tracker.node_hours, lost_node_seconds=lost.seconds if lost else 0.0
+        )
     except PriceError as error:
-        say(f"the dollars of {job.job_id} are not known: {error}", err=True)
+        say(f"the cost of {job.job_id} is not known: {error}", err=True)
     metrics, note = describe_end(rundir, tier, bill, (rundir.read_json(RESULT) or {}).get("status", ""))
     uri = job.tracking.mlflow_tracking_uri
     why = add_to_run(uri, rundir, job.job_id, metrics=metrics, note=note)
@@ -140,15 +145,15 @@ class Bill:
 
     usd: float
     node_hours: float
+    lost_node_seconds: float | None = None
+    """Node-seconds that went to failures; None where that is not known."""
 
-    def metrics(self, samples: int | None = None) -> dict[str, float]:
-        """Return it as metrics of a run. ``samples``: those that were trained on; None where that is not known."""
-        from dtrain_dagster.registry.run_record import cost_metrics
+    def metrics(self) -> dict[str, float]:
+        """Return it as metrics of a run."""
+        from dtrain_dagster.registry.run_record import cost_metrics, lost_metric
 
-        figures = {"total_usd": self.usd, "node_hours": self.node_hours}
-        if samples:
-            figures["usd_per_1000_samples"] = 1000 * self.usd / samples
-        return cost_metrics(figures)
+        found = cost_metrics({"total_usd": self.usd, "node_hours": self.node_hours})
+        return found | ({} if self.lost_node_seconds is None else lost_metric(self.lost_node_seconds))
 
 
 def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) -> tuple[dict[str, float], str]:
@@ -159,8 +164,7 @@ def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) ->
     from dtrain_dagster.registry.run_record import note_of
     from trainer.rundir import EVALUATION
 
-    samples = (rundir.read_json(RESULT) or {}).get("samples_seen")
     evaluation = rundir.read_json(EVALUATION)
     worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None
     write_report(rundir, tier)
-    return bill.metrics(samples) if bill else {}, note_of(verdict, worth, rundir.uri)
+    return bill.metrics() if bill else {}, note_of(verdict, worth, rundir.uri)

@@ -199,7 +199,7 @@ def train(
     tracked = track(job, asked, settings, cluster, project)
     job = as_begun(with_reachable_data(tracked.job, settings), runs, changes)
     if runs:
-        say(f"job {job.job_id} is running already: no other is started", err=True)
+        say(f"job {job.job_id} is already running, so no new one is started", err=True)
     else:
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()  # for a manager that sends a user's modules to its nodes

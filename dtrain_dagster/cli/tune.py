@@ -264,7 +264,7 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
         return [
             *cut,
             *untold,
-            f"keep the settings as configured{pace}: in measurements that served no choice, the fastest found, "
+            f"keep the settings as configured{pace}: in measurements apart from the search, the fastest found, "
             f"{changes}, was not faster beyond noise: {_interval(fastest)}",
         ]
     found = ", ".join(f"{name} = {value}" for name, value in training.items())

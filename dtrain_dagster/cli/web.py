@@ -152,7 +152,8 @@ def _served_beside(name: str, usual: int, variable: str) -> Iterator[None]:
 def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
     """Serve MLflow's pages over the project's models and runs.
 
-    They are behind the guard. Ctrl-C ends it.
+    The link that it prints opens the list of runs of DTRAIN_EXPERIMENT, with columns for their losses, their gate and
+    their dollars. They are behind the guard. Ctrl-C ends it.
 
     \b
     Examples:
@@ -161,7 +162,7 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
     from dtrain_dagster.settings.home import make_home
     from dtrain_dagster.support.secrets import resolve
     from dtrain_dagster.web.guard import rules_for
-    from dtrain_dagster.web.other_pages import mlflow_app
+    from dtrain_dagster.web.other_pages import mlflow_app, runs_page
 
     settings = read_settings()
     tracking_uri = resolve(settings.tracking_uri)
@@ -174,7 +175,8 @@ def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
     allowed = user_ids(users)
     with listening(HOST, port) as bound:
         app = mlflow_app(tracking_uri, settings.home / "mlartifacts", names)
-        _serve("MLflow", app, rules_for(HOST, names, most_body_bytes=None), allowed, bound)
+        page = runs_page(tracking_uri, settings.experiment)
+        _serve("MLflow", app, rules_for(HOST, names, most_body_bytes=None), allowed, bound, page)
 
 
 @click.command()
@@ -203,9 +205,9 @@ def tensorboard(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> No
         _serve("TensorBoard", app, rules_for(HOST, names), allowed, bound)
 
 
-def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket) -> None:
+def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket, page: str = "") -> None:
     from dtrain_dagster.web.guard import Guard
     from dtrain_dagster.web.server import address, server
 
-    click.echo(f"{name}: {address(bound)}")
+    click.echo(f"{name}: {address(bound)}{page}")
     server(Guard(app, rules), users=users).run(sockets=[bound])

@@ -188,7 +188,7 @@ class Orphan:
             raise InUseError(f"the owner of job {self.job_id} cannot be determined: {error}") from None
         if known is not None and known["dagster_run_id"] != self.dagster_run_id:
             by = f"run {known['dagster_run_id']}" if known["dagster_run_id"] else "a person"
-            raise InUseError(f"job {self.job_id} is followed by {by} by now")
+            raise InUseError(f"job {self.job_id} is now followed by {by}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

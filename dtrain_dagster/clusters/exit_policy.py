@@ -126,9 +126,9 @@ def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
     if lost_peers:
         return "the nodes could not regroup, and starting them again did not help"
     if all(code == 0 for code in codes):
-        return "all processes ended in order, but the result does not say that the training is done"
+        return "all processes exited normally, but the result does not say that the training is complete"
     if all(code in (EVICTED, -signal.SIGTERM) for code in codes):
-        return "evicted: all nodes were told to go (SIGTERM)"
+        return "evicted: all nodes were told to stop (SIGTERM)"
     if all(is_killing(code) for code in codes if code != 0):
         return "all nodes are gone, and starting them again did not help"
     return "all nodes are gone"

@@ -115,7 +115,7 @@ class ClusterUse:
 
         def check() -> None:
             if self._closing() != mine or abs(time.time() - began) >= CLOSING_SECONDS / 2:
-                raise InUseError("giving the cluster back takes too long, so somebody may use it by now")
+                raise InUseError("giving the cluster back takes too long, so somebody may be using it by now")
             if self.used_at() != used_at:
                 raise InUseError("somebody has just used the cluster")
 

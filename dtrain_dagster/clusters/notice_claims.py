@@ -62,7 +62,7 @@ def send_safely(folder: RunDir, send: Callable[[Sequence[str]], None], retries: 
     except NotToldError as error:
         _log.warning("%s; see DTRAIN_NOTIFY", error)
     except Exception as error:  # of any kind: a notice must not stop the work that it tells of
-        _log.warning("nobody could be told of %s: %s: %s", folder.uri, type(error).__name__, redact(str(error)))
+        _log.warning("nobody could be notified of %s: %s: %s", folder.uri, type(error).__name__, redact(str(error)))
 
 
 def send_once(
@@ -89,9 +89,9 @@ def send_once(
             (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
     _write(folder, name, "refused" if refused else "unknown" if lost else "sent", [_digest(url) for url in refused])
     if lost:
-        _log.warning("no answer came in time by %s to '%s': it is not sent again", _kinds(lost), title)
+        _log.warning("%s did not answer in time to '%s': it is not sent again", _kinds(lost), title)
     if refused:
-        raise NotToldError(f"nobody could be told by {_kinds(refused)}: {title}")
+        raise NotToldError(f"nobody could be notified by {_kinds(refused)}: {title}")
 
 
 def is_claimed(folder: RunDir, key: str) -> bool:

@@ -217,7 +217,7 @@ def _table() -> dict[str, Any]:
 def _grid(region: str | None) -> tuple[float | None, str]:
     """Grams of CO2e per kWh, and the words for it."""
     if region is None:
-        return None, "where the machine stands is not known, so its grid is not: kWh only"
+        return None, "the location of the machine is not known, and so neither is its grid: kWh only"
     row = _table()["regions"].get(region_of(region))
     if row is None:
         return None, f"the grid of region {region!r} is not in the table: kWh only"
@@ -235,8 +235,8 @@ def _basis(share: float, machine: Machine | None, pue: float) -> str:
     if machine is not None:
         gpus = f"; GPU power was measured in {share:.0%} of the time" if share else ""
         return (
-            f"an estimate of this one machine, not of the SKU whose price stands in: {machine.cores} processors {hosts}"
-            f"{gpus}; no PUE"
+            f"an estimate for this one machine, not of the SKU whose price stands in: {machine.cores} processors "
+            f"{hosts}{gpus}; no PUE"
         )
     return (
         f"GPU power measured in {share:.0%} of the node time, else rated power (an upper bound where the utilisation "

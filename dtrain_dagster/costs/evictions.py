@@ -79,7 +79,7 @@ def tell_evictions(usd: float, node_count: int, price: SkuPrice, tier: Tier, sta
     usd *= 1 - 1 / expected_slowdown(evictions, node_count)
     return (
         f"evictions are expected to cost {dollars(usd)} of it: {rate} of Spot nodes are evicted in an hour "
-        f"(Azure, 28 days to {rate.recorded_on}), and each eviction buys the start-up of "
+        f"(Azure, 28 days to {rate.recorded_on}), and each eviction pays for the start-up of "
         f"{format_duration(evictions.seconds)} again, for all nodes"
     )
 
@@ -90,7 +90,7 @@ def tell_spot_price(price: SkuPrice, tier: Tier) -> str:
     if tier_of(tier) == "dedicated" or is_of_site(price.sku):
         return ""
     if spread := price.figure("spot").spread:
-        return f"Spot's price varies: it was ${spread.low:g} to ${spread.high:g} an hour since {spread.since}"
+        return f"Spot's price varies: it has been ${spread.low:g} to ${spread.high:g} an hour since {spread.since}"
     if "dedicated" not in price.figures:
         return "Spot's price varies; neither its history nor the pay-as-you-go price is known, so one price is used"
     most = price.figures["dedicated"].usd_per_hour

@@ -24,10 +24,10 @@ CLOSING = 60 * SECOND
 """Time after the job's end, in microseconds, in which its processes may be closing
 (`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
-    CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
-    CostCause.SCRIPT: "a program of one's own, which does not say what it does",
+    CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports of a step",
+    CostCause.SCRIPT: "your own program, which does not say what it does",
     CostCause.COMMUNICATION: "communication that no computation hides",
-    CostCause.WAITING: "for the rank that came last, in a step",
+    CostCause.WAITING: "for the slowest rank, in a step",
     CostCause.INPUT: "for the next batch",
     CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
     CostCause.EVALUATION: "of the validation split",
@@ -37,7 +37,7 @@ MEANINGS = {
     CostCause.STARTUP: "from a node's start until it trains: process, data, model, joining",
     CostCause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
     CostCause.IDLE: "paid after the job's end, or never part of the training",
-    CostCause.UNEXPLAINED: "no record says what for",
+    CostCause.UNEXPLAINED: "no record says what it was for",
 }
 
 

@@ -122,7 +122,7 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
 
         wrong = describe_errors(error, TrainingPlan).replace("\n", "; ")
         raise ValueError(
-            f"{source} holds no plan: {wrong}. Without that file the plan of cost_estimate counts"
+            f"{source} holds no plan: {wrong}. Without that file, the plan of cost_estimate applies"
         ) from None
 
 

@@ -278,7 +278,7 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
                 if tier == OLD_SPOT:  # tables of before 2026-03-31 have this meter, by which nothing is billed now
                     continue
                 if tier not in TIERS or not 0 < usd < math.inf:
-                    raise ValueError(f"{sku} in {region}: {tier} at {usd} is no price")
+                    raise ValueError(f"{sku} in {region}: {tier} at {usd} is not a price")
                 figure = Figure(usd_per_hour=usd, **sources[source], **read_extras(more[0] if more else {}))
                 regions.setdefault(region, {}).setdefault(sku, {})[tier] = figure
     return regions

@@ -108,7 +108,7 @@ def refresh_price_table(
         prices, doubts = choose_prices(items, region, skus, now)
         if not prices:
             raise RetailError(
-                f"{url} lists no price of {', '.join(skus)} in region {region!r}: is that its name? Names are like "
+                f"{url} lists no price of {', '.join(skus)} in region {region!r}: is the name right? Names look like "
                 "eastus (`az account list-locations`). Nothing was changed"
             )
         notes += [f"{region}: {line}" for line in doubts]
@@ -162,12 +162,10 @@ def fetch(
             link, params = page.get("NextPageLink") or "", None
             if link and _place(link) != _place(url):
                 raise RetailError(
-                    f"{url} goes on at another address, {link!r}, which was not asked. Nothing was changed"
+                    f"{url} continues at another address, {link!r}, which was not queried. Nothing was changed"
                 )
             if link in seen or len(seen) >= MAX_PAGES:
-                raise RetailError(
-                    f"{url} does not come to an end: {len(seen)} pages for one query. Nothing was changed"
-                )
+                raise RetailError(f"{url} does not end: {len(seen)} pages for one query. Nothing was changed")
 
 
 def as_document(prices: Prices) -> dict[str, Any]:
@@ -212,7 +210,7 @@ def _place(url: str) -> tuple[str, str, int]:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     except (ValueError, KeyError):
-        raise RetailError(f"{url!r} is no address of a price list; it is like {RETAIL_URL}") from None
+        raise RetailError(f"{url!r} is not the address of a price list, such as {RETAIL_URL}") from None
     return parts.scheme, (parts.hostname or "").casefold(), port
 
 
@@ -235,7 +233,7 @@ def ask_again(
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
         except requests.RequestException as error:
-            raise RetailError(f"{url} cannot be asked: {error}. Nothing was changed") from None
+            raise RetailError(f"{url} cannot be queried: {error}. Nothing was changed") from None
         if answer.status_code == 200:
             return read(url, answer)
         problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
@@ -250,7 +248,7 @@ def ask_again(
         )  # fmt: skip
     except _PassingError as error:
         if (wait := error.asked_seconds) > LONGEST_PAUSE_SECONDS:
-            why = f". It wants to be asked again in {wait:.0f} s"
+            why = f". It asks to be queried again in {wait:.0f} s"
         else:
             why = f", {RETRIES.max_attempts} times in a row; try again later"
         raise RetailError(f"{url} {error}{why}. Nothing was changed") from None
@@ -264,12 +262,12 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
     try:
         page = answer.json()
         if not isinstance(page["Items"], list) or not all(isinstance(item, dict) for item in page["Items"]):
-            raise ValueError("its Items are no list of objects")
+            raise ValueError("its Items are not a list of objects")
         if not isinstance(page.get("NextPageLink") or "", str):
-            raise ValueError("its NextPageLink is no text")
+            raise ValueError("its NextPageLink is not text")
     except (ValueError, TypeError, KeyError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise RetailError(f"{url} answers with what is no price list ({said}). Nothing was changed") from None
+        raise RetailError(f"{url} does not answer with a price list ({said}). Nothing was changed") from None
     return page
 
 

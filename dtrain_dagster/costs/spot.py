@@ -96,7 +96,7 @@ def read_extras(document: Mapping[str, Any]) -> dict[str, Any]:
     where they cannot be read."""
     history = tuple((date.fromisoformat(day).isoformat(), float(usd)) for day, usd in document.get("history", ()))
     if not all(0 < usd < math.inf for _, usd in history):
-        raise ValueError(f"the history {history} has what is no price")
+        raise ValueError(f"the history {history} has an entry that is not a price")
     rate = document.get("evictions")
     return {"history": history, "evictions": EvictionRate(**rate) if rate else None}
 

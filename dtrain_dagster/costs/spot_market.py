@@ -57,7 +57,7 @@ def fetch_market(
         return SpotMarket(history=read_history(prices, skus), evictions=read_evictions(rates, skus, day))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RetailError(
-            f"{url} answers with what is no history of Spot ({type(error).__name__}: {error}). Nothing was changed"
+            f"{url} does not answer with a history of Spot ({type(error).__name__}: {error}). Nothing was changed"
         ) from None
 
 
@@ -102,10 +102,10 @@ def _read_rows(url: str, answer: requests.Response) -> list[dict[str, Any]]:
     try:
         rows = answer.json()["data"]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("its data is no list of objects")
+            raise ValueError("its data is not a list of objects")
     except (ValueError, TypeError, KeyError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise RetailError(f"{url} answers with what is no table ({said}). Nothing was changed") from None
+        raise RetailError(f"{url} does not answer with a table ({said}). Nothing was changed") from None
     return rows
 
 

@@ -216,7 +216,9 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
         if seconds
     ]
     if backward:
-        notes.append(f"{backward} interval(s) of nodes end before they start (a clock stepped back): they count zero")
+        notes.append(
+            f"{backward} interval(s) of nodes end before they start (a clock stepped back): they count as zero"
+        )
     if twice:
         notes.append(f"{twice / SECOND:,.1f} s of nodes are recorded twice: paid once, at the later record's price")
     return found, tuple(notes)

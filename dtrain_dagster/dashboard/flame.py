@@ -205,7 +205,7 @@ def _read(document: Any) -> tuple[list[_Event], dict[tuple[str, str], str]]:
     """Return the operations of a trace, in the order of the file, and what its threads are called."""
     entries = document.get("traceEvents") if isinstance(document, Mapping) else document
     if not isinstance(entries, list):
-        raise ValueError("it is no trace: it has no list of traceEvents")
+        raise ValueError("it is not a trace: it has no list of traceEvents")
     events: list[_Event] = []
     names: dict[tuple[str, str], str] = {}
     for entry in entries:

@@ -308,7 +308,7 @@ def read_row(rundir: RunDir) -> JobRow:
     started_at = status.get("started_at") or (launch or {}).get("submitted_at") or rundir.first_event_at()
     for figure in (started_at, ended_at, step):
         if figure is not None and not is_number(figure):
-            raise ValueError(f"{rundir.uri}: {figure!r} is no number")
+            raise ValueError(f"{rundir.uri}: {figure!r} is not a number")
     return JobRow(
         job_id=rundir.uri.rsplit("/", 1)[-1],
         state=state,

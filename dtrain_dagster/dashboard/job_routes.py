@@ -115,7 +115,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
 
     def orders(request: Request, found: OpenJob) -> Response:
         if services.desk is None:
-            return _refusal("this dashboard takes no orders", 404)
+            return _refusal("this dashboard does not take orders", 404)
         described = services.desk.describe(found.row.job_id, found.row.state)
         last = described["last"]
         return answer_json(request, encode(described | {"last": asdict(last) if last else None}), None)
@@ -123,7 +123,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
     async def give_order(request: Request) -> Response:
         desk = services.desk
         if desk is None:
-            return _refusal("this dashboard takes no orders", 404)
+            return _refusal("this dashboard does not take orders", 404)
         host, given = request.url.hostname or "", request.headers.get("authorization", "")
         is_own = is_own_user(request.scope.get("client"), request.scope.get("server"))
         if refused := judge_order(host, given, desk.token, is_own):

@@ -62,10 +62,10 @@ def judge_order(host: str, authorization: str, token: str | None, is_own_user: b
     belongs to the user of this process."""
     if token is not None:
         given = authorization.removeprefix("Bearer ").strip()
-        return "" if hmac.compare_digest(given.encode(), token.encode()) else "the token is missing, or another one"
+        return "" if hmac.compare_digest(given.encode(), token.encode()) else "the token is missing or wrong"
     if host not in LOOPBACK:
-        return "orders are taken at 127.0.0.1 only, unless the dashboard is started with --token env:NAME"
-    return "" if is_own_user else "orders are taken from the user who runs the dashboard only"
+        return "orders are taken only at 127.0.0.1, unless the dashboard is started with --token env:NAME"
+    return "" if is_own_user else "orders are taken only from the user who runs the dashboard"
 
 
 def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") -> dict[str, str]:
@@ -73,7 +73,7 @@ def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") 
     ``is_ordered_here``: whether this home has the order of the job (`dtrain_dagster.jobs.orders`); ``script_trouble``:
     why a script's job cannot be started again, "" where it can and for all other jobs."""
     runs = state in ("running", "queued")
-    not_running = "" if runs else "it does not run"
+    not_running = "" if runs else "it is not running"
     resume = ""
     if runs:
         resume = "it runs"
@@ -85,7 +85,7 @@ def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") 
         resume = "it was not ordered from this home: run `dtrain train` there, with the same --name"
     else:
         resume = script_trouble
-    return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it does not train now"}
+    return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it is not training now"}
 
 
 def order_command(

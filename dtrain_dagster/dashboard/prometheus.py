@@ -111,7 +111,7 @@ class JobCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield every metric with a sample for each recent job."""
         jobs = self.board.recent(time.time())
-        info = GaugeMetricFamily("dtrain_job_info", "A job and how it stands", labels=("job", "model", "state"))
+        info = GaugeMetricFamily("dtrain_job_info", "A job and its state", labels=("job", "model", "state"))
         for job in jobs:
             info.add_metric((job.row.job_id, job.row.model, job.row.state), 1.0)
         yield info

@@ -62,7 +62,7 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
     def runs(request: Request) -> Response:
         names = list(dict.fromkeys(request.query_params.getlist("job")))
         if not LEAST_RUNS <= len(names) <= MOST_RUNS:
-            return PlainTextResponse(f"an overlay has {LEAST_RUNS} to {MOST_RUNS} jobs, and not {len(names)}", 400)
+            return PlainTextResponse(f"an overlay has {LEAST_RUNS} to {MOST_RUNS} jobs, not {len(names)}", 400)
         now, found = time.time(), []
         for name in names:
             try:

@@ -89,7 +89,7 @@ def verify_shards(uri: str) -> None:
         if not path.exists():
             raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
         if digest_files([path]) != [shard["sha256"]]:
-            raise DataError(f"{path} is not what its manifest says; delete {uri} and rebuild the dataset")
+            raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
 
 
 def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def find_columns(names: Sequence[Name], index: Collection[str] = (), days: Colle
     if date is None:  # an index of dates has no name until it is given one
         date = next((place for place in counters if place in days), None)
     if date is None:
-        raise DataError(f"there is no column 'date' among {_few(shown)}; name the column of dates so")
+        raise DataError(f"there is no column 'date' among {_few(shown)}; give the column of dates this name")
     ticker = _first(dict(enumerate(keys)), _TICKERS)
     others = {place: name for place, name in enumerate(names) if place not in (date, ticker, *counters)}
     if ticker is not None:
@@ -155,7 +155,9 @@ def _refuse_twice(names: Sequence[str]) -> None:
     count = Counter(plain)
     twice = [name for name, text in zip(names, plain, strict=True) if count[text] > 1 and not is_nameless(name)]
     if twice:
-        raise DataError(f"two columns are called {twice[0]!r}, but for case, '-' and '_'; rename one, or leave it out")
+        raise DataError(
+            f"two columns are called {twice[0]!r}, apart from case, '-' and '_'; rename one, or leave it out"
+        )
 
 
 def _fields_of(columns: Mapping[int, Name], may_be_letters: bool = False) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -173,8 +175,8 @@ def _fields_of(columns: Mapping[int, Name], may_be_letters: bool = False) -> tup
         return {ADJUSTED: adjusted[0], **found}, ()
     if odd := [place for place, key in keys.items() if _ADJUSTING.search(key)]:
         raise DataError(
-            f"the column {columns[odd[0]]!r} looks like an adjusted price or a factor, and none is called adj_close: "
-            "call the adjusted close so, or leave this column out to train on closes as they are"
+            f"the column {columns[odd[0]]!r} looks like an adjusted price or a factor, but none is called adj_close: "
+            "give the adjusted close this name, or leave this column out to train on closes as they are"
         )
     if may_be_letters and CLOSE not in found:
         letters = {field: _first(keys, [letter]) for field, letter in _LETTERS.items()}
@@ -214,8 +216,8 @@ def _by_ticker(
         if pair is None:
             other = next((shown[each] for each, found in pairs.items() if found), None)
             raise DataError(
-                f"it cannot be said what the column {shown[place]!r} is"
-                + (f": {other!r} looks like the field of a ticker, and it does not" if other else "")
+                f"it is not clear what the column {shown[place]!r} is"
+                + (f": {other!r} looks like the field of a ticker, but it does not" if other else "")
                 + ". Give one column of adjusted closes per ticker, or the columns date, ticker and adj_close"
             )
         columns.setdefault(pair[0], {})[place] = pair[1]
@@ -246,6 +248,6 @@ def _refuse_fields(keys: Mapping[int, str], shown: Sequence[str]) -> None:
             "one column of prices per ticker"
         )
     raise DataError(
-        f"every column besides the date is a ticker, and {names} looks like none: leave it out, rename it, or give the "
-        "columns date, ticker and adj_close"
+        f"every column besides the date is a ticker, and {names} does not look like one: leave it out, rename it, or "
+        "give the columns date, ticker and adj_close"
     )

@@ -80,10 +80,12 @@ class GivenFile:
                 while block := content.read(_BLOCK):
                     unpacked += len(block)
                     if unpacked > most:
-                        raise DataError(f"{self.origin} unpacks to more than {most:,} bytes, which no price file does")
+                        raise DataError(
+                            f"{self.origin} unpacks to more than {most:,} bytes, which is too much for a price file"
+                        )
         except (EOFError, OSError, zlib.error) as error:
             raise DataError(
-                f"{self.origin} is no whole {self.packing} file ({error}); fetch or compress it again"
+                f"{self.origin} is not a complete {self.packing} file ({error}); fetch or compress it again"
             ) from error
 
     def _unpacked(self) -> Any:
@@ -126,7 +128,7 @@ class _Lent:
 def opened(file: Path, origin: str) -> Iterator[GivenFile]:
     """Yield a price file, open while it is read. Raise `DataError` for anything but a regular file."""
     if not file.is_file():  # before it is opened: opening a pipe would wait for its writer
-        raise DataError(f"{origin} is no regular file")
+        raise DataError(f"{origin} is not a regular file")
     with open(file, "rb") as handle:
         packing = _PACKINGS.get(file.suffix, "none")
         yield GivenFile(handle, origin, packing, handle.read(4) == b"PAR1", _state(handle))

@@ -123,7 +123,7 @@ def open_calendar(code: str, **bounds: Any) -> Any:
             return xc.get_calendar(code, **bounds)
     except xc.errors.InvalidCalendarName as error:
         raise DataError(
-            f"DTRAIN_CALENDAR={code!r} is no exchange calendar: use a code such as XNYS or XLON, or none"
+            f"DTRAIN_CALENDAR={code!r} is not an exchange calendar: use a code such as XNYS or XLON, or none"
         ) from error
 
 
@@ -161,7 +161,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
     )
     columns = [row[0] for row in database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()]
     if len(columns) > MOST_COLUMNS:
-        raise DataError(f"{given.origin} has {len(columns):,} columns; {MOST_COLUMNS:,} are the most that are read")
+        raise DataError(f"{given.origin} has {len(columns):,} columns; at most {MOST_COLUMNS:,} are read")
     threads = 1 if len(columns) > _MANY_COLUMNS else 2
     memory = memory_limit + math.ceil(COLUMN_MEMORY * len(columns))
     database.execute(f"SET memory_limit='{memory}MB'; SET threads={threads}")
@@ -237,7 +237,7 @@ def _shown_in(database: duckdb.DuckDBPyConnection, zone: str, cell: str, what: s
         minutes = int(f"{offset[1]}{int(offset[2]) * 60 + int(offset[3])}")
         return f"strftime({shown} + INTERVAL '{minutes} minutes', {form})"
     if not database.execute("SELECT count(*) FROM pg_timezone_names() WHERE name = ?", [zone]).fetchall()[0][0]:
-        raise DataError(f"{what} is in the time zone {zone!r}, which is not known: convert it to dates before")
+        raise DataError(f"{what} is in the time zone {zone!r}, which is not known: convert it to dates first")
     return f"strftime(timezone('{zone}', {cell}), {form})"
 
 
@@ -271,7 +271,7 @@ def _without_counters(
             notes.append(f"the column {name!r} counts rows, as the index of a table does: it is left out")
         elif filled and surely:
             raise DataError(
-                f"the column {name!r} is the index of a table, and no ticker: leave it out (index=False), or give it "
+                f"the column {name!r} is the index of a table, not a ticker: leave it out (index=False), or give it "
                 "a name"
             )
         elif filled:
@@ -301,7 +301,7 @@ def _zone_of_days(
         return None
     if calendar is None:
         raise DataError(
-            f"{_place(line, found.headers)}: {shown!r} is a time in UTC, and it is not said in which zone its day is: "
+            f"{_place(line, found.headers)}: {shown!r} is a time in UTC, but the time zone of its day is not known: "
             "give dates, or times with the exchange's zone, or name the exchange in DTRAIN_CALENDAR"
         )
     return str(open_calendar(calendar).tz)

@@ -49,7 +49,7 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
             return 0
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise DataError(f"{source / name} is not what its manifest says; delete {uri} and rebuild the dataset")
+                raise DataError(f"{source / name} does not match its manifest; delete {uri} and rebuild the dataset")
             file.seek(0)
             with target.stream(name) as copied:
                 shutil.copyfileobj(file, copied, BLOCK)

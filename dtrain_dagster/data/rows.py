@@ -192,7 +192,9 @@ class _Builder:
         for option, names in wanted.items():
             for name in names:
                 if name not in kinds:
-                    self.problems.append(f"{option} {name}: the table has no such column, but {', '.join(kinds)}")
+                    self.problems.append(
+                        f"{option} {name}: the table has no such column; its columns are {', '.join(kinds)}"
+                    )
         for name, said in self.table.problems.items():
             if name not in params.drop:
                 self.problems += said
@@ -241,7 +243,7 @@ class _Builder:
         elif any(known.values()):
             found = ", ".join(f"{value!r} ({count:,} rows)" for value, count in counts.most_common())
             self.problems.append(
-                f"--split-by {by}: its values are {found}, and not all of them name a split: use train, valid and test"
+                f"--split-by {by}: its values are {found}, but not all of them name a split: use train, valid and test"
             )
 
     def _learn(self) -> None:
@@ -331,7 +333,7 @@ class _Builder:
                 held = f"only {count} row" if count else "no rows"
                 raise DataError(f"the {split} split has {held} ({counts}): {remedy}")
             if count < FEW_ROWS:
-                self.notes.append(f"the {split} split has {count} rows only: its figures are little more than chance")
+                self.notes.append(f"the {split} split has {count} rows: its figures are little more than chance")
 
     def _column(self, name: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": name, "role": "feature"}

@@ -154,7 +154,7 @@ def verify_dataset(uri: str) -> None:
             file.seek(0)
             rows = pq.ParquetFile(file).metadata.num_rows if digest == shard["sha256"] else -1
         if digest != shard["sha256"] or rows != shard["rows"]:
-            raise DataError(f"{path} is not what its manifest says; delete {uri} and rebuild the dataset")
+            raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
@@ -190,7 +190,7 @@ def _day_of(name: str, text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError as error:
-        raise DataError(f"{name} = {text!r} is no date: write it as 2009-12-31") from error
+        raise DataError(f"{name} = {text!r} is not a date: write it as 2009-12-31") from error
 
 
 @dataclass(slots=True)

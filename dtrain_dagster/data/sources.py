@@ -126,7 +126,8 @@ class PriceFile:
             filesystem, path = _opened(self.address)
             if not filesystem.isfile(path):
                 raise DataError(
-                    f"DTRAIN_PRICES={self.address!r} is no file that can be read, nor one of {', '.join(sorted(KNOWN))}"
+                    f"DTRAIN_PRICES={self.address!r} is neither a file that can be read nor one of "
+                    f"{', '.join(sorted(KNOWN))}"
                 )
             if isinstance(filesystem, LocalFileSystem):
                 return Path(path)
@@ -273,7 +274,7 @@ def price_source(name_or_address: str) -> PriceSource:
         odd = [ticker for ticker in wanted if not _TICKER.fullmatch(ticker)]
         if odd:
             raise DataError(
-                f"DTRAIN_PRICES: {odd[0][:40]!r} is no ticker: letters, digits, ^=.- and at most 20 of them"
+                f"DTRAIN_PRICES: {odd[0][:40]!r} is not a ticker: use letters, digits, ^=.- and at most 20 of them"
             )
         return YFinance(wanted)
     return PriceFile(name_or_address)

@@ -64,7 +64,9 @@ def kind_of_column(field: pa.Field) -> Kind:
 def check_name(name: str) -> None:
     """Raise `DataError` for the name of a column that cannot be kept."""
     if not name or len(name) > 200 or not name.isprintable():
-        raise DataError(f"the column {name[:80]!r} has a name that is empty, longer than 200 or not printable: rename")
+        raise DataError(
+            f"the column {name[:80]!r} has a name that is empty, longer than 200 characters or not printable: rename it"
+        )
 
 
 def exact_numbers(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -308,14 +310,14 @@ class TargetColumn:
         classes = sorted(self.counts)
         fits = len(classes) == 2 if task == BINARY else 2 < len(classes) <= MOST_CLASSES
         if not fits or self.is_fraction:
-            what = "values that are no whole numbers" if self.is_fraction else f"{len(classes)} values"
+            what = "values that are not whole numbers" if self.is_fraction else f"{len(classes)} values"
             raise DataError(
                 f"the target {self.name!r} has {what} in the training split, and {task} needs "
                 f"{'two classes' if task == BINARY else f'3 to {MOST_CLASSES:,} classes'}: choose another --task"
             )
         if unknown := sorted(self.elsewhere - set(classes), key=str):
             raise DataError(
-                f"the target {self.name!r} has the class {unknown[0]!r} in the validation or test split alone: give "
+                f"the target {self.name!r} has the class {unknown[0]!r} only in the validation or test split: give "
                 "more rows of it, or leave it out"
             )
         return task, classes

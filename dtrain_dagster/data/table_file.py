@@ -115,18 +115,20 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
         try:
             opened = pq.ParquetFile(plain)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+            raise DataError(f"{path} is not a Parquet file that can be read: {error}") from None
         read.append(plain)
         schemas.append(opened.schema_arrow)
         rows += opened.metadata.num_rows
     names = schemas[0].names
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{files[0]} has two columns of the name {twice[0]!r}: rename one, or leave it out")
+        raise DataError(f"{files[0]} has two columns with the name {twice[0]!r}: rename one, or leave it out")
     kinds: dict[str, Kind] = {}
     for path, schema in zip(files, schemas, strict=True):
         if sorted(schema.names) != sorted(names):
             odd = sorted(set(schema.names) ^ set(names)) or sorted(schema.names)
-            raise DataError(f"{path} has other columns than {files[0]} ({', '.join(odd[:5])}): all files need the same")
+            raise DataError(
+                f"{path} has different columns from {files[0]} ({', '.join(odd[:5])}): all files need the same"
+            )
         for field in schema:
             before, name = kinds.get(field.name, ""), field.name
             kinds[name] = before
@@ -157,7 +159,7 @@ def _convert_csv(path: Path, target: Path, scratch: Path, problems: dict[str, li
 
     name = path.name.lower()
     if not any(name.endswith(f"{ending}{packing}") for ending in _ENDINGS for packing in _PACKED):
-        raise DataError(f"{path} is no Parquet file, and no CSV file by its name ({', '.join(_ENDINGS)})")
+        raise DataError(f"{path} is not a Parquet file, and by its name not a CSV file either ({', '.join(_ENDINGS)})")
     with opened(path, str(path)) as given:
         given.refuse_unusable()
         with opened_database(given, scratch) as database:
@@ -199,7 +201,7 @@ def _typed(
     head = database.execute(f"SELECT * FROM {reader} LIMIT 1").fetchone() or ()
     names = [str(name or "").strip().lstrip("\ufeff") for name in head]
     if twice := [name for name, count in Counter(names).items() if count > 1 and name]:
-        raise DataError(f"{origin} has two columns of the name {twice[0]!r}: rename one, or leave it out")
+        raise DataError(f"{origin} has two columns with the name {twice[0]!r}: rename one, or leave it out")
     trimmed = ", ".join(f"coalesce(trim({cell}), '') AS {cell}" for cell in cells)
     database.execute(
         f'CREATE VIEW rows AS SELECT * FROM (SELECT row_number() OVER () AS "__line", {trimmed} FROM {reader}) '
@@ -211,7 +213,7 @@ def _typed(
         if not kind and not names[place]:
             continue
         if not name:
-            problems[""].append(f"column {place + 1} of {origin} has cells and no name: give it one")
+            problems[""].append(f"column {place + 1} of {origin} has cells but no name: give it one")
             continue
         text = f"nullif({cell}, '')" if kind == "VARCHAR" else f"CASE WHEN {_is_filled(cell)} THEN {cell} END"
         value = f"CAST({text} AS {kind})" if kind else "NULL"

@@ -216,7 +216,7 @@ def _ids(
         if not block:
             raise DataError(f"{path} has become shorter while it was read: build the dataset again")
         if END in block:
-            raise DataError(f"{path} holds a zero byte, so it is no text: choose files by --pattern")
+            raise DataError(f"{path} holds a zero byte, so it is not text: choose files by --pattern")
         left -= len(block)
         yield np.frombuffer(block, dtype=np.uint8).astype(np.int64)
     yield np.array([END], dtype=np.int64)
@@ -228,10 +228,10 @@ def _checked(ids: Any, path: Path, params: TokenParams) -> NDArray[np.int64]:
 
     found = np.asarray(ids)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        raise DataError(f"{params.encoding} gave no list of whole numbers for {path}")
+        raise DataError(f"{params.encoding} did not return a list of whole numbers for {path}")
     if len(found) and not 0 <= found.min() <= found.max() < params.vocabulary:
         raise DataError(
-            f"{params.encoding} gave ids from {found.min()} to {found.max()} for {path}, and the vocabulary has "
+            f"{params.encoding} gave ids from {found.min()} to {found.max()} for {path}, but the vocabulary has "
             f"{params.vocabulary}: set --vocabulary"
         )
     return found.astype(np.int64)

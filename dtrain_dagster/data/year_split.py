@@ -30,7 +30,7 @@ class YearSplit:
 
     def __post_init__(self) -> None:
         if self.valid_years < 1:
-            raise DataError(f"valid_years = {self.valid_years}: at least one year must choose the weights")
+            raise DataError(f"valid_years = {self.valid_years}: at least one year is needed to choose the weights")
 
     @property
     def train_last(self) -> str:

@@ -15,7 +15,7 @@ MOST_FAILURES = 3
 """Launches in a row without a result of their own, after which a job is given up."""
 PATIENCE_SECONDS = 5.0
 """Seconds until the next try after the first of them; doubled with each."""
-CAME_TO_LIMIT = "it came to its limit, and saved a checkpoint"
+CAME_TO_LIMIT = "it reached its limit, and saved a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

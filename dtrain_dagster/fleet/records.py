@@ -153,8 +153,8 @@ class FleetRecords:
         promised = sum(entry.kept.grant_units for entry in self.entries())
         if promised > limits.budget_units:
             raise FleetError(
-                f"budget_usd is {limits.budget_usd:g}, and jobs of fleet {self.name} were paid or promised more by "
-                "now: give at least as much as before, or end jobs first"
+                f"budget_usd is {limits.budget_usd:g}, but jobs of fleet {self.name} have been paid or promised more "
+                "already: give at least as much as before, or end jobs first"
             )
         self._write(FLEET, {"name": self.name, "began_at": self.began_at(now), "limits": asdict(limits)})
 
@@ -244,7 +244,7 @@ class FleetRecords:
         except ValueError as error:
             raise self._damage(name, str(error)) from None
         if not isinstance(found, dict):
-            raise self._damage(name, "it is no object")
+            raise self._damage(name, "it is not an object")
         return found
 
     def _valid(self, kind: type[Any], document: Any, name: str) -> Any:

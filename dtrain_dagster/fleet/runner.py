@@ -139,7 +139,7 @@ class FleetRunner:
         except (ClusterError, DamagedError, OSError) as error:
             if self.trouble.get(job_id) != str(error):
                 self.trouble[job_id] = str(error)
-                self.told(f"{job_id}: cannot be looked at now: {error}")
+                self.told(f"{job_id}: cannot be checked now: {error}")
             return self.entries[job_id].standing()
         return found
 
@@ -383,7 +383,7 @@ _RESTS = {FleetState.PAUSING: FleetState.PAUSED, FleetState.ENDING: FleetState.E
 def order_of(job: FleetJob) -> JobOrder:
     """Return the order of a job. Raise `FleetError` where it has none."""
     if job.order is None:
-        raise FleetError(f"job {job.job_id!r} has no order: it can be simulated, and not run")
+        raise FleetError(f"job {job.job_id!r} has no order: it can be simulated, but not run")
     return job.order
 
 

@@ -195,12 +195,12 @@ class _Look:
             if self.now >= deadline:
                 self.end(item, "its deadline has passed")
             elif self.now + at_least > deadline:
-                words = f"it needs {format_duration(at_least)} more at least, its deadline is in "
+                words = f"it needs at least {format_duration(at_least)} more, and its deadline is in "
                 self.end(item, words + format_duration(deadline - self.now))
         for item in self.candidates:
             deadline, most = self.deadline_of(item), self.most_nodes_of(item)
             if item.job.least_nodes > self.limits.nodes:
-                self.end(item, f"it needs {item.job.least_nodes} nodes, and the fleet has {self.limits.nodes}")
+                self.end(item, f"it needs {item.job.least_nodes} nodes, but the fleet has {self.limits.nodes}")
             elif deadline < math.inf and self.now + (needs := item.seconds_left(most)) > deadline:
                 left = max(0.0, deadline - self.now)
                 on = f"{most} node{'s' if most > 1 else ''}"
@@ -221,7 +221,7 @@ class _Look:
                 self.decisions.append(RaiseGrant(job_id=item.job.job_id, grant_units=answer.grant_units))
             short = short or (answer.lacks and item is not running[-1])
         if short and not self.leaving and not self.coming_nodes:
-            self.pause(running[-1], "the budget runs short, and jobs before it in rank are to end")
+            self.pause(running[-1], "the budget is running short, and jobs of higher rank have to end")
 
     def begin(self) -> None:
         """Choose the jobs that begin or are continued, and their nodes."""
@@ -247,8 +247,8 @@ class _Look:
                 begun = "continued" if item.is_begun else "begun"
                 self.end(
                     item,
-                    f"not {begun}: it would cost {dollars(usd(needs))} to its end, and of the budget "
-                    f"{dollars(max(0.0, usd(self.unspent_units)))} is left",
+                    f"not {begun}: it would cost {dollars(usd(needs))} to its end, and "
+                    f"{dollars(max(0.0, usd(self.unspent_units)))} of the budget is left",
                 )
                 continue
             free_units = self.free_units - held_units - self.needed_above(job.priority)
@@ -371,7 +371,7 @@ class _Look:
             now, then = item.seconds_left(item.nodes), item.seconds_left(wide) + _about_to_end(item.job)
             more = units_to_end(item, wide, self.limits) - units_to_end(item, item.nodes, self.limits)
             if then < WIDEN_SHARE * now and more <= room:
-                self.pause(item, f"to be continued on {wide} nodes, which nobody else needs")
+                self.pause(item, f"to be continued on {wide} nodes, which no other job needs")
                 return
 
     def end_the_rest(self) -> None:
@@ -382,7 +382,7 @@ class _Look:
             return
         for item in self.candidates:
             wait = self.left_waiting.get(item.job.job_id)
-            self.end(item, f"not begun: {wait.words if wait else 'nothing runs that could make room for it'}")
+            self.end(item, f"not begun: {wait.words if wait else 'no running job could make room for it'}")
 
 
 _RESTING = (FleetState.WAITING, FleetState.PAUSED)

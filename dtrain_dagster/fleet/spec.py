@@ -60,7 +60,7 @@ class JobEntry(BaseModel):
         given = [name for name in ("dataset", "config", "script") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"it has {' and '.join(given)}, which do not go together: leave one"
+                f"it has {' and '.join(given)}, which cannot be combined: keep one"
                 if given
                 else "it has no data: give dataset, config or script"
             )
@@ -68,7 +68,7 @@ class JobEntry(BaseModel):
             raise ValueError("arguments belong to a script")
         own = [name for name in ("model", "loss") if getattr(self, name) is not None]
         if self.script is not None and own:
-            raise ValueError(f"{own[0]} does not go with script: the script has its own")
+            raise ValueError(f"{own[0]} cannot be combined with script: the script has its own")
         if self.most_nodes is not None and self.most_nodes < self.least_nodes:
             raise ValueError(f"most_nodes is {self.most_nodes}, and least_nodes {self.least_nodes}")
         return self

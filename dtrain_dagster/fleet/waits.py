@@ -29,9 +29,9 @@ class Wait:
     words: str
 
 
-BUDGET_IS_NEEDED = Wait(Limit.BUDGET, "the rest of the budget is needed by jobs before it")
+BUDGET_IS_NEEDED = Wait(Limit.BUDGET, "the rest of the budget is needed by jobs ahead of it")
 BUDGET_IS_PROMISED = Wait(Limit.BUDGET, "the rest of the budget was promised to jobs that run")
-NO_NODE_IS_FREE = Wait(Limit.NODES, "no node is free, and nothing that runs is of lower priority")
+NO_NODE_IS_FREE = Wait(Limit.NODES, "no node is free, and no running job has a lower priority")
 NONE_WERE_TO_BE_HAD = Wait(Limit.CAPACITY, "the cluster had no nodes for it: it is tried again later")
 
 

@@ -124,13 +124,13 @@ def script_trouble(script: ScriptOrder | None) -> str:
     """Return why a script's job cannot be started again as it was ordered, and the remedy; "" where it can."""
     if script is None:
         return (
-            "a script trains it, and this home does not know how it was started: run `dtrain train --script` again "
+            "a script trains it, but this home does not know how it was started: run `dtrain train --script` again "
             "with the same --name, or materialize it again in Dagster"
         )
     if not os.path.isdir(script.folder):
-        return f"its script was started in {script.folder}, which is not there any more: put the folder back"
+        return f"its script was started in {script.folder}, which is no longer there: put the folder back"
     if not os.path.isfile(script.script):
-        return f"its script {script.script} is not there any more: put it back"
+        return f"its script {script.script} is no longer there: put it back"
     return ""
 
 
@@ -193,7 +193,7 @@ def _refuse_difference(found: JobConfig, ordered: JobConfig, where: str) -> None
     if said := order_difference(found, ordered):
         raise OrderError(
             f"{where} says {said}: it was changed after it was submitted, and is not used; train again under another "
-            "name, and look who can write there"
+            "name, and check who can write there"
         )
 
 

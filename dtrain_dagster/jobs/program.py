@@ -19,16 +19,17 @@ from trainer.rundir import SCRIPT_FOLDER
 
 STARTER = "trainer.frameworks"
 RAY_IN_RAY = (
-    "--engine ray on DTRAIN_CLUSTER=ray: its nodes are actors of a Ray already, and another one within them would "
-    "count the same CPUs and GPUs again; give the script to that Ray (`ray job submit -- python SCRIPT`), or start it "
-    "on another kind of cluster, where the job gets a Ray of its own"
+    "--engine ray on DTRAIN_CLUSTER=ray: its nodes are already actors of a Ray cluster, and another Ray within them "
+    "would count the same CPUs and GPUs again; give the script to that Ray (`ray job submit -- python SCRIPT`), or "
+    "start it on another kind of cluster, where the job gets a Ray of its own"
 )
 NO_SCRIPT = (
-    "DTRAIN_CLUSTER=azure_ml: the command must be a Python script of this machine, which goes along with what it "
+    "DTRAIN_CLUSTER=azure_ml: the command must be a Python script on this machine, which is sent along with what it "
     "imports: `dtrain launch -- python my_script.py …`"
 )
 IN_IMAGE = (
-    "the script and what it imports go along; the packages that it needs must be in the image (DTRAIN_AZURE_IMAGE)"
+    "the script and what it imports are sent along; the packages that it needs must be in the image "
+    "(DTRAIN_AZURE_IMAGE)"
 )
 SAME_PATH = "the script and what it imports must be at the same path on the nodes, and its packages installed there"
 
@@ -58,7 +59,7 @@ def refuse_program(engine: str, kind: ClusterKind, processes_per_node: int, has_
     """Raise `ConfigError` for a program that cannot run on such a cluster, or whose packages are missing where they can
     be looked for."""
     if engine not in FRAMEWORKS:
-        raise ConfigError(f"there is no engine {engine!r}; there are {', '.join(FRAMEWORKS)}")
+        raise ConfigError(f"there is no engine {engine!r}; choose one of {', '.join(FRAMEWORKS)}")
     why = explain_refusal(engine, kind, processes_per_node, has_gpus)
     if kind.is_this_machine:
         why = why or explain_missing(FRAMEWORKS[engine])
@@ -89,7 +90,9 @@ def command_on_nodes(command: Sequence[str], python: str, goes_along: bool = Fal
         return (program, *rest), ""
     script = os.path.abspath(rest[0])
     if not Path(script).is_file() and (goes_along or not os.path.isabs(rest[0])):
-        raise ConfigError(f"there is no script {rest[0]!r} in {os.getcwd()}; one that only nodes have needs its path")
+        raise ConfigError(
+            f"there is no script {rest[0]!r} in {os.getcwd()}; give the path of a script that only nodes have"
+        )
     rest[0] = os.path.basename(script) if goes_along else script
     return (program, *rest), script if goes_along else ""
 

@@ -100,7 +100,7 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
             if job.state is JobState.SUCCEEDED:
                 return JobChoice(action="adopt", job_id=own, reason="this run's job has already succeeded")
             return JobChoice(
-                action="restart", job_id=own, reason=f"this run's job was {job.state}; it goes on in its folder"
+                action="restart", job_id=own, reason=f"this run's job was {job.state}; it continues in its folder"
             )
     alike = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-")]
     same = [job for job in alike if not job.claimed]
@@ -112,8 +112,8 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
             reason = "a job of the same training succeeded after its orchestrator was gone"
             return JobChoice(action="adopt", job_id=job.job_id, reason=reason)
     if alike and (alike[0].has_checkpoint or alike[0].is_starved) and not alike[0].claimed:
-        where = "from its latest checkpoint" if alike[0].has_checkpoint else "in its folder: no nodes had come for it"
-        reason = f"the last job of the same training was {alike[0].state}; it goes on {where}"
+        where = "from its latest checkpoint" if alike[0].has_checkpoint else "in its folder: it never had nodes"
+        reason = f"the last job of the same training was {alike[0].state}; it continues {where}"
         return JobChoice(action="restart", job_id=alike[0].job_id, reason=reason)
     alone = "".join(f"; {job_id} is left alone: {damage}" for job_id, damage in damaged.items())
     return JobChoice(action="start", job_id=own, reason=f"no job of this training runs{alone}")
@@ -333,7 +333,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
     if kind == "out_of_memory":
         short = events.read_event(events.OutOfMemoryEvent, item)
         if short.device == "cpu":
-            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it goes on on the CPU"
+            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it continues on the CPU"
         more = " and activation checkpointing" if short.activation_checkpointing else ""
         return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
     if kind == "checkpoint_failed":

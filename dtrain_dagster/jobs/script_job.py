@@ -103,7 +103,7 @@ def explain_end(code: int, said: str) -> str:
         return "it ended without calling Trainer(…).fit(…) (is the call behind a condition, or in a function?)"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if not lines:
-        return f"it ended with exit code {code} before it trained, and said nothing"
+        return f"it ended with exit code {code} before it trained, and printed nothing"
     places = [found for line in lines if (found := _PLACE.match(line)) and not _is_installed(found["file"])]
     where = f" ({places[-1]['file']}, line {places[-1]['line']})" if places else ""
     _, is_refused, refusal = said.rpartition("\ntrainer.errors.ConfigError: ")

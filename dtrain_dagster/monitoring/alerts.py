@@ -102,8 +102,8 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
     first, last = found[0], found[-1]
     hint = ""
     if cost.is_mostly_waiting:
-        hint = "; a faster network or compression does not end waiting"
-        hint += "" if against_waiting else ", and no rank is late persistently: they take turns"
+        hint = "; a faster network or compression does not end this waiting"
+        hint += "" if against_waiting else ", and no rank is persistently late: they take turns"
     return Alert(
         key=COMMUNICATION,
         title=f"communication takes {cost.total:.0%} of training time",

@@ -143,7 +143,7 @@ def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
     if exceeds_limit(found, ("communication",)):
         text += f" Communication is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
     if part["waiting"] > TAKING_TURNS:
-        text += " No rank is late persistently: they take turns, as on machines that do other work too."
+        text += " No rank is persistently late: they take turns, as on machines that do other work too."
     return Diagnosis(cause=SlowdownCause.HEALTHY, share=0.0, evidence=text)
 
 
@@ -186,9 +186,9 @@ def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     text = f"{item.reason[0].upper()}{item.reason[1:]}: "
     if item.queued_seconds:
         text += f"of a step of {_ms(item.step_seconds)}, rank {item.rank} is ready to compute for "
-        text += f"{_ms(item.queued_seconds)} and has no core; no node is slow for that."
+        text += f"{_ms(item.queued_seconds)} but has no core; this does not mean that a node is slow."
     else:
-        text += "this kernel does not tell for how long a rank has none; no node is slow for that."
+        text += "this kernel does not report how long a rank has none; this does not mean that a node is slow."
     cause = SlowdownCause.CROWDED if item.is_crowded else SlowdownCause.CONTENTION
     rank = item.rank if alone else None
     node = world[-1].nodes[item.rank] if alone else None
@@ -246,7 +246,7 @@ def _communication(world: Sequence[TimingEvent], events: Sequence[Mapping[str, A
     ):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
-            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: latency of collectives "
+            f"{fixed:.0%} of a step of {_ms(step)} is spent no matter how few samples it has: latency of collectives "
             f"({part['communication'] * latency:.0%}), the update and bookkeeping; forward and backward take "
             f"{part['forward'] + part['backward']:.0%}."
         )
@@ -305,7 +305,7 @@ def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]
     if stall_share >= CHECKPOINT_SHARE / 2:
         parts.append(f"saves hold the step up for {stall_share:.1%} of training time")
     if slower:
-        parts.append(f"steps are slower while a write is under way, which it is {writing:.0%} of the time")
+        parts.append(f"steps are slower while a write is under way, which is {writing:.0%} of the time")
     text = " and ".join(parts)
     evidence = f"{text[0].upper()}{text[1:]} ({len(saves)} checkpoints)."
     return [Diagnosis(cause=SlowdownCause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]

@@ -72,9 +72,9 @@ def hang_verdict(rows: Iterable[Report]) -> str:
         has = "has" if len(gone_on) == 1 else "have"
         return f"{left} {has} left {collective}, a message was lost: {_waiting(waiting, seconds, 'in it')}"
     if waiting:
-        return f"all ranks are in {collective}, which does not end since {seconds:.0f} s: look at the network"
+        return f"all ranks are in {collective}, which has not ended for {seconds:.0f} s: check the network"
     stand = _stands(there, furthest)
-    return f"{step} does not end since {seconds:.0f} s, and no rank is known to wait for another: {stand}"
+    return f"{step} has not ended for {seconds:.0f} s, and no rank is known to wait for another: {stand}"
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ def _silence(ranks: Sequence[int], nodes: Sequence[int]) -> str:
 
 def _waiting(items: Sequence[HangEvent], seconds: float, where: str) -> str:
     ranks = [item.rank for item in items]
-    return f"{_ranks(ranks, [])} {'waits' if len(ranks) == 1 else 'wait'} {where} since {seconds:.0f} s"
+    return f"{_ranks(ranks, [])} {'has' if len(ranks) == 1 else 'have'} been waiting {where} for {seconds:.0f} s"
 
 
 def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:

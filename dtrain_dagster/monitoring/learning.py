@@ -93,8 +93,8 @@ def _words(state: LearningState, best: Evaluation, later: Sequence[Evaluation]) 
     looks = "the evaluation" if len(later) == 1 else f"the {len(later)} evaluations"
     rise = f"{later[-1].loss - best.loss:.4f}"
     if state is LearningState.STALLED:
-        return f"{at} In {looks} since it was not lower; the latest is {rise} above it."
-    kept = "The model is taken from the best step, so that later ones only cost time."
+        return f"{at} It has not been lower in {looks} since; the latest is {rise} above it."
+    kept = "The model is taken from the best step, so later ones only cost time."
     if state is LearningState.WORSENING:
         return f"{at} It has risen by {rise} since, and the training loss has risen as well: lower the learning rate."
     return f"Overfitting: {at[0].lower()}{at[1:]} It has risen by {rise} since, while the training loss fell. {kept}"

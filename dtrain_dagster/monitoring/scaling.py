@@ -269,7 +269,7 @@ class Study:
 
 def explain_withheld(checks: Sequence[Check], largest: int) -> str:
     """Return why nothing beyond ``largest`` ranks can be said, "" where the model met all checks."""
-    said = f"Nothing is said of more than {largest} rank(s): "
+    said = f"No figures are given for more than {largest} rank(s): "
     if not checks:
         return said + "the model cannot be checked without runs of one rank and of two other world sizes."
     worst = max(checks, key=lambda item: abs(item.error))
@@ -277,8 +277,8 @@ def explain_withheld(checks: Sequence[Check], largest: int) -> str:
         return ""
     seen = " and ".join(map(str, worst.fitted_on))
     return said + (
-        f"the model, fitted on {seen} rank(s), misses the step of {worst.world_size} "
-        f"that it had not seen by {worst.error:+.0%}, and its limit is {TOLERANCE:.0%}."
+        f"the model, fitted on {seen} rank(s), misses the step of {worst.world_size}"
+        f", which it had not seen, by {worst.error:+.0%}; its limit is {TOLERANCE:.0%}."
     )
 
 

@@ -74,8 +74,8 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
         if then.communication / then.seconds <= COMMUNICATION_LIMIT:
             break
     steps, batch = (_setting(name, training, factor) for name in ("gradient_accumulation_steps", "batch_size_per_gpu"))
-    larger = f"the global batch grows {factor}-fold: look at the learning rate (training.lr_scaling)"
-    fuller = f"at least as much, for larger operations are more efficient; needs memory; {larger}"
+    larger = f"the global batch grows {factor}-fold: check the learning rate (training.lr_scaling)"
+    fuller = f"at least as much, since larger operations are more efficient; needs memory; {larger}"
     return [
         now.to(then, "more accumulation", steps, f"needs no memory; {larger}"),
         now.to(then, "larger micro-batch", batch, fuller),
@@ -100,7 +100,7 @@ def _compression(
         ("fp16 compression", "fp16", 0.5, "rounds gradients to 11 bits"),
         (
             "top-k compression", "topk", min(1.0, kept * size),
-            f"sends the largest {kept:.2g} of each gradient, the rest later: look at the loss curve; choosing them "
+            f"sends the largest {kept:.2g} of each gradient, the rest later: check the loss curve; choosing them "
             "takes time that is not counted here (`dtrain tune` measures it)",
         ),
     ):  # fmt: skip
@@ -211,7 +211,7 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
         now = _on_time(now, costliest, (costliest.lost_seconds - item.lost_seconds) * per_step, size)
         besides = f", besides that of node {costliest.node_id}"
     ready = _on_time(now, item, item.lost_seconds * per_step, size)
-    what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
+    what = {"input": "check its disk and what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
             ready, f"replace node {item.node_id}",
@@ -243,7 +243,7 @@ def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
         return []
     fewer = replace(free.with_work(item.ranks / item.cores), waiting=waiting, nodes=item.cores)
     change = f"{item.cores} node(s) instead of {now.nodes} (DTRAIN_NODES): now {item.reason}"
-    note = "about as fast, as the cores are the same, for fewer paid nodes"
+    note = "about as fast, since the cores are the same, for fewer paid nodes"
     return [now.to(fewer, "as many nodes as cores", change, note)]
 
 
@@ -312,7 +312,7 @@ def _checkpoint(
     then = replace(now, fixed=max(0.0, now.fixed - saved))
     then = replace(then, waiting=max(0.0, then.waiting - max(0.0, saved - (now.fixed - then.fixed))))
     change = f"training.checkpoint_frequency = {steps} (now {every})"
-    note = f"a save holds up for {stalled / count:.2g} s; a lost node costs up to {steps * step:.0f} s of work then"
+    note = f"a save holds up for {stalled / count:.2g} s; a lost node then costs up to {steps * step:.0f} s of work"
     return [now.to(then, "checkpoints less often", change, note)]
 
 
@@ -325,10 +325,7 @@ def _memory(
         return []
     larger = memory.batch_at()
     now = step_model(world)
-    note = (
-        f"GPU memory is {memory.fraction:.0%} full at its fullest: about {MEMORY_TARGET:.0%} then; look at the "
-        "learning rate"
-    )
+    note = f"GPU memory is {memory.fraction:.0%} full at most: about {MEMORY_TARGET:.0%} then; check the learning rate"
     change = f"training.batch_size_per_gpu = {larger} (now {memory.batch})"
     return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 

@@ -218,8 +218,8 @@ def _learned_words(learned: LearnedCorrection) -> str:
     if not learned.runs:
         return ""
     if learned.factor == 1:
-        return f"; not corrected, since the errors of {learned.runs} past estimate(s) support no correction"
-    return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"
+        return f"; not corrected, since the errors of {learned.runs} past estimate(s) do not support a correction"
+    return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) suggest"
 
 
 def tell_load(forecast: Forecast, node_count: int) -> str:

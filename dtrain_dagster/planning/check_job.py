@@ -98,7 +98,7 @@ def check_job(
     except (StagingError, RehearsalError) as error:
         raise ConfigError(str(error)) from None
     except UnsureRehearsalError as error:
-        model, said = error.model, (f"model and loss could not be tried out here, nodes will tell: {error}",)
+        model, said = error.model, (f"model and loss could not be tried out here; the nodes try them first: {error}",)
     return check_memory(Checked(said, model), config, room, prices)
 
 

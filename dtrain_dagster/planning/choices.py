@@ -359,12 +359,12 @@ def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, shares_machine:
         "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
         "marked, and the row of this plan is what runs.",
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
-        "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
+        "and its effect on the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
     if shares_machine:
         found.append(
-            "What was measured are local nodes, which share the cores of one machine: on nodes that are machines of "
-            "their own, several of them take less time than is shown here."
+            "The measurements come from local nodes, which share the cores of one machine: on separate machines, "
+            "several nodes take less time than is shown here."
         )
     if any(row.sku != baseline.price.sku for row in rows):
         found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")

@@ -162,7 +162,7 @@ def past_runs(
         try:
             run = _read(RunDir(str(metadata["run_dir"])), pace, keeps_cache)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.info("the run directory %s says nothing: %r", metadata.get("run_dir"), error)
+            _log.info("the run directory %s cannot be used: %r", metadata.get("run_dir"), error)
             continue
         if run is not None:
             found.append(run)
@@ -247,7 +247,7 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
             disturbed=course.disturbed,
         )
     except (KeyError, TypeError) as error:
-        return f"its cost_breakdown does not say enough, as one of an older version ({error!r}): materialize it again"
+        return f"its cost_breakdown lacks something, like one of an older version ({error!r}): materialize it again"
 
 
 def from_history(
@@ -270,13 +270,13 @@ def from_history(
     if totals and not any(run.measured.node_count == node_count for run in same):
         steps = sizes.work(node_count).steps
         lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=totals[-1] / steps)
-        words = f"{len(totals)} past run(s) of this very training"
+        words = f"{len(totals)} past run(s) of exactly this training"
         return _history(words, (lump,), (), sizes, totals, learned_of, spread_of_runs(totals))
     if same:
         chosen = _newest_of_each_count(same, node_count)
-        words = f"{len(same)} past run(s) of the same pace, the latest {same[0].job_id}"
+        words = f"{len(same)} past run(s) at the same pace, the latest {same[0].job_id}"
         if totals:
-            words = f"{len(totals)} past run(s) of this very training"
+            words = f"{len(totals)} past run(s) of exactly this training"
         elif chosen[0].measured.node_count != node_count:
             words += f", on {chosen[0].measured.node_count} node(s) instead of {node_count}"
         paces = [

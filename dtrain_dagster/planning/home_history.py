@@ -70,5 +70,5 @@ class HomeHistory:
                 wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.info("the run directory %s says nothing: %r", rundir.uri, error)
+            _log.info("the run directory %s cannot be used: %r", rundir.uri, error)
             return None

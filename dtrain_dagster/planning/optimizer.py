@@ -132,7 +132,7 @@ class ResourceOptimizer:
         """Return sentences on what nothing is recommended about, and why."""
         used, memory, said = self.utilization, self.memory, []
         if used is None:
-            said.append("utilisation: no node was looked at (training.monitor_interval_seconds)")
+            said.append("utilisation: no node was sampled (training.monitor_interval_seconds)")
         elif used.fraction < LOW_UTILIZATION and not self._now:
             said.append("fewer nodes, a smaller SKU: the job recorded no timing of its steps (training.timing)")
         elif used.fraction < LOW_UTILIZATION and used.of == "CPU":
@@ -199,7 +199,7 @@ class ResourceOptimizer:
             return []
         saved = f"{dollars(option.saved_usd)} and {format_duration(max(0.0, -option.lost_seconds))}"
         sentence = (
-            f"GPU memory is {memory.fraction:.0%} full at its fullest, {_gib(memory.used)} of {_gib(memory.total)}: "
+            f"GPU memory is {memory.fraction:.0%} full at most, {_gib(memory.used)} of {_gib(memory.total)}: "
             f"{_gib(memory.state)} for weights, gradients and moments, {memory.bytes_per_sample / 2**20:.3g} MiB for "
             f"each of {memory.batch} samples. {option.batch_size} of them would fill {MEMORY_TARGET:.0%}. "
             f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); {option.note}"
@@ -249,7 +249,7 @@ def batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
     world, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
     batch = memory.batch_at()
     now, then = (size * steps * world for size in (memory.batch, batch))
-    words = f"The global batch grows from {now} to {then} samples, steps get {then / now:.3g} times as few"
+    words = f"The global batch grows from {now} to {then} samples, there are {then / now:.3g} times fewer steps"
     rate, scaling = training.get("learning_rate"), training.get("lr_scaling", "none")
     if rate and scaling == "none":
         linear, root = rate * then / now, rate * math.sqrt(then / now)

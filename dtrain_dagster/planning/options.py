@@ -365,7 +365,7 @@ def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Option]:
     if now is None:
         return [_refused(base, "smaller model", change, "no timing of its steps is known")]
     then = replace(now, computing=now.computing / 2, communication=now.communication / 2)
-    note = "computing and gradients halve at best; look at the validation loss"
+    note = "computing and gradients halve at best; check the validation loss"
     return [_priced(base, "smaller model", change, base.seconds_with(now, then), assumptions=(note,), step=then)]
 
 
@@ -374,7 +374,7 @@ def _price_precision(base: BaseRun, training: Mapping[str, Any]) -> list[Option]
     now = training.get("precision", "fp32")
     if now != "fp32":
         return [_refused(base, "precision", "training.precision", f"it is {now} already")]
-    why = "what it gains on these GPUs has not been measured: `dtrain tune` does"
+    why = "what it gains on these GPUs has not been measured: `dtrain tune` measures it"
     return [_refused(base, "precision", "training.precision = bf16", why)]
 
 

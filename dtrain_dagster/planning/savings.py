@@ -115,12 +115,12 @@ def savings(
 
 def saving_table(found: Iterable[Saving]) -> str:
     """Return the rows as a Markdown table."""
-    rows = ["| what | change | saves | | mind |", "|---|---|---|---|---|"]
+    rows = ["| what | change | saves | | note |", "|---|---|---|---|---|"]
     for item in found:
         option = item.option
         saved = dollars(option.saved_usd)
         rows.append(f"| **{option.kind}** | {option.change} | {saved} | {item.when} | {option.note} |")
-    return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
+    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 def _base_run(

@@ -96,7 +96,7 @@ class Tuned:
         words = []
         if self.is_found:
             made = [name for name in self.training if name not in used]
-            words += [f"settings of {self.source}: training.{name} is as stated, not as found" for name in made]
+            words += [f"settings of {self.source}: training.{name} is used as stated, not as found" for name in made]
         if used and not self.is_found and not self.evidence.get("complete", True):
             words.append(
                 f"settings of {self.source} are of a search that ended early: they were not compared with the "
@@ -105,7 +105,7 @@ class Tuned:
         verb = "found" if self.is_found else "measured"
         return words + [
             f"settings of {self.source} were {verb} with {name} {self.evidence.get(name)}, and this training has "
-            f"{value}: its figures may be others"
+            f"{value}: its figures may differ"
             for name, value in now.items()
             if self.evidence.get(name) != value
         ]
@@ -137,7 +137,7 @@ def read_tuned(path: str) -> Tuned:
         raise ConfigError(f'settings {path} must be a JSON object with "training" in it, as `dtrain tune` writes it')
     evidence = document.get("evidence") or {}
     if not isinstance(evidence, dict):
-        raise ConfigError(f'settings {path}: "evidence" is no JSON object; leave it out or tune again')
+        raise ConfigError(f'settings {path}: "evidence" is not a JSON object; leave it out or tune again')
     if SEARCH in evidence:
         return _found(path, document, training, evidence)
     known = [knob for knob in KNOBS if knob in FIELDS]
@@ -151,7 +151,7 @@ def read_tuned(path: str) -> Tuned:
     if sum(name in training for name in LAYOUT) == 1:
         both = " and ".join(f"training.{name}" for name in LAYOUT)
         raise ConfigError(
-            f"settings {path}: one of {both} is missing: it takes both to say what a step has; add it, or tune again"
+            f"settings {path}: one of {both} is missing: both are needed to define a step; add it, or tune again"
         )
     return Tuned(path, training, evidence)
 
@@ -165,6 +165,6 @@ def _found(path: str, document: dict[str, Any], training: dict[str, Any], eviden
     wrong += [f"{name!r}" for name, part in parts.items() if not isinstance(part, dict) or "factory" not in part]
     if wrong:
         raise ConfigError(
-            f"settings {path}: {', '.join(wrong)} is nothing that `dtrain search` writes; take the file as it was"
+            f"settings {path}: {', '.join(wrong)} is not something that `dtrain search` writes; use the file as it was"
         )
     return Tuned(path, training, evidence, parts)

@@ -35,7 +35,7 @@ def reasons(
     if paid and abs(usd - paid * rate) > 1e-6 * usd:
         kinds = sorted({f"{node.sku} ({node.tier})" for node in nodes})
         words = (
-            f"the price per node-hour was {dollars(3600 * usd / paid)} ({', '.join(kinds)}), planned were "
+            f"the price per node-hour was {dollars(3600 * usd / paid)} ({', '.join(kinds)}), instead of the planned "
             f"{dollars(3600 * rate)} ({plan.sku}, {plan.tier})"
         )
         told.append(Reason(usd=usd - paid * rate, words=words))
@@ -47,7 +47,7 @@ def reasons(
         told.append(Reason(usd=lost * rate, words=words))
     if 0 < steps != plan.work.steps:
         in_steps = sum(causes.get(cause, 0.0) for cause in IN_STEPS) / steps * (steps - plan.work.steps)
-        words = f"{steps:,} steps were trained, planned were {plan.work.steps:,}"
+        words = f"{steps:,} steps were trained, instead of the planned {plan.work.steps:,}"
         told.append(Reason(usd=in_steps * rate, words=words))
     if probe is not None:
         before = {cause: row.seconds for cause, row in probe.causes().items()}

@@ -26,7 +26,7 @@ from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
-from trainer.observability.mlflow_sink import ensure_experiment
+from trainer.observability.mlflow_sink import ensure_experiment, figures_of_test, metric_name, verdict_tags
 from trainer.rundir import EVALUATION, RunDir
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
@@ -243,19 +243,19 @@ class AzureMLRegistry:
         result: Mapping[str, Any],
         evaluation: Mapping[str, Any],
     ) -> str:
-        """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one;
-        return its id."""
+        """Put the tags that a run has, and the figures of the test split, on the trainer's run in the experiment, or on
+        a new one; return its id."""
         from mlflow.entities import Metric, RunTag
 
         address = tracking_address(self.tracking_uri)
         client = versions.open_client(address)
         run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG], tags.get(WEIGHTS_TAG))
-        figures = {name: value for name, value in evaluation["model"].items() if isinstance(value, int | float)}
-        now = int(time.time() * 1000)
+        figures, now = figures_of_test(evaluation), int(time.time() * 1000)
+        chosen = {"model_name": tags["model_name"], **verdict_tags(evaluation), **versions.tags_of_run(tags)}
         client.log_batch(
             run_id,
-            metrics=[Metric(f"test.{name}", float(value), now, result["steps"]) for name, value in figures.items()],
-            tags=[RunTag(name, value) for name, value in fit_tags(tags).items()],
+            metrics=[Metric(metric_name(name, True), value, now, result["steps"]) for name, value in figures.items()],
+            tags=[RunTag(name, value) for name, value in fit_tags(chosen).items()],
         )
         return run_id
 

@@ -168,7 +168,7 @@ def named_endpoint(
             try:
                 key.append(client.online_endpoints.get_keys(name).primary_key)
             except AzureError as error:
-                raise ServingError(f"cannot be asked: this identity gets no key of it: {words(error)}") from None
+                raise ServingError(f"cannot be asked: this identity cannot get a key for it: {words(error)}") from None
             remember(key[0])
         return {"Authorization": f"Bearer {key[0]}"}
 

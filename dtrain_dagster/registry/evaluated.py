@@ -91,7 +91,7 @@ def _compare(rundir: RunDir, where: str, said: Any, found: Any) -> None:
         raise EvaluationError(
             f"{rundir.uri}/{EVALUATION} says {where} = {str(said)[:60]}, and from {PREDICTIONS} and the dataset "
             f"follows {str(found)[:60]}: one of the two files was changed after the training; nothing is "
-            "registered. Train again, and look who can write there"
+            "registered. Train again, and check who can write there"
         )
 
 

@@ -99,7 +99,7 @@ def _refuse_difference(rundir: RunDir, score: str, said: float | None, found: fl
         is_same = math.isclose(said, found, rel_tol=TOLERANCE, abs_tol=least)
     if not is_same:
         raise EvaluationError(
-            f"{rundir.uri}/{EVALUATION} says model.{score} = {str(said)[:60]}, and the weights beside it come to "
+            f"{rundir.uri}/{EVALUATION} says model.{score} = {str(said)[:60]}, but the weights beside it give "
             f"{str(found)[:60]} on the dataset's test rows: one of them was changed after the training; nothing is "
-            "registered. Train again, and look who can write there"
+            "registered. Train again, and check who can write there"
         )

@@ -36,8 +36,8 @@ def refuse_changed_files(what: str, folder: Path, expected: str | None) -> None:
     """Raise `PackedError` where the files are not the registered ones. Versions of older releases have no digest."""
     if expected and (found := folder_digest(folder)) != expected:
         raise PackedError(
-            f"{what}: its files have the digest {found[:12]}…, registered was {expected[:12]}…: they were changed "
-            "since, and are not loaded; register the model again, and look who can write there"
+            f"{what}: its files have the digest {found[:12]}…, but {expected[:12]}… was registered: they were "
+            "changed since, and are not loaded; register the model again, and check who can write there"
         )
 
 

@@ -159,7 +159,7 @@ def compare(
                 windows=len(positions),
                 note=_overlap(its, shards.manifest["splits"]["test"]["first"]),
             )
-    return _incomparable(version, "one forecasts a distribution or a point, and the other nothing of the kind")
+    return _incomparable(version, "one forecasts a distribution or a point, and the other does neither")
 
 
 def _compare_rows(

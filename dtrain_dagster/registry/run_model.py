@@ -138,7 +138,7 @@ def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
     job = rundir.read_job()
     if is_own(job):
         raise RunModelError(
-            f"{rundir.uri} names a model or loss of one's own ({job.model.factory}, {job.loss.factory}), and no such "
+            f"{rundir.uri} names a model or loss of your own ({job.model.factory}, {job.loss.factory}), but no such "
             "job was ordered from this DTRAIN_HOME: nothing of it is imported; train it from here"
         )
     return job
@@ -164,14 +164,14 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     ):
         if description.get(name) != wanted:
             raise RunModelError(
-                f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, ordered was "
-                f"{_shown(wanted)}: it was changed after the training, or written by another; it is not used. Train "
-                "again, and look who can write there"
+                f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, but "
+                f"{_shown(wanted)} was ordered: it was changed after the training, or written by another; it is not "
+                "used. Train again, and check who can write there"
             )
     if not is_correction(description.get("correction", {})):
         raise RunModelError(
-            f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says correction = {_shown(description['correction'])}, which is no "
-            "set of finite numbers; it is not used. Train again, and look who can write there"
+            f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says correction = {_shown(description['correction'])}, which is "
+            "not a set of finite numbers; it is not used. Train again, and check who can write there"
         )
     found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(text).hexdigest(), weights.sha256), strict=True))
     if description.get("file_sha256") != found["weights_file_sha256"]:
@@ -200,8 +200,8 @@ def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str,
     for name, digest in found.items():
         if name in registered and registered[name] != digest:
             raise RunModelError(
-                f"{where}: {name} is {digest[:12]}…, registered was {registered[name][:12]}…: the model was changed "
-                "since; it is not used"
+                f"{where}: {name} is {digest[:12]}…, but {registered[name][:12]}… was registered: the model was "
+                "changed since; it is not used"
             )
 
 

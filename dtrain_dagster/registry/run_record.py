@@ -6,17 +6,20 @@ server that cannot be reached fails nothing here: the figures are in the run dir
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, ensure_experiment
+from trainer.documents.events import MembershipEvent, read_events
+from trainer.errors import DamagedError
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, ensure_experiment, summarise
 from trainer.observability.mlflow_sqlite import authorised
-from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import WORKSPACE
 from trainer.secrets.redaction import redact
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 PARENT_TAG, STUDY_TAG = "mlflow.parentRunId", "dtrain.study"
-REPORTS, PICTURES = "reports", "pictures"
-"""Folders of a run's artifacts."""
+REPORTS, PICTURES, FIGURES = "reports", "pictures", "figures.json"
+"""Folders of a run's artifacts, and the file with every curve in short, also those that are no metrics."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,10 +55,10 @@ def add_to_run(
         client = open_client(address)
         run_id = run_of(client, rundir, job_id)
         if run_id is None:
-            return f"MLflow has no run of {job_id}: why, is in the log of its first node (dtrain logs {job_id})"
+            return f"MLflow has no run of {job_id}: the log of its first node says why (dtrain logs {job_id})"
         write_to_run(client, run_id, rundir, metrics=metrics or {}, pictures=pictures or {}, note=note)
     except (MlflowException, OSError, ValueError) as error:
-        return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory has"
+        return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory does"
     return ""
 
 
@@ -112,19 +115,57 @@ def write_to_run(
     pictures: Mapping[str, bytes] | None = None,
     note: str = "",
 ) -> None:
-    """Add to this run as `add_to_run` does. Raise as MLflow and the storage do."""
-    from mlflow.entities import Metric
+    """Add to this run as `add_to_run` does, and what its run directory tells of its course. Raise as MLflow and the
+    storage do."""
+    from mlflow.entities import Metric, RunTag
 
-    now = int(1000 * time.time())
-    client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
+    now, events = int(1000 * time.time()), _events_of(rundir)
+    figures, tags = {**_course(rundir, events), **metrics}, _nodes_tags(rundir)
+    client.log_batch(
+        run_id,
+        metrics=[Metric(name, value, now, 0) for name, value in figures.items()],
+        tags=[RunTag(*tag) for tag in tags.items()],
+    )
     if note:
         client.set_tag(run_id, NOTE_TAG, note)
     with scratch_folder("mlflow") as scratch:
         for name in _files_of(rundir):
             _write(scratch, name, rundir.storage.read(name))
+        if curves := summarise(events):
+            _write(scratch, FIGURES, json.dumps(curves, indent=1).encode())
         for name, picture in (pictures or {}).items():
             _write(scratch, f"{PICTURES}/{name.lower().replace(' ', '_')}.svg", picture)
         client.log_artifacts(run_id, str(scratch))
+
+
+def _events_of(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return the events of a job; none where a node has damaged them, which whoever reads them for more says."""
+    try:
+        return list(rundir.events())
+    except DamagedError:
+        return []
+
+
+def _course(rundir: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return what a training's course was, as metrics: the nodes that it lost, and the step of its best weights."""
+    if not rundir.storage.exists(LAUNCH):
+        return {}
+    formed = {item.generation: item for item in read_events(MembershipEvent, events) if not item.was_asked}
+    lost = {"lost/nodes": float(sum(len(item.lost) for item in formed.values()))}
+    try:
+        best = (rundir.read_json(RESULT) or {}).get("best_step")
+    except DamagedError:
+        best = None
+    return lost | ({"valid/best_step": float(best)} if best else {})
+
+
+def _nodes_tags(rundir: RunDir) -> dict[str, str]:
+    """Return how many nodes of which kind a job was started on, as tags."""
+    try:
+        launch = rundir.read_json(LAUNCH) or {}
+    except DamagedError:
+        return {}
+    return {tag: str(launch[name]) for tag, name in (("nodes", "node_count"), ("sku", "sku")) if launch.get(name)}
 
 
 def _files_of(rundir: RunDir) -> list[str]:
@@ -140,13 +181,16 @@ def _write(folder: Path, name: str, data: bytes) -> None:
 
 
 def cost_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a bill, as the metadata of `cost_breakdown` names them, as metrics. Pure."""
-    names = (
-        "total_usd", "training_usd", "probe_usd", "estimated_usd", "above_estimate_percent", "node_hours",
-        "usd_per_epoch", "usd_per_1000_samples", "goodput_percent", "wall_seconds",
-    )  # fmt: skip
+    """Return those figures of a bill that people compare, as the metadata of `cost_breakdown` names them, as metrics;
+    ``reports/cost_breakdown.json`` has the others. Pure."""
+    names = ("total_usd", "estimated_usd", "node_hours")
     usable = {name: figures[name] for name in names if isinstance(figures.get(name), int | float)}
     return {f"cost/{name}": float(value) for name, value in usable.items()}
+
+
+def lost_metric(node_seconds: float) -> dict[str, float]:
+    """Return the node-seconds of the ledger that went to failures as a metric. Pure."""
+    return {"lost/node_seconds": node_seconds}
 
 
 def note_of(verdict: str, worth: str | None, run_dir: str, run_url: str = "") -> str:

@@ -23,7 +23,7 @@ from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.elastic.generation_record import generations
-from trainer.observability.mlflow_sink import ensure_experiment
+from trainer.observability.mlflow_sink import GATE_TAG, ensure_experiment
 from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -131,7 +131,7 @@ def _register(
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)
     client.log_dict(run_id, evaluation, EVALUATION)
-    for name, value in all_tags.items():
+    for name, value in tags_of_run(all_tags).items():
         client.set_tag(run_id, name, value)
     ensure_registered_model(client, model_name)
     source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_PATH}"
@@ -175,6 +175,19 @@ def find_version(
         created=False,
         tags=dict(first.tags),
     )
+
+
+RUN_TAGS = (
+    JOB_TAG, "dataset_id", "run_dir", "code_version", "dagster_run_id", GATE_TAG, "sku", "nodes", WEIGHTS_TAG,
+    PACKED_TAG,
+)  # fmt: skip
+"""The tags of a version that its run has, too: by which runs are found and compared, and the digests by which the model
+in it is known."""
+
+
+def tags_of_run(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return those tags of a version that its run gets. Pure."""
+    return {name: tags[name] for name in RUN_TAGS if name in tags}
 
 
 def job_tags(

@@ -74,7 +74,7 @@ def plan_search(
     capped = f", and never above the budget of {dollars(limit)}" if limit < most else ""
     lines = [
         f"{settings.trials} trials of {usual.of} evaluation(s); one that goes to its end takes "
-        f"{format_duration(usual.total)} of a node, {dollars(whole)}",
+        f"{format_duration(usual.total)} of node time, {dollars(whole)}",
         f"at most {dollars(min(limit, most))}{capped}; expected {dollars(expected)} ({basis}), in about "
         f"{format_duration(seconds)}",
         expected_find(settings, past),

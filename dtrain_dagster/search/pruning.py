@@ -20,7 +20,7 @@ REDUCTION = 3
 """Of this many trials, one goes on to the next rung of successive halving."""
 RUNGS = frozenset(REDUCTION**rung for rung in range(20))
 """Evaluations at which there is something to decide."""
-DIVERGED = "diverged: its score is no finite number"
+DIVERGED = "diverged: its score is not a finite number"
 
 
 class Pruner(StrEnum):

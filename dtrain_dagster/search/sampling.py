@@ -104,7 +104,7 @@ def _grid_values(parameter: Parameter) -> Sequence[Value]:
     step = domain.step or (1 if domain.whole else None)
     if step is None:
         raise SpaceError(
-            f"{parameter.name} is a range without steps, of which no grid can be made; give a step or choices"
+            f"{parameter.name} is a range without steps, so no grid can be made from it; give a step or choices"
         )
     count = int((domain.high - domain.low) / step + 1e-9) + 1
     return [round(domain.low + step * place) if domain.whole else domain.low + step * place for place in range(count)]

@@ -204,7 +204,7 @@ class TrialSource:
         found = prospect_of(Curve((), usual.of), prior, outlook.floor, outlook.best, fresh)
         if found.per_usd * price < 1:
             self.ended = (
-                f"no further trial is worth it: one would improve on the best by {found.gain:.2g} for "
+                f"no further trial is worth its cost: one would improve on the best by {found.gain:.2g} for "
                 f"{found.usd:.2g} dollars, in expectation, at {price:g} dollars for an improvement by 1"
             )
         return bool(self.ended)

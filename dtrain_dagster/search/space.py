@@ -166,8 +166,8 @@ def _parameter(name: str, item: Any, source: str) -> Parameter:
         item = {"choices": list(item)}
     if not isinstance(item, Mapping):
         raise SpaceError(
-            f'{where} = {item!r} is no range: give a list of values, or {{"low": …, "high": …}}; a field that does '
-            "not vary belongs into the job itself"
+            f'{where} = {item!r} is not a range: give a list of values, or {{"low": …, "high": …}}; a field that does '
+            "not vary belongs in the job itself"
         )
     if unknown := [str(key) for key in item if key not in KEYS]:
         raise SpaceError(f"{where} has {unknown[0]!r}, which is unknown{did_you_mean(unknown[0], KEYS)}")
@@ -177,11 +177,11 @@ def _parameter(name: str, item: Any, source: str) -> Parameter:
     when = item.get("when") or {}
     if not isinstance(when, Mapping):
         raise SpaceError(
-            f'{where}: when = {when!r} is no condition: give {{"model.factory": "tcn"}} or a list of values'
+            f'{where}: when = {when!r} is not a condition: give {{"model.factory": "tcn"}} or a list of values'
         )
     conditions = {str(of): tuple(value) if isinstance(value, list | tuple) else (value,) for of, value in when.items()}
     if empty := [of for of, values in conditions.items() if not values]:
-        raise SpaceError(f"{where}: its condition on {empty[0]} names no value, so it would never be there; name one")
+        raise SpaceError(f"{where}: its condition on {empty[0]} names no value, so it would never be used; name one")
     return Parameter(name=name, field=str(item.get("field", name)), domain=domain, when=conditions)
 
 
@@ -193,7 +193,7 @@ def _choices(item: Mapping[str, Any], where: str) -> Choices:
         raise SpaceError(f"{where}: choices = {values!r} has no value to choose; give a list of at least one")
     marks = [json.dumps(value, sort_keys=True, default=repr) for value in values]
     if twice := [value for value, mark in zip(values, marks, strict=True) if marks.count(mark) > 1]:
-        raise SpaceError(f"{where}: {twice[0]!r} is there twice; each choice once")
+        raise SpaceError(f"{where}: {twice[0]!r} is listed twice; list each choice once")
     return Choices(values=tuple(values))
 
 
@@ -213,7 +213,7 @@ def _range(item: Mapping[str, Any], where: str) -> Range:
     if not isinstance(log, bool):
         raise SpaceError(f"{where}: log = {log!r} is neither true nor false")
     if low > high:
-        raise SpaceError(f"{where}: low = {low:g} is above high = {high:g}; exchange the two")
+        raise SpaceError(f"{where}: low = {low:g} is above high = {high:g}; swap the two")
     whole = kind == "int"
     if whole and (low != int(low) or high != int(high)):
         raise SpaceError(f"{where}: whole numbers need whole bounds, and low = {low:g}, high = {high:g}; or type float")
@@ -225,7 +225,7 @@ def _range(item: Mapping[str, Any], where: str) -> Range:
                 f"{where}: step = {step!r} is not a number above 0; leave it out for a range without steps"
             )
         if log:
-            raise SpaceError(f"{where}: log and step do not go together; give choices instead")
+            raise SpaceError(f"{where}: log and step cannot be combined; give choices instead")
         if whole and step != int(step):
             raise SpaceError(f"{where}: step = {step:g} of whole numbers has to be whole; or give type float")
         if step > high - low or (high - low) / step > MOST_STEPS:
@@ -257,7 +257,7 @@ def _in_order(parameters: Sequence[Parameter], source: str) -> list[Parameter]:
         ready = [item for item in left if done >= item.when.keys()]
         if not ready:
             names = ", ".join(item.name for item in left)
-            raise SpaceError(f"{source}: the conditions of {names} go in a circle; let one of them be there without")
+            raise SpaceError(f"{source}: the conditions of {names} form a cycle; remove the condition of one of them")
         ordered += ready
         left = [item for item in left if item not in ready]
     return ordered
@@ -269,7 +269,7 @@ def _refuse_twice(parameters: Sequence[Parameter], source: str) -> None:
         for other in parameters[:number]:
             if item.field == other.field and not _exclude_each_other(item, other):
                 raise SpaceError(
-                    f"{source}: {other.name} and {item.name} both set {item.field}, and can be there at once; give "
+                    f"{source}: {other.name} and {item.name} both set {item.field}, and can be used at once; give "
                     "them conditions on the same parameter with different values"
                 )
 

@@ -55,7 +55,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Fails the check {COST_CHECK} of trained_checkpoint and notifies, once per job at {levels} above "
-        "the estimated cost, by what it has cost and by what it is projected to cost; says what would save how much.",
+        "the estimated cost, judged by the cost so far and by the projected cost; lists what would save how much.",
     )
     def cost_overrun(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_resource(context, names), project_resource(context, names)

@@ -43,8 +43,8 @@ def build_new_data_sensor(
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
-            f"Retrains when the file of {whose} has other content than the latest training had, and has stayed as it "
-            f"is for {settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
+            f"Retrains when the file of {whose} differs from what the latest training used, and has not changed for "
+            f"{settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
             + budget_words(settings.retrain_budget_usd)
         ),
     )
@@ -65,7 +65,7 @@ def build_new_data_sensor(
             watch = seen(watch, source.version(), now)
             if now - watch.since < pause:
                 rest = format_duration(watch.since + pause - now)
-                return skip(f"{watched} is read once it has stayed as it is for another {rest}")
+                return skip(f"{watched} is read once it has not changed for another {rest}")
             if not watch.digest:
                 digest = source.digest()
                 if source.version() != watch.version:

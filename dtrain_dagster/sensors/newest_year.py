@@ -29,8 +29,8 @@ def build_newest_year(
         execution_timezone=settings.retrain_timezone,
         default_status=dg.DefaultScheduleStatus.STOPPED,  # it spends money: a person switches it on
         description=(
-            "Makes the newest test year of the walk forward, once for the same prices: those that stock_prices has "
-            "read last. " + budget_words(settings.retrain_budget_usd)
+            "Makes the newest test year of the walk forward, once for each version of the prices that stock_prices "
+            "has read last. " + budget_words(settings.retrain_budget_usd)
         ),
     )
     def newest_year(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:

@@ -93,7 +93,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
             events += [_check({}, item) for item in keys]
         return dg.SensorResult(
             asset_events=events,
-            skip_reason=None if events else f"{len(found)} without a live run, nothing new to tell",
+            skip_reason=None if events else f"{len(found)} without a live run, nothing new to report",
             cursor=json.dumps({"orphans": known, "clock": reading}),
         )
 

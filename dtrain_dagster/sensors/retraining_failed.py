@@ -23,8 +23,8 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
         name=names.unique("retraining_failed"),
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Says once when a run has failed that the schedule or a sensor asked for, where its job did not "
-        "say so.",
+        description="Notifies once when a run that the schedule or a sensor asked for has failed and its job did not "
+        "report it.",
     )
     def retraining_failed(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
         run = context.dagster_run
@@ -32,13 +32,13 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
         if cause is None:
             return dg.SkipReason("a person started it")
         if names.pipeline and not cause.startswith(names.mark("")):
-            return dg.SkipReason("it is a retraining of another graph, whose sensor says so")
+            return dg.SkipReason("it is a retraining of another graph, whose sensor reports it")
         [latest] = context.instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause}), limit=1)
         tickets = WaitingList(project.shared_uri).tickets()
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
-            return dg.SkipReason("it found no capacity: the sensor `queue` says what becomes of it")
+            return dg.SkipReason("it found no capacity: the sensor `queue` reports what happens to it")
         if _was_told(run.tags.get(JOB_TAG), project):
-            return dg.SkipReason("its job has failed, and its cluster has told people of that")
+            return dg.SkipReason("its job has failed, and its cluster has sent a notice")
         message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
         notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
         return None

@@ -26,7 +26,7 @@ def weekly_retraining(
         description=(
             f"Retrains on the latest {'data' if names.pipeline else 'prices'} once a week: DTRAIN_RETRAIN_CRON says "
             "when, in DTRAIN_RETRAIN_TIMEZONE. "
-            "Left out where a training is under way. " + budget_words(settings.retrain_budget_usd)
+            "Skipped while a training is under way. " + budget_words(settings.retrain_budget_usd)
         ),
     )
     def weekly_schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:

@@ -101,7 +101,7 @@ def read_azure_options(settings: Settings) -> dict[str, Any]:
     variable that another one has replaced."""
     for name, remedy in REPLACED.items():
         if os.environ.get(name):
-            raise SettingsError(f"{name} is not read any more: {remedy}")
+            raise SettingsError(f"{name} is no longer read: {remedy}")
     idle_seconds = max(1, round(60 * settings.idle_minutes))
     if idle_seconds > MAX_IDLE_SECONDS:
         raise SettingsError(

@@ -42,7 +42,7 @@ def read_ray_place() -> RayPlace:
     found = DataEngineSettings.read()
     address = os.environ.get(ADDRESS) or None
     if address is not None and not _ADDRESS.fullmatch(address):
-        raise SettingsError(f"{ADDRESS}={address!r} is no address of a Ray cluster: give host:port of its head")
+        raise SettingsError(f"{ADDRESS}={address!r} is not the address of a Ray cluster: give host:port of its head")
     if address is not None and address.startswith("ray://"):
         raise SettingsError(
             f"{ADDRESS}={address!r} is an address of Ray Client, which moves rows through one process: for data give "

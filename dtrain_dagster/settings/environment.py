@@ -96,7 +96,7 @@ class Settings(EnvironmentSettings):
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
     max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs")
     replacement_delay_seconds: float = Field(
-        default=1.0, ge=0, lt=float("inf"), description="Seconds that a node is gone before another takes its place"
+        default=1.0, ge=0, lt=float("inf"), description="Seconds after which a lost node is replaced"
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",
@@ -223,7 +223,7 @@ class Settings(EnvironmentSettings):
     def _known_tiers(cls, tier: str) -> str:
         names = [current_tier(name.strip()) for name in tier.split(",") if name.strip()]
         if not names or not set(names) <= set(TIERS):
-            raise ValueError(f"must be of {', '.join(TIERS)}, separated by commas")
+            raise ValueError(f"must be one or more of {', '.join(TIERS)}, separated by commas")
         return ",".join(dict.fromkeys(names))
 
     @field_validator("factory_modules")
@@ -281,7 +281,7 @@ class Settings(EnvironmentSettings):
                 if self.storage
                 else "set it to az://container/path, which the nodes of DTRAIN_CLUSTER=azure_ml can reach"
             )
-            raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} does not go with this cluster; {remedy}")
+            raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} cannot be used with this cluster; {remedy}")
         return self
 
     @property
@@ -334,7 +334,7 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
     for part in value.split() or [value]:
         refuse_secret(setting, part, "" if name in _BY_REFERENCE else _NO_SECRET.get(name, "give it without"))
         if is_reference(part) and name not in _BY_REFERENCE:
-            raise SecretError(f"{setting} takes no reference to a secret: give its value, which is none")
+            raise SecretError(f"{setting} takes no reference to a secret: give its value, which is not a secret")
     return value
 
 

@@ -86,11 +86,13 @@ def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
     if not home.exists():
         return Removal(home, (), ())
     if not home.is_dir():
-        raise HomeError(f"{home} is no folder: DTRAIN_HOME names something else than a home of dtrain")
+        raise HomeError(f"{home} is not a folder: DTRAIN_HOME must name a home of dtrain")
     real = home.resolve()
     for keep in (Path("/"), *protected):
         if keep.resolve().is_relative_to(real):
-            raise HomeError(f"{home} is {keep} or a folder above it, which is not removed: set DTRAIN_HOME otherwise")
+            raise HomeError(
+                f"{home} is {keep} or a folder above it, which is not removed: set DTRAIN_HOME to another folder"
+            )
     names = sorted(os.listdir(home))
     if not (home / MARKER).is_file() or (home / MARKER).is_symlink():
         raise HomeError(

@@ -103,7 +103,7 @@ class KubernetesSettings(EnvironmentSettings):
     def _names(cls, text: str) -> str:
         for name in _words(text):
             if not re.fullmatch(_LONG_NAME, name):
-                raise ValueError(f"{name!r} is no name of a Secret: give its name in the namespace")
+                raise ValueError(f"{name!r} is not the name of a Secret: give its name in the namespace")
         return text
 
     @field_validator("node_selector")
@@ -148,7 +148,7 @@ def read_selector(text: str) -> dict[str, str]:
     for word in _words(text):
         match = _SELECTOR.fullmatch(word)
         if not match:
-            raise ValueError(f"{word!r} is no label: give key=value, separated by commas")
+            raise ValueError(f"{word!r} is not a label: give key=value, separated by commas")
         found[match["key"]] = match["value"]
     return found
 
@@ -161,7 +161,7 @@ def read_tolerations(text: str) -> list[dict[str, str]]:
         match = _TOLERATION.fullmatch(word)
         if not match:
             raise ValueError(
-                f"{word!r} is no toleration: give key, key=value or key=value:effect (NoSchedule, PreferNoSchedule, "
+                f"{word!r} is not a toleration: give key, key=value or key=value:effect (NoSchedule, PreferNoSchedule, "
                 "NoExecute), separated by commas"
             )
         value, effect = match["value"], match["effect"]
@@ -178,8 +178,8 @@ def read_volumes(text: str) -> list[dict[str, Any]]:
         match = _CLAIM.fullmatch(word) or _NFS.fullmatch(word) or _HOST.fullmatch(word)
         if not match:
             raise ValueError(
-                f"{word!r} is no volume: give pvc:claim:/mount, nfs:server:/path:/mount or host:/path:/mount, with :ro "
-                "for read-only, separated by commas"
+                f"{word!r} is not a volume: give pvc:claim:/mount, nfs:server:/path:/mount or host:/path:/mount, "
+                "with :ro for read-only, separated by commas"
             )
         given = match.groupdict()
         mount = given["mount"].rstrip("/")

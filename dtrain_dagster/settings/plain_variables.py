@@ -75,7 +75,7 @@ OF_OTHER_PROGRAMS = VariableGroup(
         ),
         "MLFLOW_DISABLE_TELEMETRY": PlainVariable("Whether MLflow sends nothing to its makers", "`true`"),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": PlainVariable(
-            "How often the trainer asks an MLflow server again that does not answer", "`3`"
+            "How often the trainer retries an MLflow server that does not answer", "`3`"
         ),
         "MLFLOW_TRACKING_URI": PlainVariable(
             "MLflow server of a script with `HorovodTrainer` or another trainer by a framework's name that asks for "
@@ -85,7 +85,7 @@ OF_OTHER_PROGRAMS = VariableGroup(
         "MLFLOW_TRACKING_PASSWORD": PlainVariable("Password of that user"),
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": PlainVariable("Whether MLflow draws bars of progress", "`false`"),
         "OMP_NUM_THREADS": PlainVariable(
-            "CPU threads of a rank, unless `DTRAIN_THREADS_PER_RANK` says it", "cores / ranks"
+            "CPU threads of a rank, unless `DTRAIN_THREADS_PER_RANK` sets it", "cores / ranks"
         ),
         "CUDA_VISIBLE_DEVICES": PlainVariable("GPUs of this machine that its ranks may use", "all"),
         "GLOO_SOCKET_IFNAME": PlainVariable("As `DTRAIN_INTERFACE`, where that is unset"),
@@ -100,8 +100,8 @@ OF_OTHER_PROGRAMS = VariableGroup(
         "RAY_ADDRESS": PlainVariable(
             "Ray cluster that a script with `RayTrainer` uses", "a Ray is started on this machine"
         ),
-        "RAY_AUTH_MODE": PlainVariable("How the Ray that `RayTrainer` starts knows its clients", "`token`"),
-        "RAY_AUTH_TOKEN": PlainVariable("The token by which it knows them", "drawn at random"),
+        "RAY_AUTH_MODE": PlainVariable("How the Ray that `RayTrainer` starts authenticates its clients", "`token`"),
+        "RAY_AUTH_TOKEN": PlainVariable("The token that authenticates them", "drawn at random"),
         "RAY_USAGE_STATS_ENABLED": PlainVariable("Whether that Ray sends figures to its makers", "`0`"),
         "KUBECONFIG": PlainVariable(
             "Kubeconfig, where `DTRAIN_KUBERNETES_KUBECONFIG` is unset",
@@ -151,8 +151,8 @@ GROUPS = (OF_NODES, OF_OTHER_PROGRAMS, OF_MAKE)
 """All groups, in the order of the page that lists them."""
 
 _TOLD = "the process that starts a rank or a node tells it its place; set by hand it would be another job's"
-_ORDERED = "`dtrain train --script` talks by it to the script that it describes or starts"
-_READ_ONLY = "dtrain tells a program by it where its run directory is: a program reads it, and nobody sets it"
+_ORDERED = "`dtrain train --script` uses it to talk to the script that it describes or starts"
+_READ_ONLY = "dtrain tells a program with it where its run directory is; programs read it, and nobody sets it"
 _LAUNCHER = "the launcher sets it (torchrun, SLURM, Open MPI, Horovod, Ray, TensorFlow's, Azure ML)"
 _OURS = "dtrain sets it, for a library in the same process or in one that it starts"
 INTERNAL: Mapping[str, str] = {
@@ -162,9 +162,9 @@ INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI", "DTRAIN_TRACKING"), _TOLD),
     **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
     "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
-    "DTRAIN_WORK_FILE": "a command tells by it to the processes below it where to note the jobs that they follow",
+    "DTRAIN_WORK_FILE": "a command uses it to tell its child processes where to record the jobs that they follow",
     "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
-    "DTRAIN_FAULTS": "tests and benchmarks plant faults by it",
+    "DTRAIN_FAULTS": "tests and benchmarks use it to plant faults",
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), _LAUNCHER),
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "HOROVOD_RANK"), _LAUNCHER),
     **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), _LAUNCHER),
@@ -180,7 +180,7 @@ INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(
         ("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCHINDUCTOR_CACHE_DIR", "TEARDOWN_CUPTI"), _OURS
     ),
-    "DRAY_SESSION": "dtrain marks by it the processes of a Ray that it starts",
+    "DRAY_SESSION": "dtrain uses it to mark the processes of a Ray that it starts",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
     **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),
     "MLFLOW_TRACKING_AUTH": _OURS,

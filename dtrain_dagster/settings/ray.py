@@ -73,7 +73,7 @@ class RaySettings(EnvironmentSettings):
     def _one_address(self) -> RaySettings:
         if self.cluster and self.address != "auto":
             raise ValueError(
-                f"{PREFIX}CLUSTER={self.cluster!r} and {PREFIX}ADDRESS={self.address!r} do not go together: unset one"
+                f"{PREFIX}CLUSTER={self.cluster!r} and {PREFIX}ADDRESS={self.address!r} cannot be combined: unset one"
             )
         return self
 
@@ -98,7 +98,7 @@ def read_resources(text: str) -> dict[str, float]:
     for word in filter(None, (word.strip() for word in text.split(","))):
         match = _RESOURCE.fullmatch(word)
         if match is None:
-            raise ValueError(f"{word!r} is no resource: give name=amount, separated by commas")
+            raise ValueError(f"{word!r} is not a resource: give name=amount, separated by commas")
         if match["name"] in _FIXED:
             raise ValueError(f"{match['name']} has a setting of its own: {PREFIX}{_FIXED[match['name']]}")
         found[match["name"]] = float(match["amount"])

@@ -86,7 +86,7 @@ class SlurmSettings(EnvironmentSettings):
     def _names(cls, text: str) -> str:
         for name in _words(text):
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ValueError(f"{name!r} is no name of a variable: give names alone, separated by commas")
+                raise ValueError(f"{name!r} is not the name of a variable: give names alone, separated by commas")
         return text
 
     @field_validator("extra")
@@ -99,7 +99,7 @@ class SlurmSettings(EnvironmentSettings):
         for word in words:
             option = word.partition("=")[0]
             if not option.startswith("--") or ("=" not in word and option not in ("--exclusive", "--hold")):
-                raise ValueError(f"{word!r} is no option of sbatch in the form --name=value")
+                raise ValueError(f"{word!r} is not an option of sbatch in the form --name=value")
             if option in _OURS:
                 raise ValueError(f"{option} cannot be set here: {_OURS[option]}")
         return text
@@ -136,7 +136,7 @@ def read_partition_prices() -> dict[str, float]:
     for name, usd in found.items():
         if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 < usd < math.inf:
             raise SettingsError(
-                f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is no positive number of dollars per node-hour"
+                f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is not a positive number of dollars per node-hour"
             )
     return {name: float(usd) for name, usd in found.items()}
 

@@ -41,7 +41,8 @@ class WalkForwardSettings(EnvironmentSettings):
     def _years_in_order(self) -> WalkForwardSettings:
         if self.last_year is not None and self.last_year < self.first_year:
             raise ValueError(
-                f"{PREFIX}FIRST_YEAR={self.first_year} comes after {PREFIX}LAST_YEAR={self.last_year}: there is no year"
+                f"{PREFIX}FIRST_YEAR={self.first_year} comes after {PREFIX}LAST_YEAR={self.last_year}: that leaves "
+                "no year"
             )
         return self
 

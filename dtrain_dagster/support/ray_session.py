@@ -105,7 +105,7 @@ def _connect(ray: Any, place: RayPlace, namespace: str, folder: Path, spill: Pat
             return
         if ray.util.get_node_ip_address() != "127.0.0.1":
             raise RayError(
-                "code of this process imported Ray before, so that it would listen beyond loopback: start "
+                "code of this process imported Ray before, so it would listen beyond loopback: start "
                 "this process with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or set DTRAIN_RAY_ADDRESS"
             )
         ray.init(
@@ -140,7 +140,7 @@ def _own_folder() -> Iterator[Path]:
         parent.mkdir(mode=0o700)
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RayError(f"{parent} is no folder of this user alone: remove it")
+        raise RayError(f"{parent} is not a folder of this user alone: remove it")
     with building_in(parent) as folder:
         yield folder
 

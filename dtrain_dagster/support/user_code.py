@@ -41,7 +41,7 @@ def stage_for_nodes(folder: Path, factories: Iterable[str], script: str = "") ->
     sources = {**trainer_sources(), **resolve_user_sources(factories).files}
     if script:
         if not Path(script).is_file():
-            raise StagingError(f"the script {script} is no longer here, so it cannot be taken along")
+            raise StagingError(f"the script {script} is no longer here, so it cannot be sent along")
         sources |= script_sources(Path(script))
     stage_files(sources, folder)
     return sorted(name.as_posix() for name in sources)

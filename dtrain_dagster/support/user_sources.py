@@ -127,7 +127,7 @@ def _modules_of(factories: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _missing(factory: str, module: str) -> StagingError:
     return StagingError(
-        f"factory {factory!r}: there is no module {module!r} on the Python path here, so it cannot be taken along; add "
+        f"factory {factory!r}: there is no module {module!r} on the Python path here, so it cannot be sent along; add "
         "its folder to PYTHONPATH"
     )
 

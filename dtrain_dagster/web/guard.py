@@ -106,11 +106,11 @@ def _judge_host(rules: Rules, headers: Headers) -> Refused | None:
 def _judge_site(method: str, path: str, query: str, headers: Headers, websocket: bool, rules: Rules) -> Refused | None:
     origin, site = _first(headers, "origin"), _first(headers, "sec-fetch-site")
     if origin is None and websocket:
-        return Refused(403, "a websocket is opened by a page of this server only, which sends its Origin")
+        return Refused(403, "only a page of this server may open a websocket, and it sends its Origin")
     if origin is not None and not _same_origin(origin, _first(headers, "host") or ""):
         return Refused(
             403,
-            f"the request was sent by a page of {origin[:200]!r}, and this server takes those of its own pages only. "
+            f"the request was sent by a page of {origin[:200]!r}, but this server takes only those of its own pages. "
             "Behind a proxy, have it pass on the Host header that the browser sent",
         )
     if site in (None, "same-origin", "none"):
@@ -132,7 +132,7 @@ def _judge_method(rules: Rules, method: str, path: str, query: str, headers: Hea
         return Refused(405, f"this server takes GET, HEAD and POST, not {method[:20]!r}")
     is_page = not query and "text/html" in (_first(headers, "accept") or "")
     if method in READING and path.rstrip("/") in rules.pages and not is_page:
-        return Refused(405, f"nothing is asked of {path[:100]} by GET: POST it as application/json")
+        return Refused(405, f"{path[:100]} cannot be asked by GET: POST it as application/json")
     return None
 
 
@@ -140,14 +140,14 @@ def _judge_body(rules: Rules, method: str, headers: Headers) -> Refused | None:
     if method in READING:
         return None
     if rules.json_only and not _is_json(_first(headers, "content-type") or ""):
-        return Refused(415, "this server takes what is posted as content-type: application/json only")
+        return Refused(415, "this server takes POST requests only with content-type: application/json")
     if rules.most_body_bytes is None:
         return None
     length = _first(headers, "content-length")
     if length is None or not (length.isascii() and length.isdigit()):
         return Refused(411, "say how long the request is, in a content-length header")
     if len(length) > 15 or int(length) > rules.most_body_bytes:
-        return Refused(413, f"this server takes {rules.most_body_bytes:,} bytes at most")
+        return Refused(413, f"this server takes at most {rules.most_body_bytes:,} bytes")
     return None
 
 

@@ -18,7 +18,10 @@ from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK
 from dtrain_dagster.web.mlflow_page import BeginsWithTrainings
+from trainer.observability.mlflow_sink import VIEW, prepare_list
 from trainer.observability.mlflow_sqlite import opening
+
+WSGI_IS_DEPRECATED = r"starlette\.middleware\.wsgi is deprecated"
 
 
 def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) -> ASGIApp:
@@ -40,12 +43,27 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-    from mlflow.server.fastapi_app import app
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=WSGI_IS_DEPRECATED)  # MLflow's own import, with no date
+        from mlflow.server.fastapi_app import app
     from mlflow.server.handlers import initialize_backend_stores
 
     with opening(tracking_uri):
         initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
     return BeginsWithTrainings(app)
+
+
+def runs_page(tracking_uri: str, experiment: str) -> str:
+    """Return the path of an experiment's list of runs with the columns by which trainings are compared; "" where there
+    is no such experiment, so that MLflow's first page opens. The database has its tables (`mlflow_app`)."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None or found.lifecycle_stage != "active":
+        return ""
+    prepare_list(client, found.experiment_id, found.tags)
+    return f"/#/experiments/{found.experiment_id}/runs?viewStateShareKey={VIEW}"
 
 
 def tensorboard_app(folder: Path) -> ASGIApp:
@@ -54,7 +72,7 @@ def tensorboard_app(folder: Path) -> ASGIApp:
     from tensorboard import default, program
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, with no date; MLflow uses it as well
+        warnings.filterwarnings("ignore", message=WSGI_IS_DEPRECATED)  # with no date
         from starlette.middleware.wsgi import WSGIMiddleware
 
     found: list[Any] = []

@@ -19,7 +19,7 @@ from dtrain_dagster.support.secrets import SecretError, secret_in
 from trainer.printable import visible
 
 REMEDY = (
-    "what is given here is stored, so it was refused before that: put the whole address into an environment variable "
+    "what is given here would be stored, so it was refused: put the whole address into an environment variable "
     "of dtrain or into a vault, and write env:NAME or keyvault://VAULT/SECRET in its place"
 )
 _RUN_CONFIG = "runConfigData"

@@ -257,7 +257,7 @@ def test_a_training_is_not_ended_and_started_twice_for_a_clock(here: World, mach
     record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
     run = started(here)
     here.tick("orphans")
-    assert "read once it has stayed" in here.tick("new_data").skip_message
+    assert "read once it has not changed" in here.tick("new_data").skip_message
     machine.wait(11 * 60)
     machine.now += jump
     assert f"waits for run {run.run_id[:8]}" in here.tick("new_data").skip_message

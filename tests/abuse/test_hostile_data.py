@@ -142,7 +142,7 @@ def test_a_pipe_or_a_device_is_no_price_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tickers", ["AAPL,../../x", "A;B", "A B", "https://example.org", "-x'"])
 def test_tickers_of_a_download_are_plain(tickers: str) -> None:
-    with pytest.raises(DataError, match=r"is no ticker|carries"):
+    with pytest.raises(DataError, match=r"is not a ticker|carries"):
         price_source(f"yfinance:{tickers}")
 
 
@@ -205,7 +205,7 @@ def test_nothing_reads_or_copies_what_a_manifest_names_outside(copy: Path, path:
         lambda: publish_dataset(str(bad), "abc", str(tmp_path / "shared")),
         lambda: DataShardManager(str(bad), tmp_path / "cache"),
     ):
-        with pytest.raises((DataError, DatasetError, PlaceError), match="no relative path of plain names"):
+        with pytest.raises((DataError, DatasetError, PlaceError), match="not a relative path of plain names"):
             use()
     with pytest.raises(DataError, match="dataset_id"):
         publish_dataset(str(copy), "../photos", str(tmp_path / "shared"))
@@ -312,7 +312,7 @@ def test_rows_and_samples_of_a_segment_are_whole_numbers(copy: Path, place: tupl
     manifest = json.loads((copy / "manifest.json").read_text())
     check_manifest(manifest, "here")
     hostile_data._set("shards", 0, "segments", 0, *place, 0, number)(manifest)
-    with pytest.raises(DatasetError, match=r"of a segment = .*no whole number"):
+    with pytest.raises(DatasetError, match=r"of a segment = .*not a whole number"):
         check_manifest(manifest, "here")
 
 

@@ -99,5 +99,5 @@ def test_a_folder_that_is_open_to_all_is_closed_or_refused(tmp_path: Path) -> No
     with pytest.raises(PlaceError, match=r"shared by all users.*choose another"):
         own_folder(tmp_path / "sticky", "choose another")
     (tmp_path / "file").write_text("")
-    with pytest.raises(PlaceError, match="is no folder"):
+    with pytest.raises(PlaceError, match="is not a folder"):
         own_folder(tmp_path / "file", "choose another")

@@ -122,7 +122,7 @@ def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> 
             agent.accept()
     held, found = json.loads(done.stdout)
     if "calls" not in held:
-        pytest.skip("this machine gives no seccomp")
+        pytest.skip("this machine cannot give it seccomp")
     assert (found["unix"], found["attribute"]) == ("PermissionError", "PermissionError")
     assert found["shared memory"] == "True"
     assert (found["internet"], found["pair"]) == ("None", "True"), "what a server needs"
@@ -143,7 +143,7 @@ def test_a_served_model_has_no_sockets_but_those_of_tcp() -> None:
         )  # fmt: skip
         held, talked, others = json.loads(done.stdout)
         if not held:
-            pytest.skip("this machine gives no seccomp")
+            pytest.skip("this machine cannot give it seccomp")
         with pytest.raises(TimeoutError):
             listener.recv(1)
     assert talked == "hello", "what a server needs"

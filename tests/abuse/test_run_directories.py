@@ -273,7 +273,7 @@ def test_a_damaged_job_is_not_chosen_and_another_is_started(written: Callable[..
     written(other).storage.write(STATUS, b"")
     choice = choose_job(MARK, "22222222-aaaa", known_jobs(manager, uri, MARK))
     assert (choice.action, choice.job_id) == ("start", f"{own}-2")
-    assert f"{own}/status.json is damaged: it is no JSON" in choice.reason
+    assert f"{own}/status.json is damaged: it is not JSON" in choice.reason
     assert other in choice.reason
     for file in (JOB, PLAN, "claim.json", "owner.json", "budget.json"):
         shutil.rmtree(tmp_path / "storage" / "jobs" / own)

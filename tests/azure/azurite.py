@@ -129,7 +129,7 @@ class Azurite:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "it does not run"
+        assert self._process is not None, "it is not running"
         return self._process.pid
 
     @property

@@ -145,7 +145,7 @@ def test_storage_that_lets_nobody_in_is_not_taken_for_empty(proxy: BlobProxy, wa
     """It would be taken for a reason to start over, and to delete what «has no manifest»."""
     folder = watched.save(1)
     proxy.faults = [Fault("busy", "GET", "manifest.json", times=1_000_000, status=403)]
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* can be read: .*does not let us in"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* can be read: .*denies access"):
         watched.manager.load_latest()
     proxy.faults.clear()
     assert watched.loaded() == (folder, 1.0)

@@ -331,7 +331,7 @@ def test_errors_of_access_name_the_setting_and_the_remedy(
         assert isinstance(caught.value, OSError)
         assert "by8vdM02" not in str(caught.value), "no key in a message"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=secret")
-    with pytest.raises(ConfigError, match="is no connection string of a storage account") as refused:
+    with pytest.raises(ConfigError, match="is not the connection string of a storage account") as refused:
         open_storage(good)
     assert "secret" not in str(refused.value)
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
@@ -344,7 +344,7 @@ def test_errors_of_access_name_the_setting_and_the_remedy(
 
 @pytest.mark.parametrize("address", ["az://", "az://a", "az://Upper/x", "az://two--hyphens/x", "az:///x"])
 def test_an_address_that_is_none_is_refused(container: Container, address: str) -> None:
-    with pytest.raises(ConfigError, match="is no address in Blob Storage"):
+    with pytest.raises(ConfigError, match="is not an address in Blob Storage"):
         open_storage(address)
 
 

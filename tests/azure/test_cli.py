@@ -51,7 +51,7 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     said = shell("status")
     assert "cluster dtrain: healthy" in said
     assert said.count("works on second-l1") == 2
-    said = "job second is running already: no other is started\nsecond\nfollow it: dtrain watch second\n"
+    said = "job second is already running, so no new one is started\nsecond\nfollow it: dtrain watch second\n"
     assert shell("train", *long, "--detach") == said
     follower = shell.start("logs", "--follow", "second", "--node", "0")
     assert follower.stdout
@@ -91,7 +91,7 @@ sys.exit(int(sys.argv[1]))
 def test_a_program_goes_along_with_what_it_imports_and_is_paid_for(shell: Shell) -> None:
     (shell.folder / "program.py").write_text(PROGRAM)
     (shell.folder / "helper.py").write_text("WORDS = 'a program of my own'\n")
-    assert "must be a Python script of this machine" in shell("launch", "--", "bash", "run.sh", code=2)
+    assert "must be a Python script on this machine" in shell("launch", "--", "bash", "run.sh", code=2)
 
     done = shell.start("launch", "--nodes", "2", "--name", "own", "program.py", "0")
     out, err = done.communicate(timeout=120)

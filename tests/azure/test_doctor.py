@@ -229,7 +229,7 @@ def test_a_container_that_is_not_there(practice: Practice) -> None:
 def test_an_account_that_nodes_cannot_find(practice: Practice) -> None:
     practice.delenv("AZURE_STORAGE_ACCOUNT_URL")
     practice.setenv("AZURE_STORAGE_CONNECTION_STRING", "anything")
-    practice.one("storage", "missing", "by AZURE_STORAGE_CONNECTION_STRING, nodes cannot")
+    practice.one("storage", "missing", "by AZURE_STORAGE_CONNECTION_STRING, but nodes cannot")
 
 
 def test_quotas(practice: Practice) -> None:
@@ -272,7 +272,7 @@ def test_images(practice: Practice, image: str, verdict: str, seen: str) -> None
 
 def test_a_registry_that_does_not_let_us_look(practice: Practice) -> None:
     practice.cloud.control("around", pulls=False)
-    assert "AcrPull" in practice.one("images", "warning", "does not let us look (401)")["remedy"]
+    assert "AcrPull" in practice.one("images", "warning", "denies access (401)")["remedy"]
 
 
 def test_a_registry_that_is_not_azures_is_shown_no_token(practice: Practice) -> None:
@@ -315,7 +315,7 @@ def test_the_nodes_identity(practice: Practice) -> None:
     assert line["command"] == f"export DTRAIN_AZURE_IDENTITY_CLIENT_ID={CLIENT_ID}"
     practice.delenv("DTRAIN_AZURE_IDENTITY")
     practice.delenv("DTRAIN_AZURE_IDENTITY_CLIENT_ID")
-    practice.one("identity", "warning", "an identity of their compute")
+    practice.one("identity", "warning", "the identity of their compute")
 
 
 def test_packages_that_are_not_installed(practice: Practice, monkeypatch: pytest.MonkeyPatch) -> None:

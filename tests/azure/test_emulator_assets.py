@@ -167,7 +167,7 @@ def test_metrics_reach_the_workspace_and_jobs_are_runs(
     base = emulator.environment["ARM_CLOUD_METADATA_URL"].partition("/metadata")[0]
     token = client._credential.get_token(f"{base}/.default").token
     address = client.workspaces.get(emulator.environment["DTRAIN_AZURE_WORKSPACE"]).mlflow_tracking_uri
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "none of ours")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "was not written by")
     with pytest.raises(MlflowException, match="azureml"):  # not without the package azureml-mlflow
         mlflow.MlflowClient(address).get_run("logs-metrics")
     assert address.startswith("azureml://")

@@ -62,7 +62,7 @@ def test_nodes_that_a_minimum_keeps_are_let_go(stage: Stage, daemon: Daemon) -> 
     asked = daemon.tick(150.0)
     assert asked is not None
     assert not asked["passed"]
-    assert "it keeps 2 nodes whatever there is to do" in daemon.told[0]
+    assert "it keeps 2 nodes even when there is no work" in daemon.told[0]
     assert "$6.12 per hour, $1.02 so far (list price, not the bill); the service was told" in daemon.told[0]
     sent = stage.asked("compute.put")[-1]["body"]["properties"]["properties"]
     assert sent["scaleSettings"]["minNodeCount"] == 0

@@ -184,7 +184,7 @@ def test_a_service_that_is_away_is_a_message_and_no_error(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
     wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     stage.control("fault", fault="error", operation="job.get", count=None)
-    away = wait_for(lambda: _if("cannot be reached since", manager.job_status(spec.job_id)), "the message")
+    away = wait_for(lambda: _if("has been unreachable for", manager.job_status(spec.job_id)), "the message")
     assert away.state is JobState.RUNNING
     stage.control("clear")
     wait_for(lambda: not manager.job_status(spec.job_id).message, "the service to be back")
@@ -323,7 +323,7 @@ def test_is_not_submitted_again_for_ever(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER, max_resubmissions=1)
     status = end(manager, spec)
     assert status.state is JobState.FAILED
-    assert "as often as it may be" in status.message
+    assert "as often as is allowed" in status.message
     assert "materialize its asset again to start over" in status.message, "a Dagster run has begun it"
     assert len(stage.jobs()) == 2
 
@@ -387,7 +387,7 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert health.running_jobs == (spec.job_id,)
     (compute,) = stage.computes()
     used_at = manager._use.used_at()
-    with pytest.raises(InUseError, match="is at work by now"):
+    with pytest.raises(InUseError, match="is at work already"):
         manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found", used_at=used_at))
     with pytest.raises(InUseError, match="followed by run run-2"):
         manager.end_orphan(replace(orphan, dagster_run_id="run-1"))

@@ -46,7 +46,7 @@ def test_the_truth_under_a_general_sentence_leads_on(stage: Stage, nesting: str,
 @pytest.mark.parametrize("nesting", ["details", "info"])
 def test_what_no_size_changes_ends_the_chain_though_it_comes_late_and_wrapped(stage: Stage, nesting: str) -> None:
     stage.control("fault", fault="refuse", how="async", nesting=nesting, code="SubnetNotFound", count=None)
-    with pytest.raises(ClusterError, match=r"no other size changes \(SubnetNotFound"):
+    with pytest.raises(ClusterError, match=r"another size would not change \(SubnetNotFound"):
         stage.manager().provision_cluster(2, A100)
     assert not stage.computes()
     assert len({request["path"] for request in stage.asked("compute.put")}) == 1

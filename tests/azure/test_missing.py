@@ -49,7 +49,7 @@ def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: s
     manager, spec = stage.run(WAITS, **LONG)
     is_running(stage, manager, spec)
     stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by=by, seconds=3)
-    status = look_until(manager, spec, "does not know it since")
+    status = look_until(manager, spec, "has not known it for")
     assert status.state is JobState.RUNNING, "as it was seen last"
     wait_for(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
     assert not stage.asked("job.cancel")
@@ -66,7 +66,7 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
     is_running(stage, manager, spec)
     began = time.time()
     stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=3600)
-    look_until(manager, spec, "does not know it since")
+    look_until(manager, spec, "has not known it for")
     [first] = RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"]
     status = end(stage.manager(run="run-2", tends=tends, missing_seconds=4.0), spec)
     assert time.time() - began >= 4.0
@@ -90,7 +90,7 @@ def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: 
     assert {name: job["status"] for name, job in stage.jobs().items()} == {
         f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
     }  # fmt: skip
-    assert "took its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
+    assert "accepted its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
 
 
 @pytest.mark.long
@@ -112,7 +112,7 @@ def test_a_404_that_does_not_name_the_job_gives_no_job_up(stage: Stage) -> None:
     is_running(stage, manager, spec)
     for code in ("UserError", "ResourceNotFound"):
         stage.control("fault", fault="error", operation="job.get", status=404, code=code, message="Not found", count=8)
-        look_until(manager, spec, "cannot be reached since")
+        look_until(manager, spec, "has been unreachable for")
         with pytest.raises(NotFound):
             manager.jobs.get(f"{spec.job_id}-l1")
         stage.control("clear")

@@ -111,8 +111,8 @@ def test_the_registry_of_models_says_which_it_is(code: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "remedy", "other"),
     [
-        ("AuthorizationFailure", "this is the network, not a role", "check the key"),
-        ("AuthenticationFailed", "check the key", "this is the network"),
+        ("AuthorizationFailure", "this is a network restriction, not a missing role", "check the key"),
+        ("AuthenticationFailed", "check the key", "this is a network restriction"),
     ],
 )
 def test_storage_says_which_it_is(

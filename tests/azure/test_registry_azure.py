@@ -431,7 +431,7 @@ def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace
         ManagedOnlineEndpoint(name=config.name, auth_mode="key")
     ).result()
     endpoint = scoring_endpoint(workspace.client, config, "version-1")
-    with pytest.raises(ServingError, match=r"this identity gets no key of it.*listKeys/action"):
+    with pytest.raises(ServingError, match=r"this identity cannot get a key for it.*listKeys/action"):
         endpoint.headers()
     workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
     key = workspace.client.online_endpoints.get_keys(config.name).primary_key

@@ -182,7 +182,7 @@ def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ({"name": "Two Words", "dataset": "d"}, "lower-case letters"),
-        ({"name": "one"}, "give one of dataset and script"),
+        ({"name": "one"}, "give either dataset or script"),
         ({"name": "one", "script": "nowhere.py"}, "there is no file"),
         (
             {"name": "one", "dataset": "d", "training": {"epoch": 3}},
@@ -193,7 +193,7 @@ def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
             {"name": "one", "dataset": "d", "limits": {"budget": 3}},
             "limits.budget is not a setting: did you mean budget_usd",
         ),
-        ({"name": "one", "script": "x.py", "model": "tcn"}, "model do not go with script"),
+        ({"name": "one", "script": "x.py", "model": "tcn"}, "model cannot be combined with script"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_named(arguments: dict[str, object], said: str) -> None:

@@ -152,7 +152,9 @@ def dashboard_of(project: Project, *options: str, **env: str) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, env=project.env | env, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     try:
-        yield process.stdout.readline().strip()
+        label, _, url = process.stdout.readline().strip().partition(": ")
+        assert label == "dashboard", "as the other pages tell theirs"
+        yield url
     finally:
         process.terminate()
         assert process.wait(20) is not None

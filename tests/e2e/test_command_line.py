@@ -65,7 +65,7 @@ def test_a_mistake_is_one_line_and_its_run_is_in_the_overview(tmp_path: Path):
         PYTHONWARNINGS="default",
     )
     assert done.returncode == 1
-    assert "the run has failed at stock_prices: DTRAIN_PRICES='/nowhere/prices.csv' is no file" in done.stdout
+    assert "the run has failed at stock_prices: DTRAIN_PRICES='/nowhere/prices.csv' is neither a file" in done.stdout
     assert "Stack Trace" not in done.stdout
     warned = [line for line in done.stdout.splitlines() if "Warning" in line]
     assert [line for line in warned if "SupersessionWarning" not in line] == [], "of Dagster, about its own command"

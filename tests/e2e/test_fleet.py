@@ -120,7 +120,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     assert (
         told["small-steps-6"][1]
         == told["small-steps-60000"][1]
-        == ("1 past run(s) of the same pace, the latest small-high")
+        == ("1 past run(s) at the same pace, the latest small-high")
     )
     assert "min" not in told["small-steps-6"][0], "what it took"
     assert "min" in told["small-steps-60000"][0], "of so many more steps"

@@ -104,8 +104,8 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         again = run(job, instance, selection=made, **OWN)
         assert again.success
         said = "\n".join(entry.user_message for entry in instance.all_logs(again.run_id))
-        assert "past run(s) of this very training" in said
-        assert "nothing to rebuild" in said
+        assert "past run(s) of exactly this training" in said
+        assert "so nothing was rebuilt" in said
 
 
 def test_bad_prices_fail_before_anything_is_built(

@@ -81,7 +81,7 @@ def test_a_failed_job_says_why_first_and_its_address_keeps_what_is_looked_at(
     page.get_by_text("304 lines", exact=True).wait_for()
     with open(rundir.storage.local_path("logs/node-1.log"), "a") as file:
         file.writelines(f"flood {number}\n" for number in range(1500))
-    page.get_by_text("Lines are left out here").wait_for()
+    page.get_by_text("Some lines are left out here").wait_for()
     page.get_by_text("1,304 lines", exact=True).wait_for()
     page.fill("#log-text", "step 29")
     page.get_by_text("12 lines with this text").wait_for()
@@ -118,7 +118,7 @@ def test_a_training_is_traced_cancelled_and_resumed_from_its_page(
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("token").fill("another")
     dialog.get_by_role("button", name="Trace").click()
-    page.get_by_text("the token is missing, or another one").wait_for()
+    page.get_by_text("the token is missing or wrong").wait_for()
     page.locator("#order-trace").click()
     dialog.get_by_label("token").fill(TOKEN)
     page.keyboard.press("Tab")

@@ -129,7 +129,7 @@ def test_all_jobs_are_sorted_filtered_and_folded_and_the_address_keeps_it(url: s
     shows(page, ["sweep-0001"])
     assert page.locator("#search").input_value() == "SWEEP 0001"
     page.fill("#search", "no job is called so")
-    page.get_by_text("No job is like that.").wait_for()
+    page.get_by_text("No job matches.").wait_for()
 
 
 def test_pages_write_dollars_as_all_else_does(url: str, page: Page):

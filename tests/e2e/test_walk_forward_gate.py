@@ -63,7 +63,9 @@ def test_a_registration_is_judged_by_the_walk_forward(tmp_path: Path, monkeypatc
         early = make(*GRAPH)
         [event] = early.filter_events(lambda event: event.is_step_failure)
         assert event.step_key == "cost_estimate", "nothing was bought"
-        assert "stock.json: walk forward first (dagster job backfill -j walk_forward" in str(event.step_failure_data)
+        assert "stock.json: run the walk forward first (dagster job backfill -j walk_forward" in str(
+            event.step_failure_data
+        )
         for year in YEARS:
             config = {"ops": {"walk_forward__cost_estimate": {"config": options}}}
             assert walk.execute_in_process(partition_key=str(year), run_config=config, instance=instance).success
@@ -88,7 +90,7 @@ def test_a_registration_is_judged_by_the_walk_forward(tmp_path: Path, monkeypatc
         said = metadata(foreign, "registered_model")
         assert said["alias"] == "challenger"
         assert "the walk forward judged training.learning_rate = " in said["reason"]
-        assert "and this is 0.001: walk forward with these settings" in said["reason"]
+        assert "and this is 0.001: run the walk forward with these settings" in said["reason"]
 
 
 def assert_judged(made: dg.ExecuteInProcessResult, report: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ class Pods:
     full = "cpu"
     bad_settings: ClassVar = [
         ({"DTRAIN_KUBERNETES_IMAGE": ""}, "DTRAIN_KUBERNETES_IMAGE"),
-        ({"DTRAIN_KUBERNETES_VOLUMES": "nix"}, "is no volume"),
+        ({"DTRAIN_KUBERNETES_VOLUMES": "nix"}, "is not a volume"),
         ({"DTRAIN_KUBERNETES_NAMESPACE": "absent"}, "deploy/kubernetes has the rights"),
     ]
 
@@ -170,7 +170,7 @@ class Slurmds:
         return {"cpus": 1, "poll_seconds": 0.3, "exclusive": True}
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        return options | {"cpus": 64}, "PartitionConfig: no node of the partition is as large"
+        return options | {"cpus": 64}, "PartitionConfig: no node of the partition is large enough"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)

@@ -113,7 +113,7 @@ def test_what_waits_says_why_and_is_withdrawn(make: Callable[..., RayEngine], la
     engine = make(cpus=64.0)
     name = engine.submit(launch, 0, 1)
     (job,) = wait_for(engine, launch, "pending")
-    assert job.reason == "no machine is as large (CPU 64, the largest has 2): lower DTRAIN_RAY_CPUS, or add one"
+    assert job.reason == "no machine is large enough (CPU 64, the largest has 2): lower DTRAIN_RAY_CPUS, or add one"
     engine.cancel([name], force=False)
     (job,) = wait_for(engine, launch, "ended")
     assert job.lost

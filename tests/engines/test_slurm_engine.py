@@ -202,11 +202,11 @@ def test_a_preempted_node_and_one_at_its_time_limit_are_losses(
     slurm.wait(lambda: of_node(deaf, launch, 0).state == "ended", "the preemption")
     job = of_node(deaf, launch, 0)
     assert (job.lost, job.is_planned) == (True, False)
-    assert "made way for another's job" in job.reason
+    assert "preempted by another job" in job.reason
     slurm.wait(lambda: of_node(deaf, launch, 1).state == "ended", "the time limit", 240)
     job = of_node(deaf, launch, 1)
     assert (job.lost, job.is_planned) == (True, True)
-    assert "its time limit came" in job.reason
+    assert "it reached its time limit" in job.reason
 
 
 @pytest.mark.long

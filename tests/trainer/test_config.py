@@ -90,8 +90,8 @@ Training = DistributedTrainingConfig
          "an integer"),
         (lambda: Training(precision="x" * 300), f"training.precision = '{'x' * 119}…: it should be 'fp32', 'bf16' or "
          "'fp16'"),
-        (lambda: Training(strategy="fsdp", compile="default"), "training.strategy = 'fsdp' does not go with "
-         "training.compile = 'default': set training.compile = 'off'"),
+        (lambda: Training(strategy="fsdp", compile="default"), "training.strategy = 'fsdp' cannot be combined with "
+            "training.compile = 'default': set training.compile = 'off'"),
         (lambda: Training(tls={"certificate": "a", "kye": "b", "ca": "c"}), "training.tls.kye is not a setting: did "
          "you mean key?"),
         (lambda: Training(3), "DistributedTrainingConfig(…) was given settings without names: give them by name"),

@@ -276,19 +276,22 @@ USELESS: list[tuple[dict[str, Any], str]] = [
     ({"loss": Learned()}, "Learned has parameters of its own"),
     ({"model": nn.Identity()}, "Identity has no parameter that needs a gradient"),
     ({"model": nn.parallel.DataParallel(nn.Linear(2, 3))}, "give the module itself"),
-    ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "no loss is usual for outputs of (3, 3)"),
+    ({"data": TensorDataset(torch.zeros(20, 2), torch.zeros(20, 4))}, "there is no usual loss for outputs of (3, 3)"),
     ({"data": TensorDataset(torch.zeros(20, 2))}, "not pairs (inputs, target)"),
     ({"metrics": {"loss": mean_loss}}, "a metric is named 'loss'"),
     ({"metrics": {"accuracy": mean_loss}}, "the metric 'accuracy' gave shape ()"),
     ({"early_stopping_patience": 2}, "training.early_stopping_patience needs a validation split"),
     ({"task": LengthTask(), "loss": mean_loss}, "either loss or task"),
     ({"task": LengthTask(), "metrics": {"one": mean_loss}}, "as the method metrics"),
-    ({"valid": DataLoader(points(), collate_fn=collate)}, "the first samples of the valid split cannot be judged"),
-    ({"valid": {0: 1}}, "the first samples of the valid split cannot be judged"),
+    ({"valid": DataLoader(points(), collate_fn=collate)}, "the first samples of the valid split cannot be evaluated"),
+    ({"valid": {0: 1}}, "the first samples of the valid split cannot be evaluated"),
     ({"model": [network(), network()]}, "the model is a list, and must be one torch.nn.Module: put several of them"),
-    ({"model": Hiding()}, "a parameter in layers, a list of modules, which needs a gradient, is no parameter of the"),
+    (
+        {"model": Hiding()},
+        "a parameter in layers, a list of modules, which needs a gradient, is not a parameter of the",
+    ),
     ({"model": Hiding(deep=True)}, "a tensor of shape (2, 2) that the loss depends on, which needs a gradient"),
-    ({"model": Hiding(is_large=True)}, "a parameter in layers, a list of modules, which needs a gradient, is no"),
+    ({"model": Hiding(is_large=True)}, "a parameter in layers, a list of modules, which needs a gradient, is not"),
     (
         {"loss": lambda outputs, target: flat(outputs, target) * SCALE},
         "a tensor of shape (1,) that the loss depends on",
@@ -301,23 +304,29 @@ USELESS: list[tuple[dict[str, Any], str]] = [
     ({"model": Opaque()}, "the extra state of the model (get_extra_state) has a PosixPath, and a checkpoint holds"),
     ({"loss": nn.MSELoss(), **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target"),
     ({"loss": nn.PoissonNLLLoss(), **COLUMN}, "PoissonNLLLoss compares outputs of shape (3, 1) and targets of shape"),
-    ({"loss": squared, **COLUMN}, "the loss of outputs of shape (3, 1) and targets of shape (3,) compares each sample"),
+    (
+        {"loss": squared, **COLUMN},
+        "the loss of outputs of shape (3, 1) and targets of shape (3,) compares every sample",
+    ),
     (
         {"loss": lambda outputs, target: squared(outputs, target).mean(1), **COLUMN},
-        "the loss of outputs of shape (3, 1) and targets of shape (3,) compares each sample",
+        "the loss of outputs of shape (3, 1) and targets of shape (3,) compares every sample",
     ),
-    ({"loss": squared, **COLUMN, "data": BOTH, "valid": COLUMN["data"]}, "compares each sample with each"),
+    ({"loss": squared, **COLUMN, "data": BOTH, "valid": COLUMN["data"]}, "compares every sample with every"),
     ({"loss": warned, **COLUMN}, "the loss compares outputs and targets of different shapes: Using a target size"),
-    ({"task": ColumnTask(), **COLUMN}, "the loss of 3 samples has the shape (3, 3): each sample is compared with each"),
+    (
+        {"task": ColumnTask(), **COLUMN},
+        "the loss of 3 samples has the shape (3, 3): every sample is compared with every",
+    ),
     ({"loss": flat, "metrics": {"off": squared}, **COLUMN}, "the metric 'off' of outputs of shape (3, 1) and targets"),
     ({"model": Gathering()}, "calls torch.distributed, which has no group here"),
     (
         {"model": nn.Sequential(nn.BatchNorm1d(2), network()), "batch_size_per_gpu": 1},
-        "training.batch_size_per_gpu = 1 leaves micro-batches one sample, and BatchNorm",
+        "training.batch_size_per_gpu = 1 leaves one sample per micro-batch, but BatchNorm",
     ),
     (
         {"model": nn.Sequential(nn.BatchNorm1d(2), network()), "gradient_accumulation_steps": 100},
-        "gradient_accumulation_steps = 100 micro-batches leaves micro-batches one sample, and BatchNorm",
+        "gradient_accumulation_steps = 100 micro-batches leaves one sample per micro-batch, but BatchNorm",
     ),
     ({"model": nn.Embedding(4, 4), **TOKENS}, "the classes may be the second dimension, as torch has it, or the last"),
     ({"gradient_accumulation_steps": 200}, "150 training samples cannot feed 200 micro-batches"),
@@ -530,12 +539,12 @@ def test_a_metric_that_is_no_number_is_told_and_not_written(run: Run) -> None:
     assert found.test["odd"] is None
     assert found.test["fine"] == pytest.approx(points(40, 1).tensors[1].double().mean().item())
     notes = json.loads(Path(found.run_dir, "evaluation.json").read_text())["notes"]
-    assert any("no finite number on the valid split: odd" in note for note in notes)
+    assert any("not a finite number on the valid split: odd" in note for note in notes)
 
 
 def test_a_split_of_which_nothing_counts_is_refused_by_name(run: Run) -> None:
     ignored = TensorDataset(*points(20).tensors[:1], torch.full((20,), -100))
-    with pytest.raises(ConfigError, match="loss on the valid split is nan after step 8: none of its samples counts"):
+    with pytest.raises(ConfigError, match="loss on the valid split is nan after step 8: none of its samples count"):
         run(valid=ignored)
 
 
@@ -607,7 +616,7 @@ def test_a_training_that_is_interrupted_goes_on_from_its_checkpoint(
         return nn.functional.cross_entropy(outputs, target, reduction="none")
 
     data = DataLoader(Shaken(), batch_size=10, num_workers=1)
-    with pytest.raises(KeyboardInterrupt, match="goes on from the last checkpoint"):
+    with pytest.raises(KeyboardInterrupt, match="continues from the last checkpoint"):
         run(data=data, loss=loss)
     assert not strays()
     ended = run(data=data, loss=loss)

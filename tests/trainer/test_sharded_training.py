@@ -131,4 +131,4 @@ def test_over_encrypted_connections_a_lost_copy_costs_no_step(begin: Begin, whol
     assert nodes.wait() == [0, 0, KILLED, KILLED], nodes.log()
     assert_undisturbed(nodes, whole)
     assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
-    assert "2 copies of the model, each by 2" in nodes.log()
+    assert "2 copies of the model, each over 2" in nodes.log()

@@ -45,7 +45,7 @@ def test_a_backend_is_an_engine_or_what_ranks_communicate_by() -> None:
     assert settings_of_backend("nccl") == {"backend": "nccl"}
     with pytest.raises(ConfigError, match="no backend 'mpi': choose one of pytorch-ddp"):
         settings_of_backend("mpi")
-    with pytest.raises(ConfigError, match=r"'ray' is no strategy of this loop: train with trainer\.RayTrainer"):
+    with pytest.raises(ConfigError, match=r"'ray' is not a strategy of this loop: train with trainer\.RayTrainer"):
         settings_of_backend("ray")
 
 

@@ -62,7 +62,7 @@ def read_settings(given: Mapping[str, Any]) -> DistributedConfig:
     for name in settings.keys() - known:
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ConfigError(f"{name} is not a setting: did you mean {close[0]}?")
-        _log.info("%s is no setting of the training: it is taken to be the model's", name)
+        _log.info("%s is not a training setting: it is passed to the model", name)
     return DistributedConfig(**{name: value for name, value in settings.items() if name in known})
 
 
@@ -72,7 +72,7 @@ def plan_world(config: DistributedTrainingConfig, workers: tuple[int, int]) -> D
     Pure."""
     fewest, most = workers
     if not 1 <= fewest <= most:
-        raise ConfigError(f"num_workers = {workers}: give a number from 1 on, or the fewest and the most")
+        raise ConfigError(f"num_workers = {workers}: give a number of 1 or more, or a minimum and a maximum")
     planned = replace(config, world_size=most) if config.world_size == 1 else config
     if planned.micro_batches < most:
         raise ConfigError(
@@ -197,7 +197,7 @@ class RayTrainer:
                 "num_workers out, and give more cores or GPUs to the trial"
             )
         if place is not None and run_dir is None and place.world_size > 1:
-            raise ConfigError("several workers need RayTrainer(…, run_dir=…): one folder that all of them see")
+            raise ConfigError("several workers need RayTrainer(…, run_dir=…): a folder that all of them can reach")
         if run_dir is None and trial is not None:
             run_dir = f"{trial}/fit-{next(_FITS)}"  # the same where Ray starts the trial again
         config = self.config if place is None else plan_world(self.config, (place.world_size, place.world_size))
@@ -258,11 +258,11 @@ class RayTrainer:
     def _read_result(self, rundir: RunDir, code: int) -> FitResult:
         result = rundir.read_result()
         if result is None or result["status"] != "succeeded":
-            said = str((result or {}).get("error") or "the workers have ended without a result")
+            said = str((result or {}).get("error") or "the workers ended without a result")
             raise ConfigError(said) if code == UNUSABLE else TrainingFailedError(said, code or FAILED)
         data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
         if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
-            raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it is not the file that its description says")
+            raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it does not match its description")
         self.model.cpu().load_state_dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
         best = result["best_valid_loss"]
         return FitResult(
@@ -294,7 +294,7 @@ def _start_ray() -> None:
         return
     if ray.util.get_node_ip_address() != LOOPBACK:
         _log.warning(
-            "Ray was imported before, and will listen beyond this machine, for those who have its token: start this "
+            "Ray was imported before and accepts connections from other machines that have its token: start this "
             "process with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
         )
     ray.init(address="local", include_dashboard=False)
@@ -324,7 +324,7 @@ def _put(name: str, part: Any) -> Any:
     except Exception as error:  # whatever the part's own __reduce__ raises
         raise ConfigError(
             f"{name} ({type(part).__name__}) cannot be pickled, and Ray's workers are other processes: {error}. Give "
-            "one that can be, and have files, locks and connections opened when they are first used"
+            "one that can be pickled, and open files, locks and connections on first use"
         ) from error
 
 

@@ -153,12 +153,14 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings that stand for an optimizer, whose learning rate stays constant. Raise `ConfigError` for one
     that trains otherwise than the loop's AdamW."""
     remedy = (
-        "give AdamW of one group with the usual betas, or leave it out and set learning_rate and weight_decay; a loop "
-        "with an optimizer of your own is started by `dtrain launch`"
+        "give AdamW with one parameter group and the usual betas, or leave it out and set learning_rate and "
+        "weight_decay; to run a loop with your own optimizer, use `dtrain launch`"
     )
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam) or len(optimizer.param_groups) != 1:
-        raise ConfigError(f"an optimizer {kind.__name__} of {len(optimizer.param_groups)} groups: {remedy}")
+        raise ConfigError(
+            f"the optimizer is {kind.__name__} with {len(optimizer.param_groups)} parameter group(s): {remedy}"
+        )
     [group] = optimizer.param_groups
     usual = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
     odd = [name for name, value in usual.items() if group[name] != value]
@@ -177,7 +179,7 @@ def check_sizes(num_gpus: int | None, num_nodes: int | None, gpus_per_node: int 
     if asked is not None and asked != ranks:
         nodes = num_nodes or 1
         raise ConfigError(
-            f"{asked} GPUs are asked for, and this script was started on {ranks} rank{'s' if ranks > 1 else ''}, one "
+            f"{asked} GPUs are requested, but this script was started on {ranks} rank{'s' if ranks > 1 else ''}, one "
             f"for each GPU: start it with `dtrain train --script FILE --nodes {nodes} --procs-per-node "
             f"{asked // nodes}`, or with `torchrun --nproc-per-node {asked // nodes}`; or leave the number out"
         )

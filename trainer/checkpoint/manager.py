@@ -147,7 +147,7 @@ class CheckpointManager:
         unreadable: OSError | None = None
         for folder in self.folders():
             if latest.get("path") and _order(folder) > _order(latest["path"]):
-                _log.warning("the checkpoint %s never came to count; using the one before it", folder)
+                _log.warning("the checkpoint %s was never committed; using the one before it", folder)
                 continue
             try:
                 state = self.load(folder)
@@ -217,7 +217,7 @@ class CheckpointManager:
                 state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
                 return state
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                raise CheckpointError(f"the checkpoint {folder} is none of ours: {error}") from error
+                raise CheckpointError(f"the checkpoint {folder} was not written by this trainer: {error}") from error
 
     def _refuse_other(self, folder: str, manifest: dict[str, Any]) -> None:
         """Raise `ConfigError` for a checkpoint of another training. Older versions did not write its parts."""
@@ -275,7 +275,7 @@ class CheckpointManager:
         try:
             manifest = read_checkpoint_manifest(self.storage, folder)
             if manifest.get("writer") != self.id:
-                raise FencedError(f"the checkpoint {folder} is there already, of another writer")
+                raise FencedError(f"the checkpoint {folder} already exists and was written by another process")
             if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
                 return _bytes(manifest), None
         except NO_MANIFEST:
@@ -297,7 +297,7 @@ class CheckpointManager:
         try:
             made = self.storage.create(f"{folder}/manifest.json", json.dumps(manifest, indent=2).encode())
         except FileExistsError as error:
-            raise FencedError(f"the checkpoint {folder} is there already, of another writer") from error
+            raise FencedError(f"the checkpoint {folder} already exists and was written by another process") from error
         return _bytes(manifest), made
 
     def _write_all(self, folder: str, save: Save, part: Part) -> dict[str, Any]:
@@ -314,8 +314,8 @@ class CheckpointManager:
         newest = self._read_pointer(LATEST)[0]["generation"]
         if newest > save.authority:
             raise FencedError(
-                f"generation {newest} writes the checkpoints now: that of generation {save.generation}, step "
-                f"{save.step} does not count"
+                f"generation {newest} writes the checkpoints now: the one of generation {save.generation}, step "
+                f"{save.step} is ignored"
             )
 
     def _read_pointer(self, name: str) -> tuple[dict[str, Any], bytes | None]:
@@ -349,7 +349,7 @@ class CheckpointManager:
             if pointer["generation"] > generation:
                 raise FencedError(
                     f"generation {pointer['generation']} writes the checkpoints now: {folder or 'the fence'} of "
-                    f"generation {generation} does not count"
+                    f"generation {generation} is ignored"
                 )
             if folder:
                 pointer.update(path=folder, step=_order(folder)[1])
@@ -390,7 +390,7 @@ def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> N
         if key not in like or key not in state:
             where = "model has" if key in like else "checkpoint has"
             raise CheckpointError(
-                f"{path} does not fit: only the {where} it; the model has changed since: train under another name"
+                f"{path} does not fit: only the {where} it. The model has changed since: train under another name"
             )
         old, new = like[key], state[key]
         if isinstance(old, dict) and isinstance(new, dict):

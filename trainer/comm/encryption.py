@@ -40,7 +40,7 @@ def choose_certificates(config: DistributedTrainingConfig, secret: LaunchSecret,
         return "launch"
     if config.encryption == "required":
         raise ConfigError(
-            "training.encryption = 'required', and this launch has no secret from which certificates are made: start "
+            "training.encryption = 'required', but this launch has no secret to make certificates from: start "
             f"it on a dtrain cluster; or give all ranks a file of mode 0600 with the same 64 hexadecimal digits "
             f"(openssl rand -hex 32) and its path in {SECRET_FILE}; or certificates of your own (training.tls)"
         )
@@ -80,19 +80,19 @@ def describe_open_traffic(source: str, hosts: int | None, by_nccl: bool, is_off:
     is unknown whether they are several. ``is_off``: whether ``training.encryption`` switches it off. Pure."""
     if hosts == 1:
         return ""
-    where = f"{hosts} hosts" if hosts else "hosts that may be several"
+    where = f"{hosts} hosts" if hosts else "possibly several hosts"
     if not source:
         why = "training.encryption is 'off'" if is_off else "there is no secret of the launch to make certificates from"
         remedy = "training.encryption = 'auto'" if is_off else "start it on a dtrain cluster, or set training.tls"
         return (
-            f"nodes are on {where} and {why}: gradients, weights and heartbeats go over the network UNENCRYPTED. Who "
-            "can listen in between reads them, and who can change packets changes them: use a private network, or "
-            f"{remedy}"
+            f"nodes are on {where} and {why}: gradients, weights and heartbeats go over the network UNENCRYPTED. "
+            f"Anyone who can intercept this traffic can read and change it: use a private network, or {remedy}"
         )
     if by_nccl:
         return (
-            f"GPUs on {where} sum by NCCL, which encrypts nothing: gradients and weights go over the network "
-            f"UNENCRYPTED; heartbeats, messages and addresses are encrypted. If the traffic matters, {NCCL_REMEDY}"
+            f"GPUs on {where} communicate through NCCL, which encrypts nothing: gradients and weights go over the "
+            "network UNENCRYPTED; heartbeats, messages and addresses are encrypted. If the traffic matters, "
+            f"{NCCL_REMEDY}"
         )
     return ""
 
@@ -108,8 +108,8 @@ def refuse_own_connections(config: DistributedTrainingConfig) -> None:
     of its own."""
     if config.strategy in PACKAGES:
         raise ConfigError(
-            f"training.strategy = {config.strategy!r} sums over connections of its own, which are not encrypted, and "
-            "traffic between hosts is encrypted here: set training.encryption = 'off' in a private network, or "
+            f"training.strategy = {config.strategy!r} uses its own connections, which are not encrypted, but traffic "
+            "between hosts is encrypted here: set training.encryption = 'off' in a private network, or "
             "training.strategy = 'ddp'"
         )
 
@@ -120,8 +120,8 @@ def refuse_nccl(config: DistributedTrainingConfig, hosts: int, has_gpus: bool) -
     by_nccl = config.backend == "nccl" or uses_nccl(config, has_gpus)
     if config.encryption == "required" and hosts > 1 and by_nccl and config.tls is None:
         raise ConfigError(
-            f"training.encryption = 'required', but GPUs on {hosts} hosts sum by NCCL "
-            f"(training.backend = {config.backend!r}), which encrypts nothing: {NCCL_REMEDY}"
+            f"training.encryption = 'required', but GPUs on {hosts} hosts communicate through NCCL (training.backend "
+            f"= {config.backend!r}), which encrypts nothing: {NCCL_REMEDY}"
         )
 
 

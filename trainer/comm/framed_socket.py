@@ -103,7 +103,7 @@ class FramedSocket:
                 reason = parse_json_of_peer(self.rank, raw)
                 raise PeerError(reason["rank"], reason["text"], told=True)
             if mark != b"=":
-                raise PeerError(self.rank, "it speaks something else; is training.tls the same on all nodes?")
+                raise PeerError(self.rank, "it uses another protocol; is training.tls the same on all nodes?")
             yield from self.receive(part)
 
     def _send(self, *pieces: Any) -> Flow:
@@ -152,8 +152,8 @@ def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until:
         seconds = silence if until is None else until - time.monotonic()
         if seconds <= 0 or not poll.poll(math.ceil(seconds * 1000)):
             late = sorted({link.rank for link, _ in flows})
-            others = f", and no more from {late[1:]}" if late[1:] else ""
-            raise PeerError(late[0], f"nothing came from it in time{others}")
+            others = f", nor from {late[1:]}" if late[1:] else ""
+            raise PeerError(late[0], f"no data arrived from it in time{others}")
 
 
 def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -196,4 +196,4 @@ def parse_json_of_peer(rank: int, raw: bytearray) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise PeerError(rank, f"what it sent is no JSON: {error}") from error
+        raise PeerError(rank, f"what it sent is not JSON: {error}") from error

@@ -57,7 +57,7 @@ def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: flo
     if false:
         raise AuthenticationError(
             f"gloo's connections of rank {rank} to ranks {false} lead to a process that does not know this "
-            "launch's secret: a stranger came before them"
+            "launch's secret: a foreign process connected before them"
         )
 
 
@@ -113,4 +113,4 @@ def deafen(descriptors: Iterable[int]) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
         except OSError as error:
-            _log.debug("gloo goes on listening: %s", error)
+            _log.debug("gloo is still listening: %s", error)

@@ -44,14 +44,14 @@ class Caller:
     def answer(self, reply: bytes) -> bytes:
         """Return the last message, for this reply. Raise `AuthenticationError` if the reply is not from ``other``."""
         if len(reply) != REPLY.size:
-            raise AuthenticationError("it speaks something else")
+            raise AuthenticationError("it uses another protocol")
         magic, nonce, proof = REPLY.unpack(reply)
         if magic != _MAGIC:
-            raise AuthenticationError("it speaks something else; is training.tls the same on all nodes?")
+            raise AuthenticationError("it uses another protocol; is training.tls the same on all nodes?")
         if not hmac.compare_digest(proof, _proof(self._key, _LISTENER, self.hello, nonce, self._other)):
             raise AuthenticationError(
-                "it does not prove that it knows this launch's secret: it is of another launch, job or generation, or "
-                "a stranger"
+                "it does not prove that it knows this launch's secret: it belongs to another launch, job or "
+                "generation, or is a foreign process"
             )
         return _proof(self._key, _CALLER, self.hello, nonce, self._other)
 
@@ -66,7 +66,7 @@ class Listener:
     def reply(self, hello: bytes) -> bytes:
         """Return the answer to a first message. Raise `AuthenticationError` if it is not a valid one."""
         if len(hello) != HELLO.size or hello[: len(_MAGIC)] != _MAGIC or self._hello:
-            raise AuthenticationError("it speaks something else; is training.tls the same on all nodes?")
+            raise AuthenticationError("it uses another protocol; is training.tls the same on all nodes?")
         self._hello = bytes(hello)
         return REPLY.pack(_MAGIC, self._nonce, _proof(self._key, _LISTENER, self._hello, self._nonce, self._me))
 
@@ -79,7 +79,7 @@ class Listener:
         try:
             return name.decode()
         except UnicodeDecodeError:
-            raise AuthenticationError("its name is no text") from None
+            raise AuthenticationError("its name is not text") from None
 
 
 def authenticate_to_listener(link: FramedSocket, key: bytes, me: str, other: str) -> Flow:
@@ -102,7 +102,7 @@ def authenticate_caller(link: FramedSocket, key: bytes, me: str) -> Generator[in
 def parse_rank(name: str, size: int) -> int:
     """Return the rank of a proven name. Raise `AuthenticationError` for a rank outside a world of ``size``."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
-        raise AuthenticationError(f"it takes itself for rank {name[:20]!r} in a world of {size}")
+        raise AuthenticationError(f"it claims to be rank {name[:20]!r} in a world of {size}")
     return int(name)
 
 

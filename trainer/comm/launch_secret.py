@@ -126,7 +126,7 @@ def _read_private(path: str) -> bytes:
     with open(descriptor, "rb") as file:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise ConfigError(f"{SECRET_FILE}={path} is no regular file: {remedy}")
+            raise ConfigError(f"{SECRET_FILE}={path} is not a regular file: {remedy}")
         if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
             raise ConfigError(f"{SECRET_FILE}={path} can be read or changed by others: {remedy}")
         return file.read(_DIGITS + 2)

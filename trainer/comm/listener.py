@@ -27,7 +27,7 @@ BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_SECONDS = 0.05
 """The pause before the next accept if there is no room for one more and no unproven connection to close."""
-_LATE = "it said nothing in time"
+_LATE = "it sent nothing in time"
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Door(Generic[T]):
         while True:
             now = time.monotonic()
             if now >= until:
-                raise TimeoutError("nobody came in time")
+                raise TimeoutError("nobody connected in time")
             for number, guest in list(self._guests.items()):
                 if now >= guest.until:
                     self._turn_away(number, _LATE)
@@ -113,12 +113,12 @@ class Door(Generic[T]):
         except NoRoomError:
             if not self._guests:
                 return True
-            self._turn_away(next(iter(self._guests)), "there is no descriptor left")
+            self._turn_away(next(iter(self._guests)), "no file descriptor is left")
             return False
         if connection is None:
             return False
         if len(self._guests) >= MOST_UNPROVEN:
-            self._turn_away(next(iter(self._guests)), "too many came at once")
+            self._turn_away(next(iter(self._guests)), "too many connected at once")
         link = FramedSocket(-1, connection)
         try:
             address = str(connection.getpeername()[0])

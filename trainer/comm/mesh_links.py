@@ -173,7 +173,7 @@ def run_flows(
         is_called_off = any(number == called_off.fileno() for number, _ in ready)
         if not ready and not is_ready:
             late = sorted({link.peer for link, _ in flows})
-            raise PeerError(late[0], f"nothing came from ranks {late} in time")
+            raise PeerError(late[0], f"no data arrived from ranks {late} in time")
 
 
 def connect_links(

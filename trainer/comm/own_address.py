@@ -63,8 +63,8 @@ def choose_address(environment: Mapping[str, str], target: str | None, found: Ho
     if name := environment.get(INTERFACE):
         if not found.interfaces.get(name):
             raise ConfigError(
-                f"{INTERFACE}={name!r} is no interface of this host that is up and has an address: set it to one of "
-                f"{', '.join(sorted(found.interfaces))}, or set {HOST} to this host's address"
+                f"{INTERFACE}={name!r} is not an interface of this host that is up and has an address: set it to one "
+                f"of {', '.join(sorted(found.interfaces))}, or set {HOST} to this host's address"
             )
         return found.interfaces[name][0], ""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -80,8 +80,8 @@ def choose_address(environment: Mapping[str, str], target: str | None, found: Ho
     others = [one for addresses in found.interfaces.values() for one in addresses if not is_loopback(one)]
     if guess := found.default or next(iter(others), None):
         lost = target and not found.towards
-        return guess, f"no way to {target!r} is known; taking {guess} for this host's address: {remedy}" if lost else ""
-    return LOOPBACK, f"this host has no address but loopback, where no other host reaches it: {remedy}"
+        return guess, f"no route to {target!r} is known; using {guess}: {remedy}" if lost else ""
+    return LOOPBACK, f"this host has only a loopback address, which no other host can reach: {remedy}"
 
 
 def interface_of(address: str) -> str:
@@ -93,8 +93,8 @@ def interface_of(address: str) -> str:
         if any(one.address == wanted for one in addresses):
             return name
     raise ConfigError(
-        f"no interface of this host has the address {wanted}, at which other nodes are told to reach it: set {HOST} to "
-        f"one that has, or {INTERFACE} to one of {', '.join(sorted(found))}"
+        f"no interface of this host has the address {wanted}, which other nodes are told to use: set {HOST} to one "
+        f"that it has, or {INTERFACE} to one of {', '.join(sorted(found))}"
     )
 
 

@@ -94,7 +94,7 @@ class ParameterServerGroup:
         except OSError as error:
             late = [rank for rank in range(1, world_size) if rank not in sockets]
             why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
-            message = "; ".join([f"ranks {late} did not come to the server {why}", *refused[-3:]])
+            message = "; ".join([f"ranks {late} did not connect to the server {why}", *refused[-3:]])
             lost = ParameterServerError(message, late[0], "forming", time.monotonic() - began)
             cls(0, world_size, sockets, timeout)._end(lost)
             raise lost from error
@@ -130,7 +130,7 @@ class ParameterServerGroup:
                 if link is not None:
                     told = isinstance(error, PeerError) and error.told
                     hint = "" if told or "training.tls" in str(error) else "; is training.tls the same on all nodes?"
-                    message = f"rank 0, the server at {place}, did not take rank {rank}: {error}{hint}"
+                    message = f"rank 0, the server at {place}, rejected rank {rank}: {error}{hint}"
                 raise ParameterServerError(message, 0, "forming", seconds) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -265,7 +265,7 @@ class ParameterServerGroup:
         if self._aborted:
             return ParameterServerError(f"{operation} was called off after {seconds:.1f} s", None, operation, seconds)
         if error.told:
-            message = f"{operation} failed after {seconds:.1f} s, for the server says: {error}"
+            message = f"{operation} failed after {seconds:.1f} s, since the server says: {error}"
         else:
             message = f"rank {error.rank} failed in {operation} after {seconds:.1f} s: {error}"
         return ParameterServerError(message, error.rank, operation, seconds)
@@ -311,14 +311,14 @@ def _welcome(
     yield from guest.receive(size)
     rank, why = int(name) if name.isdecimal() else -1, ""
     if SIZE.unpack(size)[0] != world_size or not 0 < rank < world_size:
-        why = f"it takes itself for rank {name} of {SIZE.unpack(size)[0]} in a world of {world_size}"
+        why = f"it claims to be rank {name} of {SIZE.unpack(size)[0]} in a world of {world_size}"
     elif rank in sockets:
-        why = f"rank {rank} is here already"
+        why = f"rank {rank} is already connected"
     if why:
         raise PeerError(None, why)
     yield from guest.send(b"=")
     if rank in sockets:  # while the last word was on its way
-        raise PeerError(None, f"rank {rank} is here already")
+        raise PeerError(None, f"rank {rank} is already connected")
     return rank
 
 

@@ -135,7 +135,7 @@ class PeerToPeerAllReduce:
             called_off = any(number == self._called_off.fileno() for number, _ in ready)
             if not ready:
                 late = sorted(exchange.peer for exchange in left)
-                raise PeerError(late[0], f"nothing came from ranks {late} for {self.timeout:g} s")
+                raise PeerError(late[0], f"no data arrived from ranks {late} for {self.timeout:g} s")
 
 
 def _add(total: Tensor, part: Tensor) -> None:
@@ -210,7 +210,7 @@ def connect_all(
             store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
         places = [json.loads(store.get(str(peer))) for peer in range(size)]
         if None in places:
-            raise OSError(f"rank {places.index(None)} listens at no address")
+            raise OSError(f"rank {places.index(None)} does not listen at any address")
         until = time.monotonic() + min(FORMING_SECONDS, timeout / 2)  # others may wait in a collective already
         door: Door[int] = Door(listener, lambda guest: _welcome(guest, key, rank, size, sockets))
         opened.callback(door.close)

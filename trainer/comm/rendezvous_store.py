@@ -54,8 +54,8 @@ def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
     except ValueError:
         raise ConfigError(
             f"the store of torchrun's agents at {agents[0]}:{agents[1]} says that rank 0 listens at {said[:80]!r}, "
-            "which is no port and address: something else writes into that store; start all ranks again with another "
-            "port (torchrun --master-port), which strangers cannot reach"
+            "which is not an address with a port: something else writes to that store; start all ranks again with "
+            "another port (torchrun --master-port), which other programs cannot reach"
         ) from None
     return host, int(port)
 
@@ -241,7 +241,7 @@ class _Server:
                     self._changed.notify_all()
                 return [data.get(key, expected)]
             if what not in (b"S", b"A", b"P"):
-                raise ValueError("it asks for something that is not there")
+                raise ValueError("it asks for something that does not exist")
             key, value = words
             if what == b"A":
                 value = b"%d" % (int(data.get(key, b"0")) + int(value))
@@ -291,7 +291,7 @@ def _told(error: PeerError) -> str:
 def _send(connection: socket.socket, words: Sequence[bytes]) -> None:
     body = b"".join(_SIZE.pack(len(word)) + word for word in words)
     if len(body) > MOST_BYTES:
-        raise OSError(f"{len(body):,} bytes are no address")
+        raise OSError(f"{len(body):,} bytes are not an address")
     connection.sendall(_SIZE.pack(len(body)) + body)
 
 

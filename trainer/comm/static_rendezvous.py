@@ -119,7 +119,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
             raise error.mistake from None
         raise PeersMissingError(
             f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
-            f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
+            f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers connected: look at "
             "their logs, start all ranks with the same address and port, or raise "
             f"training.collective_timeout_seconds ({error})"
         ) from error

@@ -62,7 +62,7 @@ def _context(tls: TLSConfig, protocol: int) -> ssl.SSLContext:
     try:
         context.load_verify_locations(tls.ca)
     except ssl.SSLError as error:
-        raise ConfigError(f"training.tls.ca = {tls.ca!r} holds no certificate in PEM: {error}") from error
+        raise ConfigError(f"training.tls.ca = {tls.ca!r} does not hold a PEM certificate: {error}") from error
     try:
         context.load_cert_chain(tls.certificate, tls.key, password="")  # without one, OpenSSL would ask at the terminal
     except ssl.SSLError as error:

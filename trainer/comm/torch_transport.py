@@ -275,7 +275,7 @@ def _connect_peers(
         links = connect_all(store, rank, size, host, timeout, key)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
         _log.warning(
-            "rank %d has no peer-to-peer connections to all others: %s; small sums take gloo's way", rank, error
+            "rank %d has no peer-to-peer connections to all others: %s; small sums go through gloo", rank, error
         )
     having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
     try:

@@ -154,7 +154,7 @@ def explain_shared_gpu(gpus: Mapping[str, str]) -> str:
     for rank, gpu in gpus.items():
         if gpu and gpu != UNKNOWN_GPU and (other := owners.setdefault(gpu, rank)) != rank:
             return (
-                f"{other} and {rank} have the same GPU ({gpu}), of which each rank needs its own: start as many ranks "
+                f"{other} and {rank} use the same GPU ({gpu}), but each rank needs its own: start as many ranks "
                 "on a node as it has GPUs (srun --gpus-per-task=1 gives each task one), or set training.backend = "
                 "'gloo' to train on the CPUs"
             )
@@ -167,7 +167,7 @@ def explain_mig(gpu: str, world_size: int) -> str:
     if world_size < 2 or not _MIG.search(gpu):
         return ""
     return (
-        f"the GPU of this rank is a MIG instance ({gpu}), and NCCL does not sum between parts of GPUs: switch MIG off "
+        f"the GPU of this rank is a MIG instance ({gpu}), and NCCL cannot connect parts of GPUs: switch MIG off "
         "on the nodes (nvidia-smi -mig 0), take a size with whole GPUs, or set training.backend = 'gloo' to train on "
         "the CPUs"
     )

@@ -55,7 +55,7 @@ class CachedArrays(ABC):
         self.storage = open_storage(uri)
         self.manifest = read_dataset_manifest(self.storage, expected_id)
         if (found := kind_of(self.manifest)) != self.kind:
-            raise DatasetError(f"{self.storage.uri} is a dataset of {found}, and {self.kind} are needed here")
+            raise DatasetError(f"{self.storage.uri} is a dataset of {found}, but {self.kind} are needed here")
 
     @abstractmethod
     def array_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
@@ -128,7 +128,7 @@ class CachedArrays(ABC):
                             converted += len(part[next(iter(shapes))])
                 digests = {f"{name}.npy": file.finish() for name, file in files.items()}
         except (pa.ArrowException, KeyError) as error:
-            raise DatasetError(f"{self.storage.uri}: a shard is not what its manifest says ({error})") from error
+            raise DatasetError(f"{self.storage.uri}: a shard does not match its manifest ({error})") from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise

@@ -65,7 +65,7 @@ def find_coverage_errors(epochs: list[dict[str, Any]], count: int, whole_epochs:
         if item["samples"] > count or (epoch < whole_epochs and item["samples"] != count):
             wrong.append(f"epoch {epoch + 1}: {item['samples']} samples were used, the split has {count}")
         elif epoch < whole_epochs and item["digest"] != expected:
-            wrong.append(f"epoch {epoch + 1}: {count} samples were used, but not each of them once")
+            wrong.append(f"epoch {epoch + 1}: {count} samples were used, but not each exactly once")
     if len(found) != len(epochs):
         wrong.append("an epoch was recorded twice")
     return wrong

@@ -239,7 +239,7 @@ class DatasetData:
         if found != known:
             raise ConfigError(
                 f"the training dataset had {known} samples when training began and has {found} now: its length must "
-                "stay, since the steps and the samples of each are known from it; start anew with the other length"
+                "not change, since it determines the samples of each step; start a new training with the new length"
             )
 
     def close(self) -> None:

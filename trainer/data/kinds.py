@@ -74,12 +74,12 @@ def check_rows(manifest: Mapping[str, Any]) -> None:
     names = [column["name"] for column in columns]
     roles = [column["role"] for column in columns]
     if len(set(names)) < len(names) or not all(_is_name(name) for name in names):
-        raise ValueError(f"columns are texts of at most {_LONGEST_NAME} characters, each name once")
+        raise ValueError(f"columns must be distinct strings of at most {_LONGEST_NAME} characters")
     if roles.count("target") != 1 or roles.count("feature") != len(roles) - 1 or len(roles) < 2:
-        raise ValueError("columns: one target, and features")
+        raise ValueError("columns must have one target, and features")
     fits = {REGRESSION: len(classes) == 0, BINARY: len(classes) == 2, MULTICLASS: 2 < len(classes) <= MOST_CLASSES}
     if not fits.get(task, False) or not all(_is_name(name) for name in classes) or len(set(classes)) < len(classes):
-        raise ValueError(f"task = {str(task)[:40]!r} with {len(classes)} classes, which are texts, each once")
+        raise ValueError(f"task = {str(task)[:40]!r} with {len(classes)} classes, which must be distinct strings")
     for column in columns:
         if column["role"] != "feature":
             continue
@@ -87,7 +87,9 @@ def check_rows(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"the type of {column['name']!r} is neither number nor category")
         values = column.get("values", [])
         if (column["type"] == "category") != bool(values) or not all(isinstance(value, str) for value in values):
-            raise ValueError(f"{column['name']!r}: a category has values, which are texts, and a number has none")
+            raise ValueError(
+                f"{column['name']!r}: a category needs values, which must be strings, and a number must have none"
+            )
         if not isinstance(column.get("missing", False), bool):
             raise ValueError(f"{column['name']!r}: missing is neither true nor false")
         _check_moments(manifest["normalisation"]["features"][column["name"]])
@@ -102,7 +104,7 @@ def check_tokens(manifest: Mapping[str, Any]) -> None:
     rows = _check_parts(manifest, "tokens")
     for split in SPLITS:
         if manifest["samples"][split] != windows_in(rows[split], context):
-            raise ValueError(f"samples.{split} = {manifest['samples'][split]} do not follow from the tokens")
+            raise ValueError(f"samples.{split} = {manifest['samples'][split]} does not match the number of tokens")
     for split in SPLITS:
         whole(manifest["units"][split], f"units.{split}", least=0)
 
@@ -135,7 +137,7 @@ def split_ranges(manifest: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 def whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:
     """Return the value if it is a whole number of this range. Raise ValueError, which begins with ``what``."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{what} = {str(value)[:40]}, which is no whole number from {least} to {most}")
+        raise ValueError(f"{what} = {str(value)[:40]}, which is not a whole number from {least} to {most}")
     return value
 
 
@@ -145,14 +147,14 @@ def _is_name(value: object) -> bool:
 
 def _check_moments(figures: Mapping[str, Any]) -> None:
     if not math.isfinite(figures["mean"]) or not math.isfinite(figures["std"]) or figures["std"] <= 0:
-        raise ValueError("normalisation: every mean is a number, every std one above zero")
+        raise ValueError("normalisation: every mean must be a number, every std a number above zero")
 
 
 def _check_parts(manifest: Mapping[str, Any], what: str) -> dict[str, int]:
     """Return the number of rows or tokens of each split, after the checks of the shards."""
     order = [SPLITS.index(shard["split"]) for shard in manifest["shards"]]
     if order != sorted(order):
-        raise ValueError("shards are in the order of their splits: train, valid, test")
+        raise ValueError("shards must be in the order of their splits: train, valid, test")
     for shard in manifest["shards"]:
         checked_name(shard["path"], "the path of a shard")
         whole(shard["rows"], what, least=0)
@@ -160,7 +162,7 @@ def _check_parts(manifest: Mapping[str, Any], what: str) -> dict[str, int]:
         split: sum(shard["rows"] for shard in shards) for split, shards in shards_by_split(manifest).items()
     }  # fmt: skip
     if what == "rows" and any(manifest["samples"][split] != counts[split] for split in SPLITS):
-        raise ValueError("samples are not the rows of the shards")
+        raise ValueError("samples do not match the rows of the shards")
     return counts
 
 
@@ -168,7 +170,7 @@ def _check_columns(manifest: Mapping[str, Any]) -> None:
     columns: Sequence[Mapping[str, Any]] = manifest["columns"]
     names = [column["name"] for column in columns]
     if len(set(names)) < len(names) or not all(_COLUMN.fullmatch(name) for name in names):
-        raise ValueError("columns are letters, digits and underscores, each name once")
+        raise ValueError("columns must be distinct names of letters, digits and underscores")
     roles = {column["name"]: column["role"] for column in columns}
     reserved = [name for name in ARRAYS if roles.get(name, "key") in ("auxiliary", "price")]
     if reserved or list(roles.values()).count("target") != 1 or "feature" not in roles.values():

@@ -154,9 +154,9 @@ class WorkerPool:
                 return
         raise WorkerHungError(
             f"rank {self.rank}: a worker process of its loader did not read a sample within {seconds:g} s, though "
-            f"it was started {ATTEMPTS} times. Its stack is in the log of the node: a lock that another "
-            "thread of the script holds is held in the worker for ever. Start that thread later, or give the loader "
-            "multiprocessing_context='forkserver', or num_workers=0"
+            f"it was started {ATTEMPTS} times. Its stack is in the log of the node: the worker probably waits for a "
+            "lock that another thread of the script held when it was forked. Start that thread later, or give the "
+            "loader multiprocessing_context='forkserver', or num_workers=0"
         )
 
     def _wait_for(self, workers: list[_Worker], seconds: float) -> list[_Worker]:
@@ -172,7 +172,7 @@ class WorkerPool:
             elif ended:
                 raise RuntimeError(
                     f"rank {self.rank}: worker process {ended[0].pid} of its loader ended with exit code "
-                    f"{ended[0].exitcode} before it had read a sample (negative: by that signal); what it said is in "
+                    f"{ended[0].exitcode} before it had read a sample (negative: by that signal); its output is in "
                     "the log of the node"
                 )
         return list(waiting.values())
@@ -189,8 +189,8 @@ class WorkerPool:
                 raise
             raise WorkerHungError(
                 f"rank {self.rank}: {self._end_hung()} did not answer for {self.patience:g} s while they read samples; "
-                "their stacks are in the log of the node. If reading takes that long, give the loader a timeout of "
-                "more seconds, and raise training.collective_timeout_seconds, for which the others wait"
+                "their stacks are in the log of the node. If reading takes that long, give the loader a longer "
+                "timeout, and raise training.collective_timeout_seconds, which is how long the other ranks wait"
             ) from error
 
     def close(self) -> None:

@@ -75,13 +75,13 @@ def manifest_bytes(storage: Storage) -> bytes:
     where = f"{storage.uri}/manifest.json"
     try:
         if storage.is_local and not stat.S_ISREG(os.stat(storage.path("manifest.json")).st_mode):
-            raise DatasetError(f"{where} is no regular file: rebuild the dataset")
+            raise DatasetError(f"{where} is not a regular file: rebuild the dataset")
         if (size := storage.size("manifest.json")) > MOST_BYTES:
             raise DatasetError(f"{where} has {size:,} bytes, and a manifest has at most {MOST_BYTES:,}: rebuild it")
         return storage.read("manifest.json")
     except FileNotFoundError as error:
         raise NoDatasetError(
-            f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or its building was "
+            f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or building it was "
             "interrupted; build it, or point dataset.uri to the right folder"
         ) from error
 
@@ -93,7 +93,7 @@ def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
     try:
         manifest = parse_document(data, where, None)
     except DamagedError as error:
-        raise DatasetError(f"{where} is not JSON that can be read ({error.what}): rebuild the dataset") from error
+        raise DatasetError(f"{where} is not valid JSON ({error.what}): rebuild the dataset") from error
     if not isinstance(manifest, dict):
         raise DatasetError(f"{where} does not describe a dataset: rebuild it")
     if wrong := _TOLD(manifest):

@@ -27,7 +27,9 @@ def open_own_dataset(job: JobConfig) -> DatasetData:
     if not isinstance(made, Mapping):
         made = {"train": made}
     if unknown := sorted(set(map(str, made)) - set(SPLITS)):
-        raise ConfigError(f"{where} returned a mapping with {unknown[0]!r}: known are {', '.join(SPLITS)}")
+        raise ConfigError(
+            f"{where} returned a mapping with the unknown key {unknown[0]!r}; known keys are {', '.join(SPLITS)}"
+        )
     if not isinstance(made.get("train"), Dataset) and not hasattr(made.get("train"), "__getitem__"):
         raise ConfigError(
             f"{where} returned no training dataset but a {type(made.get('train')).__name__}: return a map-style "

@@ -149,9 +149,9 @@ def steps_left(samples: int, offset: int, global_batch_size: int, micro_batches:
     left = samples - offset
     if offset and left < min(SMALLEST * micro_batches, global_batch_size):
         raise ConfigError(
-            f"{left} samples of the epoch are left where this training goes on, too few for {micro_batches} "
-            f"micro-batches (training.world_size x training.gradient_accumulation_steps) of {SMALLEST} each: go on "
-            "with the batch of before until the next epoch, or with fewer micro-batches"
+            f"{left} samples are left in this epoch, too few for {micro_batches} "
+            f"micro-batches (training.world_size x training.gradient_accumulation_steps) of {SMALLEST} each: keep "
+            "the previous batch until the next epoch, or use fewer micro-batches"
         )
     return steps_per_epoch(left, global_batch_size, micro_batches)
 

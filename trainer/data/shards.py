@@ -88,8 +88,8 @@ class DataShardManager(CachedArrays):
         there is no such column."""
         if name not in self._extra:
             raise DatasetError(
-                f"{self.storage.uri} has no column {name}, which the loss needs beside the target: build the dataset "
-                "with it, or take another loss, such as student_t"
+                f"{self.storage.uri} has no column {name}, which the loss needs in addition to the target: build the "
+                "dataset with it, or take another loss, such as student_t"
             )
         self._second_name, self._second = name, tensor_over(self._maps[name])
         if self.device.type != "cpu":

@@ -120,7 +120,7 @@ class TokenData(CachedArrays):
             ids = np.frombuffer(piece, dtype=f"<u{width}")
             if ids.max() >= self.spec.vocabulary:
                 raise DatasetError(
-                    f"{self.storage.uri}: {shard['path']} has the id {ids.max()}, and its manifest says a vocabulary "
-                    f"of {self.spec.vocabulary}; rebuild it"
+                    f"{self.storage.uri}: {shard['path']} has the id {ids.max()}, but its manifest gives a "
+                    f"vocabulary of {self.spec.vocabulary}; rebuild it"
                 )
             yield {"tokens": ids}

@@ -54,14 +54,14 @@ def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderReq
         )
     if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
         raise ConfigError(
-            f"{what} has a batch_sampler of its own ({type(given.batch_sampler).__name__}): which samples make a batch "
-            "is decided by the trainer, the same at any number of nodes. Give batch_size instead"
+            f"{what} has a batch_sampler of its own ({type(given.batch_sampler).__name__}): the trainer decides "
+            "which samples form a batch, the same ones at any number of nodes. Give batch_size instead"
         )
     sampler = given.sampler
     if type(sampler) not in _UNDERSTOOD:
         raise ConfigError(
-            f"{what} has the sampler {type(sampler).__name__}: the order of samples is the trainer's, each once per "
-            "epoch. Leave the sampler out; weights of samples can be a factor in the loss"
+            f"{what} has the sampler {type(sampler).__name__}: the trainer decides the order of samples, and uses "
+            "each once per epoch. Leave the sampler out; to weight samples, multiply their losses"
         )
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         raise ConfigError(

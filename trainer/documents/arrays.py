@@ -44,14 +44,14 @@ def read_arrays(
                     left -= count
                     data = file.read(count * dtype.itemsize)
                     if len(data) != count * dtype.itemsize:
-                        raise ArraysError(f"promises {count:,} values in {name}, and ends before")
+                        raise ArraysError(f"promises {count:,} values in {name}, but ends before")
                 found[name] = np.frombuffer(data, dtype).reshape(shape)
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, KeyError) as error:
-        raise ArraysError(f"is no file of arrays: {error}") from error
+        raise ArraysError(f"is not a file of arrays: {error}") from error
     except ValueError as error:
         if isinstance(error, ArraysError):
             raise
-        raise ArraysError(f"is no file of arrays: {error}") from error
+        raise ArraysError(f"is not a file of arrays: {error}") from error
     except Exception as error:  # zlib.error and its like, of a damaged member
         raise ArraysError(f"cannot be unpacked: {error}") from error
     return found
@@ -64,7 +64,7 @@ def _header(name: str, file: Any) -> tuple[tuple[int, ...], np.dtype]:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ArraysError(f"holds {dtype} in {name}; expected numbers")
     if fortran and len(shape) > 1:
-        raise ArraysError(f"holds {name} in another order than row by row")
+        raise ArraysError(f"holds {name} in an order other than row by row")
     if any(size < 0 for size in shape):
         raise ArraysError(f"holds {name} with the shape {shape}")
     return shape, dtype

@@ -20,7 +20,7 @@ def check_arguments(arguments: Any) -> None:
         if isinstance(value, dict):
             odd = [key for key in value if not isinstance(key, str)]
             if odd:
-                raise ValueError(f"{where} has the key {odd[0]!r}; keys are texts")
+                raise ValueError(f"{where} has the key {odd[0]!r}; keys must be strings")
             characters += sum(map(len, value))
             waiting += [(f"{where}.{key}"[:200], each, depth + 1) for key, each in value.items()]
         elif isinstance(value, list | tuple):
@@ -31,10 +31,10 @@ def check_arguments(arguments: Any) -> None:
             raise ValueError(f"{where} is {value}, which is not a finite number")
         elif value is not None and not isinstance(value, bool | int | float):
             raise ValueError(
-                f"{where} is a {type(value).__name__}; arguments are data: null, true, false, numbers, texts, lists, "
-                "maps. A function or a class is chosen inside the factory"
+                f"{where} is a {type(value).__name__}; arguments are data: null, true, false, numbers, strings, "
+                "lists, maps. A function or a class is chosen inside the factory"
             )
         if depth > DEPTH or values + len(waiting) > VALUES or characters > TEXT:
             raise ValueError(
-                f"{where} is too much: at most {DEPTH} levels, {VALUES:,} values and {TEXT:,} characters in all"
+                f"{where} is too large: at most {DEPTH} levels, {VALUES:,} values and {TEXT:,} characters in all"
             )

@@ -25,8 +25,8 @@ def checked_id(name: object, what: str) -> str:
     """Return the name if it is a valid id. Raise `PlaceError`, which begins with ``what``, for anything else."""
     if not isinstance(name, str) or not ID.fullmatch(name):
         raise PlaceError(
-            f"{what} is {str(name)[:80]!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at "
-            "most 200"
+            f"{what} is {str(name)[:80]!r}: use at most 200 letters, digits, dots, dashes and underscores, a letter "
+            "or digit first"
         )
     return name
 
@@ -36,7 +36,7 @@ def checked_name(name: object, what: str) -> str:
     ``._=-``, separated by single slashes. Raise `PlaceError`, which begins with ``what``, for anything else. It holds
     for storage of any kind."""
     if not isinstance(name, str) or not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
-        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is no relative path of plain names: rebuild it")
+        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is not a relative path of plain names: rebuild it")
     return name
 
 
@@ -68,7 +68,7 @@ def own_folder(folder: str | os.PathLike[str], remedy: str) -> Path:
             raise PlaceError(f"{path} is a link of another user (uid {found.st_uid}): {remedy}")
         found = os.stat(path)
     if not stat.S_ISDIR(found.st_mode):
-        raise PlaceError(f"{path} is no folder: {remedy}")
+        raise PlaceError(f"{path} is not a folder: {remedy}")
     if found.st_uid != me:
         raise PlaceError(
             f"{path} belongs to another user (uid {found.st_uid}), who could change what is in it: {remedy}"

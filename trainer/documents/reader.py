@@ -85,7 +85,7 @@ def known_names(storage: Storage, folder: str, names: Iterable[str], form: re.Pa
         if form.fullmatch(name):
             found.append(name)
         else:
-            warn_once(f"{storage.uri}/{folder}/{name} is none of ours and is left alone: remove it")
+            warn_once(f"{storage.uri}/{folder}/{name} was not written by dtrain and is ignored: remove it")
     return found
 
 

@@ -21,7 +21,7 @@ STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 
 def text(value: Any) -> str:
     """Check for text."""
-    return "" if isinstance(value, str) else "no text"
+    return "" if isinstance(value, str) else "not text"
 
 
 def flag(value: Any) -> str:
@@ -34,7 +34,7 @@ def number_between(low: float = -1e150, high: float = 1e150) -> Check:
 
     def check(value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return "no number"
+            return "not a number"
         return "" if low <= value <= high else "out of range"
 
     return check
@@ -45,7 +45,7 @@ def whole(low: int = 0, high: int = 1 << 53) -> Check:
 
     def check(value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int):
-            return "no whole number"
+            return "not a whole number"
         return "" if low <= value <= high else "out of range"
 
     return check
@@ -66,7 +66,7 @@ def many(check: Check) -> Check:
 
     def each(value: Any) -> str:
         if not isinstance(value, list):
-            return "no list"
+            return "not a list"
         return next((f"a part of it is {wrong}" for part in value if (wrong := check(part))), "")
 
     return each
@@ -77,7 +77,7 @@ def mapping(check: Check) -> Check:
 
     def each(value: Any) -> str:
         if not isinstance(value, dict):
-            return "no object"
+            return "not an object"
         return next((f"{key!r} in it is {wrong}" for key, part in value.items() if (wrong := check(part))), "")
 
     return each
@@ -102,7 +102,7 @@ class Record:
 
     def __call__(self, value: Any) -> str:
         if not isinstance(value, dict):
-            return "no object"
+            return "not an object"
         for name in self.needed:
             if name not in value:
                 return f"an object without {name!r}"
@@ -130,7 +130,7 @@ def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
             if name not in value:
                 return f"columns without {name!r}"
         if not isinstance(value[key], list):
-            return f"columns whose {key!r} is no list"
+            return f"columns whose {key!r} is not a list"
         for name in value.keys() & tests.keys():
             column, test = value[name], tests[name]
             if isinstance(column, list) and len(column) != len(value[key]):
@@ -159,7 +159,7 @@ def _telling_parts(column: Any) -> list[Any]:
 def row_of(size: int, check: Check) -> Check:
     """Return a check for a list of so many parts that pass another check."""
     each = many(check)
-    return lambda value: each(value) or ("" if len(value) == size else f"no list of {size} parts")
+    return lambda value: each(value) or ("" if len(value) == size else f"not a list of {size} parts")
 
 
 def alike(names: str, check: Check) -> dict[str, Check]:

@@ -54,7 +54,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Document:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
@@ -102,7 +102,7 @@ def _check(value: Any) -> None:
             waiting += [(part, depth + 1) for part in item]
         elif isinstance(item, str):
             if any("\ud800" <= character <= "\udfff" for character in item):
-                raise ValueError("half a character (a lone surrogate) is in it")
+                raise ValueError("it contains half a character (a lone surrogate)")
         elif isinstance(item, int | float) and abs(item) > (
             LARGEST_FLOAT if isinstance(item, float) else LARGEST_INTEGER
         ):
@@ -113,7 +113,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"it is nested deeper than {DEPTH} levels"
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no UTF-8 at byte {error.start}"
+        return f"it is not UTF-8 at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        return f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     return "a number in it is out of range" if "digits" in str(error) else str(error)

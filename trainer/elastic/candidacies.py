@@ -44,7 +44,7 @@ class Candidacies:
         try:
             data = read_document(self.storage, f"{_folder(number)}/{member}.json", schemas.CANDIDATE, MARK_BYTES * 16)
         except DamagedError as error:
-            warn_once(f"a candidacy is left alone: {error}")
+            warn_once(f"a candidacy is ignored: {error}")
             return None
         if data is None or data["launch"] != self.launch or data["member"] != member:
             return None

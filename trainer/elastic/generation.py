@@ -153,7 +153,7 @@ def refuse_mixed_encryption(mine: Candidate, newest: Generation | None, candidat
             raise ConfigError(
                 f"this process, {mine.member} at {mine.host}, {_ENCRYPTS[mine.certificates]}, and {other.member} at "
                 f"{other.host} {_ENCRYPTS[other.certificates]}: training.encryption, training.tls and the launch's "
-                "secret must be the same on all nodes, and none may be at an address of loopback (DTRAIN_HOST)"
+                "secret must be the same on all nodes, and no node may use a loopback address (DTRAIN_HOST)"
             )
 
 

@@ -95,7 +95,7 @@ class Mailbox:
         sent it on. Raise ValueError for what is no letter."""
         reader, writer, number = letter.get("to"), letter.get("from"), letter.get("candidacy")
         if not isinstance(reader, str) or not isinstance(writer, str) or not isinstance(number, int):
-            raise ValueError("it is no letter")
+            raise ValueError("it is not a letter")
         with self._lock:
             if 0 < number - self._rumours.number <= AHEAD:
                 self._writers.setdefault(number, set()).add(sender)

@@ -50,7 +50,7 @@ class PresenceRecorder:
         self._ended.set()
         self._thread.join(LAST_WORD_SECONDS)
         if self._thread.is_alive():
-            _log.warning("the end of this node could not be written within %.0f s", LAST_WORD_SECONDS)
+            _log.warning("the end of this node could not be recorded within %.0f s", LAST_WORD_SECONDS)
 
     def _work(self) -> None:
         self._write()
@@ -72,7 +72,7 @@ class PresenceRecorder:
                 self._begun = True
             return True
         except OSError as error:
-            _log.warning("could not write that this node is there: %s", error)
+            _log.warning("could not record that this node is present: %s", error)
             return False
 
 

@@ -180,13 +180,13 @@ class Budget:
         try:
             self.limit = limit_of(self.rundir.read_json(LIMIT), self._first_limit)
         except Exception as error:  # of any kind: the last limit that was read still holds
-            _log.warning("%s/%s cannot be read, the budget stays as it was: %s", self.rundir.uri, LIMIT, error)
+            _log.warning("%s/%s cannot be read; the budget stays as it was: %s", self.rundir.uri, LIMIT, error)
 
     def _look(self) -> None:
         try:
             nodes = self.rundir.nodes()  # raises where one is damaged, for then the sum is unknown
         except Exception as error:  # of any kind: the watch over the budget must go on
-            _log.warning("what was paid so far cannot be read, and is carried forward: %s", error)
+            _log.warning("the amount paid so far cannot be read; the last known one is kept: %s", error)
             return
         found, at = sum_paid(nodes, self.launch, clock.now(), stale_seconds(self.rundir.storage)), time.monotonic()
         if not any(node.launch == self.launch for node in nodes):  # their presence is not recorded, or not yet

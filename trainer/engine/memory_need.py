@@ -176,7 +176,7 @@ def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
     """Return what was measured, and the settings with which the training would fit, as sentences. Pure."""
     where = "GPU" if need.device == "cuda" else "host"
     if not need.measured:
-        told = f"not even one sample at once fits into the {format_bytes(need.room_bytes)} that the {where} has free"
+        told = f"not even one sample fits into the {format_bytes(need.room_bytes)} that the {where} has free"
     else:
         parts = [
             f"{format_bytes(taken)} with {samples} sample{'s' if samples > 1 else ''} at once"
@@ -204,13 +204,13 @@ def explain_sharded(config: DistributedTrainingConfig, ranks: int, sharing: int,
     if not config.activation_checkpointing:
         ways.append("training.activation_checkpointing = true from the first step on")
     ways.append("a lower training.batch_size_per_gpu")
-    return f"each rank holds {told(sharing)} at once, beside its activations. What would take less: {'; '.join(ways)}"
+    return f"each rank holds {told(sharing)} at once, beside its activations. What would need less: {'; '.join(ways)}"
 
 
 def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> list[str]:
     ways = []
     if need.fits >= need.wanted:
-        ways.append("the same again, if something else held the memory meanwhile: start the job again")
+        ways.append("the same settings, if another program held the memory meanwhile: start the job again")
     elif need.fits:
         setting = (
             "training.micro_batch_floor" if need.fits < config.micro_batch_floor else "training.batch_size_per_gpu"

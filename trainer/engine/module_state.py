@@ -138,8 +138,8 @@ def require_plain_state(state: Mapping[str, Any]) -> None:
         if is_extra(name) and (odd := _odd_part(value)) is not None:
             raise ConfigError(
                 f"the extra state of {name.rpartition('.')[0] or 'the model'} (get_extra_state) has a "
-                f"{type(odd).__name__}, and a checkpoint holds tensors and plain values only: return tensors, numbers "
-                "and texts, in dictionaries, lists and tuples"
+                f"{type(odd).__name__}, and a checkpoint holds tensors and plain values only: return tensors, "
+                "numbers and strings, in dictionaries, lists and tuples"
             )
 
 

@@ -80,11 +80,13 @@ def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:
             raise ConfigError(
                 f"rank {rank} trains on {dataset_id} with {samples} samples, and rank 0 on {first_id} with "
                 f"{first_samples}: all ranks must read the same samples in the same order. Datasets that differ from "
-                "process to process (a clock, an unseeded generator) need one seed, or Trainer(…, name=…) where their "
-                "samples are the same all the same"
+                "process to process (a clock, an unseeded generator) need one seed, or Trainer(…, name=…) if their "
+                "samples are equal nevertheless"
             )
         if fingerprint != first_fingerprint:
-            raise ConfigError(f"rank {rank} has another model or loss than rank 0: all ranks must make the same")
+            raise ConfigError(
+                f"rank {rank} has a different model or loss than rank 0: all ranks must create the same ones"
+            )
 
 
 class ProblemMaker(Protocol):

@@ -188,7 +188,7 @@ def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> 
         session.saved_step = session.progress.step
         _report_resume(session, folders[0], changes)
         if not is_fresh:
-            _log.warning("rows of the model were lost: back from step %d to %d", before, session.progress.step)
+            _log.warning("rows of the model were lost: going back from step %d to %d", before, session.progress.step)
     where = world.generation, world.rank, world.world_size, session.progress.step
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
     if session.elastic is None and session.progress.step == 0:
@@ -216,7 +216,7 @@ def _load_best(session: Session, step: int) -> dict[str, Any] | None:
     try:
         folder, best = session.checkpoints.load_best()
         if best["progress"]["step"] != step:
-            raise CheckpointError(f"{folder} is not of step {step}")
+            raise CheckpointError(f"{folder} does not belong to step {step}")
         return best
     except CheckpointError as error:
         session.reports.emit("error", message=f"the best weights are lost: {error}", fatal=False)
@@ -280,7 +280,7 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
         with suppress(Exception):  # memory is short: then the last checkpoint stays the last
             session.save_at_end(agreed=False)
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
-        raise GPUTooSmall(f'{what}: it may go on on the CPU (training.backend = "gloo")') from error
+        raise GPUTooSmall(f'{what}: it may continue on the CPU (training.backend = "gloo")') from error
     if session.step.sharded is not None:  # one rank cannot make a pass by itself
         sharded, model = session.step.sharded, model_bytes(session.step.module)
         told = explain_sharded(config, session.world.world_size, max(2, sharded.size), model)

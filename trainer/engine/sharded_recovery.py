@@ -39,7 +39,7 @@ def plan_world(world: World, strategy: str) -> ReplicaPlan:
     nodes = world.all_gather_object(world.node_rank)
     plan = plan_replicas(strategy, nodes, can_divide=world.topology == "mesh")
     if world.rank == 0:
-        _log.info("%d ranks hold %d copies of the model, each by %d", len(nodes), len(plan.replicas), plan.size)
+        _log.info("%d ranks hold %d copies of the model, each over %d", len(nodes), len(plan.replicas), plan.size)
     return plan
 
 

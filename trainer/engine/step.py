@@ -172,8 +172,8 @@ class TrainingStep:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
-                    f"{name} was frozen when training began and is not any more: freeze and unfreeze parameters where "
-                    "the model is made; to train some of them later, let the model leave them out (detach) until then"
+                    f"{name} was frozen when training began and no longer is: freeze and unfreeze parameters where "
+                    "the model is created; to train some of them later, detach them in the model until then"
                 )
 
     def apply_limit(self, fit: MicroBatchLimit) -> None:
@@ -315,7 +315,7 @@ class TrainingStep:
             if (found := find_odd_row(part.data, losses)) is not None:
                 row, name, value = found
                 sample = "a sample" if part.positions is None else f"sample {part.positions[row]}"
-                said = f"{sample} of the training split has {value} in {name}: mend that sample, or leave it out"
+                said = f"{sample} of the training split has {value} in {name}: fix that sample, or leave it out"
             mine.append((not bool(torch.isfinite(losses).all()), said))
         put_module_state(self._holders, held)
         every = [each for told in self.world.all_gather_object(mine) for each in told]

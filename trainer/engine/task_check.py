@@ -50,7 +50,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"the model is a {type(model).__name__}, and must be one torch.nn.Module: put several of them into one, "
-            "such as torch.nn.ModuleList or ModuleDict, which a task calls as it likes"
+            "such as torch.nn.ModuleList or ModuleDict, which a task can call as it needs"
         )
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ConfigError(
@@ -107,8 +107,8 @@ def try_task(
                         raise
                     first = str(error).partition("\n")[0]
                     raise ConfigError(
-                        f"the first samples of the {split} split cannot be judged, and those of the training split "
-                        f"can ({type(error).__name__}: {first}): give both the same structure"
+                        f"the first samples of the {split} split cannot be evaluated, but those of the training "
+                        f"split can ({type(error).__name__}: {first}): give both the same structure"
                     ) from error
                 if thorough and count > 1:
                     with torch.enable_grad():
@@ -126,8 +126,8 @@ def _refuse_broadcast(model: nn.Module, task: Task, batch: Any, count: int) -> N
         shape = task.loss(model, batch).shape
         if shape[1:2] == (count,) and _mixes(lambda given: task.loss(model, given), batch, count):
             raise ConfigError(
-                f"the loss of {count} samples has the shape {tuple(shape)}: each sample is compared with each other "
-                "one, as where (B, 1) meets (B,). Give both one shape, or reduce the loss to (B,) yourself"
+                f"the loss of {count} samples has the shape {tuple(shape)}: every sample is compared with every "
+                "other one, as when (B, 1) meets (B,). Give both one shape, or reduce the loss to (B,) yourself"
             )
         return
     outputs, target = model(batch[0]), batch[1]
@@ -142,7 +142,9 @@ def _refuse_broadcast(model: nn.Module, task: Task, batch: Any, count: int) -> N
     for name, figure in {"the loss": task.criterion, **task.figures}.items():
         if _mixes(partial(figure, outputs), target, count):
             what = name if name == "the loss" else f"the metric {name!r}"
-            raise ConfigError(f"{what} of {shapes} compares each sample with each other one, by broadcasting: {remedy}")
+            raise ConfigError(
+                f"{what} of {shapes} compares every sample with every other one, by broadcasting: {remedy}"
+            )
 
 
 def _mixes(figure: Callable[[Any], Tensor], given: Any, count: int) -> bool:
@@ -201,7 +203,7 @@ def _refuse_other_mean(
             f"{type(given).__name__} with reduction={given.reduction!r} is {expected:.6g} for {len(positions)} "
             f"samples, and the mean of what it gives for each with reduction='none' is {found:.6g}: the trainer "
             "divides by the number of samples, or by what a task's weights(batch) returns. Give the loss with "
-            "reduction='none' if that is what you mean, else a task that has weights"
+            "reduction='none' if that is what you mean, otherwise a task that has weights"
         )
 
 
@@ -213,7 +215,7 @@ def _try_as_it_trains(model: nn.Module, task: Task, data: TrainingData, config: 
         is_large = model_bytes(model).parameters > _MOST_COPIED
         copied = None if is_large else copy.deepcopy((model, task))
     except Exception as error:
-        _log.info("the model cannot be copied, so it was not tried as it trains: %s", error)
+        _log.info("the model cannot be copied, so it was not tried in training mode: %s", error)
         copied = None
     if copied is None:
         if hidden:
@@ -235,8 +237,8 @@ def _try_as_it_trains(model: nn.Module, task: Task, data: TrainingData, config: 
         losses = find_losses()
         if not losses.requires_grad:
             raise ConfigError(
-                "the loss depends on no parameter of the model that needs a gradient: is it computed under no_grad, or "
-                "of something that was detached?"
+                "the loss depends on no parameter of the model that needs a gradient: is it computed under no_grad, "
+                "or from something that was detached?"
             )
         others = [leaf for leaf in _leaves_of(losses) if id(leaf) not in known]
         losses.sum().backward()
@@ -251,7 +253,7 @@ def _try_as_it_trains(model: nn.Module, task: Task, data: TrainingData, config: 
 
 
 _UNTRAINED = (
-    "{}, which needs a gradient, is no parameter of the model, so it would not be trained: hold it as a "
+    "{}, which needs a gradient, is not a parameter of the model, so it would not be trained: hold it as a "
     "torch.nn.Parameter, or its module in torch.nn.ModuleList or ModuleDict, or freeze it (requires_grad_(False))"
 )
 
@@ -299,13 +301,13 @@ def _explained(count: int, config: DistributedTrainingConfig) -> Iterator[None]:
                 why = f"training.world_size x gradient_accumulation_steps = {config.micro_batches} micro-batches"
                 remedy = "use fewer ranks, less accumulation, or more data"
             raise ConfigError(
-                f"{why} leaves micro-batches one sample, and BatchNorm trains on no fewer than two: {remedy}"
+                f"{why} leaves one sample per micro-batch, but BatchNorm needs at least two: {remedy}"
             ) from error
         if "process group has not been initialized" not in str(error):
             raise
         raise ConfigError(
             "the model or its task calls torch.distributed, which has no group here: ranks come and go, so each "
-            "micro-batch is computed by itself, the same at any number of ranks. Leave such calls out; a larger "
+            "micro-batch is computed by itself, the same at any number of ranks. Remove such calls; a larger "
             "training.batch_size_per_gpu puts more samples into one micro-batch"
         ) from error
 
@@ -336,7 +338,7 @@ def choose_usual_loss(model: nn.Module, data: TrainingData) -> Callable[[Any, An
     if isinstance(outputs, Tensor) and target.is_floating_point() and outputs.shape == target.shape:
         _log.info("the loss is the squared error: targets are numbers")
         return nn.MSELoss()
-    raise ConfigError(f"no loss is usual for {shapes}: {remedy}")
+    raise ConfigError(f"there is no usual loss for {shapes}: {remedy}")
 
 
 @contextmanager

@@ -420,7 +420,7 @@ class DistributedTrainer:
         message = f"the loss on the valid split is {result.loss} after step {session.progress.step}: {result.why}"
         if result.has_odd_sample:
             session.save_at_end(agreed=True)
-            raise ConfigError(f"{message}; what was trained is kept, and goes on from here then")
+            raise ConfigError(f"{message}; a checkpoint was saved, and the training continues from there")
         if session.world.rank == 0:
             self.reports.emit("error", message=message, fatal=False)
 

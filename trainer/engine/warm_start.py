@@ -35,7 +35,8 @@ def begin_from(module: nn.Module, job: JobConfig) -> None:
     if (digest := hashlib.sha256(data).hexdigest()) != config.start_sha256:
         meant = f"training.start_sha256 = {config.start_sha256!r}"
         raise ConfigError(
-            f"{where}: {WEIGHTS} has the sha256 {digest}, and {meant}: it was changed, or another is meant"
+            f"{where}: {WEIGHTS} has the sha256 {digest}, but {meant}: the file was changed, or the setting means "
+            "another one"
         )
     copy_parameters(module, _read(data, where), where)
 
@@ -49,7 +50,7 @@ def copy_parameters(module: nn.Module, weights: dict[str, Any], where: str) -> N
         if not isinstance(found, Tensor) or found.shape != parameter.shape:
             shape = tuple(found.shape) if isinstance(found, Tensor) else "none"
             raise ConfigError(
-                f"{where}: {name} has the shape {shape} there and {tuple(parameter.shape)} here: begin with the "
+                f"{where}: {name} has the shape {shape} there and {tuple(parameter.shape)} here: start from the "
                 "weights of the same model, with the same arguments and the same columns"
             )
     with torch.no_grad():
@@ -65,8 +66,8 @@ def _read(data: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: {error}") from None
     except Exception as error:  # whatever a damaged or hostile pickle makes of it
         raise ConfigError(
-            f"{where}: {WEIGHTS} holds something else than tensors, and was not loaded: {error}"
+            f"{where}: {WEIGHTS} holds something other than tensors, and was not loaded: {error}"
         ) from None
     if not isinstance(weights, dict):
-        raise ConfigError(f"{where}: {WEIGHTS} holds no tensors by name")
+        raise ConfigError(f"{where}: {WEIGHTS} does not hold named tensors")
     return weights

@@ -63,9 +63,7 @@ def suspect_leak(halves: Sequence[Mapping[str, float | None]]) -> str | None:
         certain = all((half.get(f"{name}_t") or 0.0) > LEAK_T for half in halves)
         if values and min(values) > limit and certain:
             shown = " and ".join(f"{value:.3f}" for value in values)
-            return (
-                f"{name} is {shown} in the halves of the period, above {limit}: suspect that features hold the future"
-            )
+            return f"{name} is {shown} in the halves of the period, above {limit}: the features may contain the future"
     return None
 
 
@@ -97,8 +95,8 @@ def gate(report: Mapping[str, Any]) -> Gate:
 
 
 _NO_SCORE = {
-    ROWS: "the loss knows neither probabilities nor a forecast: there is nothing to compare with the baselines",
-    TOKENS: "the loss is no likelihood of the next token: there is nothing to compare with the counts",
+    ROWS: "the loss gives neither probabilities nor a forecast: there is nothing to compare with the baselines",
+    TOKENS: "the loss is not a likelihood of the next token: there is nothing to compare with the counts",
 }
 
 

@@ -123,7 +123,7 @@ class TaskJudge:
                 raise ValueError(f"the loss on the {split} split is {found.loss}: {found.why}")
             chosen = ["the weights were chosen on this very split: there is no test split"]
             odd = sorted(name for name, value in found.metrics.items() if not math.isfinite(value))
-            notes = [f"no finite number on the {split} split: {', '.join(odd)}"] if odd else []
+            notes = [f"not a finite number on the {split} split: {', '.join(odd)}"] if odd else []
             report = {
                 "model": {
                     "loss": found.loss,
@@ -179,7 +179,7 @@ def evaluate_task(
     if math.isfinite(loss):
         return Evaluation(samples=count, loss=loss, metrics=means)
     if not weight:
-        why = "none of its samples counts: all are ignored (ignore_index), or weigh 0"
+        why = "none of its samples count: all are ignored (ignore_index), or weigh 0"
         return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=True)
     told: list[Any] = [each for each in request.world.all_gather_object(odd) if each is not None]
     _, has_odd_sample, why = min(told, default=(0, False, "the sum of its losses is too large"))
@@ -221,7 +221,7 @@ class Judging:
         metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(self.task, "metrics", None)
         for name, values in (metrics(self.model, batch) if metrics is not None else {}).items():
             if name in RESERVED:
-                raise ConfigError(f"a metric is named {name!r}, as a figure of every report is: give it another name")
+                raise ConfigError(f"a metric is named {name!r}, which every report already uses: give it another name")
             found[name] = per_sample(values, count, f"the metric {name!r}")
         return {name: values.double() for name, values in found.items()}
 
@@ -236,7 +236,7 @@ def describe_odd(batch: Any, losses: Tensor, positions: NDArray[np.int64]) -> tu
     position = int(positions[int(rows[0][0]) if len(rows) else 0])
     found = find_odd_row(batch, losses)
     if found is None:
-        return position, False, f"sample {position} is the first whose loss is no number, though its data are finite"
+        return position, False, f"sample {position} is the first whose loss is not a number, though its data are finite"
     row, name, value = found
     position = int(positions[row])
-    return position, True, f"sample {position} has {value} in {name}: mend that sample, or leave it out"
+    return position, True, f"sample {position} has {value} in {name}: fix that sample, or leave it out"

@@ -89,13 +89,13 @@ def judge_leakage(
     if gain > MARGIN_NLL:
         shuffling.append(
             f"a model trained on shuffled labels beats the unconditional distribution by {gain:.4f} nats "
-            f"(more than {MARGIN_NLL}): labels reach it by another way than through the data"
+            f"(more than {MARGIN_NLL}): labels reach it by some way other than the data"
         )
     if not suspect_leak(planted.halves):
         alarm.append("a label planted among the features went unnoticed: the leak alarm cannot be trusted")
     leak = suspect_leak(control.halves)
     if leak:
-        alarm.append(f"on the data as they are, {leak}")
+        alarm.append(f"on the unchanged data, {leak}")
     return LeakageVerdict(shuffled_labels_teach_nothing=tuple(shuffling), planted_leak_is_caught=tuple(alarm))
 
 

@@ -81,7 +81,9 @@ def reevaluate(saved: Forecaster, shards: DataShardManager, after: np.datetime64
     for name in ALIKE:
         own, its = getattr(saved.spec, name), getattr(shards.spec, name)
         if own != its:
-            raise ValueError(f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be judged on it")
+            raise ValueError(
+                f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be evaluated on this dataset"
+            )
     rows = shards.end_rows("test", spread_positions(shards.count("test")))
     later = np.flatnonzero(shards.dates(rows) > after)
     days = shards.dates(rows[later])

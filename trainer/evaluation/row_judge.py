@@ -87,15 +87,13 @@ class RowJudge:
         baselines, canary = compared.baselines, compared.canary
         notes = []
         if sums is None:
-            notes.append("the loss knows neither probabilities nor a forecast, so it is judged by its own value alone")
+            notes.append("the loss gives neither probabilities nor a forecast, so it is judged by its own value alone")
         else:
             model |= scoring.figures(sums)
             score = "rmse" if scoring.is_number else "log_loss"
             not_below = [name for name, figures in baselines.items() if not model[score] < figures[score]]
             if not_below:
-                notes.append(
-                    f"{score} is not below that of {' and '.join(not_below)}: nothing was gained by this model"
-                )
+                notes.append(f"{score} is not below that of {' and '.join(not_below)}: this model gains nothing")
         if not canary["passed"]:
             notes.append(
                 "a linear model of shuffled targets is better than the constant beyond chance: the figures of this "

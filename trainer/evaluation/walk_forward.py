@@ -159,7 +159,7 @@ def judge_years(years: Sequence[YearScores]) -> dict[str, Any]:
     and ``best_baseline``, by likelihood. Raise ValueError for no years, or a year twice."""
     ordered = sorted(years, key=lambda item: item.year)
     if not ordered or len({item.year for item in ordered}) < len(ordered):
-        raise ValueError("a walk forward has at least one test year, and each of them once")
+        raise ValueError("a walk forward needs at least one test year, and each of them only once")
     joined = _Joined(ordered)
     together, turbulent = joined.judged(), joined.turbulent()
     regimes = {}

@@ -49,7 +49,7 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(
             name="tensorflow", words="TensorFlow", package="tensorflow", remedy=_EXTRA, one_per_node=True,
             open_ports="the server of each of TensorFlow's workers listens on all addresses of its node and trusts "
-            "whoever connects, which it has no setting for: keep its ports behind a firewall",
+            "whoever connects, and no setting changes that: keep its ports behind a firewall",
         ),
     )
 }  # fmt: skip

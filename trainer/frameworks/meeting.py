@@ -144,7 +144,7 @@ class Meeting:
                     missing = sorted(set(range(1, self.facts.world_size)) - set(self._links))
                     turned_away = f"; {door.refused[-1]}" if door.refused else ""
                     raise MeetingError(
-                        f"ranks {missing} did not come to {address}:{self.facts.master_port} within "
+                        f"ranks {missing} did not connect to {address}:{self.facts.master_port} within "
                         f"{self._seconds:.0f} s{turned_away}"
                     ) from None
                 if (before := self._links.pop(rank, None)) is not None:
@@ -168,7 +168,7 @@ class Meeting:
                 return link
             except (OSError, PeerError) as error:
                 if isinstance(error.__cause__, AuthenticationError):
-                    raise MeetingError(f"who listens at {address[0]}:{address[1]} is not rank 0: {error}") from error
+                    raise MeetingError(f"the process at {address[0]}:{address[1]} is not rank 0: {error}") from error
                 if time.monotonic() + RETRY_SECONDS >= until:
                     raise MeetingError(f"rank 0 is not at {address[0]}:{address[1]}: {error}") from error
             time.sleep(RETRY_SECONDS)

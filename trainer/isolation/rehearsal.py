@@ -58,7 +58,7 @@ def rehearse(
     try:
         return _ask("rehearsal", document, inputs, modules, path)
     except IsolationError as error:
-        said = str(error).removeprefix("the model could not be asked: ")
+        said = str(error).removeprefix("the model could not be called: ")
         if said.startswith(UNSURE) or any(words in said for words in _GIVEN_UP):
             unsure = UnsureRehearsalError(said)
             with suppress(IsolationError):

@@ -120,12 +120,12 @@ class Isolated:
         try:
             code = process.wait(self.seconds)
         except subprocess.TimeoutExpired:
-            raise IsolationError(f"the model took longer than {self.seconds:g} s, and was ended") from None
+            raise IsolationError(f"the model took longer than {self.seconds:g} s and was stopped") from None
         finally:
             _kill(process)
         if code != 0:
             why = {-signal.SIGXCPU: "it used too much processor time", -signal.SIGKILL: "it was killed"}.get(code, "")
-            raise IsolationError(f"the model could not be asked: {why or last_words(said) or f'exit code {code}'}")
+            raise IsolationError(f"the model could not be called: {why or last_words(said) or f'exit code {code}'}")
 
 
 def note_what_is_missing(held: Path) -> None:
@@ -140,8 +140,8 @@ def note_what_is_missing(held: Path) -> None:
     if missing and missing not in _told:
         _told.add(missing)
         _log.warning(
-            "code of a model runs in a process of its own without secrets, but this machine gives it no %s: register "
-            "models only of code that you trust, see docs/own-model-and-data.md",
+            "code of a model runs in its own process without secrets, but this machine cannot give it %s: register "
+            "only models whose code you trust, see docs/own-model-and-data.md",
             missing,
         )
 

@@ -219,7 +219,8 @@ class ReturnAndVolatility(StudentTLoss):
         super().__init__(spec, nu_min, nu_max, nu_start, mean_unit)
         if not (0 < scale_factor < math.inf and math.isfinite(shape_shift)):
             raise ValueError(
-                f"scale_factor = {scale_factor}, shape_shift = {shape_shift}: needs finite ones, and a factor above 0"
+                f"scale_factor = {scale_factor}, shape_shift = {shape_shift}: both must be finite, and the factor "
+                "above 0"
             )
         if members < 1 or weight < 0 or spread <= 0:
             raise ValueError(

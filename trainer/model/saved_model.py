@@ -112,7 +112,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
     except (ValueError, RecursionError) as error:
         raise SavedModelError(f"{DESCRIPTION} is not JSON: {error}") from error
     if not isinstance(description, dict):
-        raise SavedModelError(f"{DESCRIPTION} holds no JSON object but a {type(description).__name__}")
+        raise SavedModelError(f"{DESCRIPTION} holds a {type(description).__name__} instead of a JSON object")
     expected, digest = description.get("file_sha256"), hashlib.sha256(data).hexdigest()
     if digest != expected:
         raise SavedModelError(
@@ -147,7 +147,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
     try:
         weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or hostile pickle makes of it
-        raise SavedModelError(f"{WEIGHTS} holds something else than tensors, and was not loaded: {error}") from error
+        raise SavedModelError(f"{WEIGHTS} holds something other than tensors, and was not loaded: {error}") from error
     _check_shapes(weights, model, config)
     try:
         model.load_state_dict(weights)
@@ -172,14 +172,14 @@ def refuse_unpacking(data: bytes) -> None:
     if any(info.compress_type != zipfile.ZIP_STORED for info in members) or (
         sum(info.file_size for info in members) > len(data)
     ):
-        raise SavedModelError(f"{WEIGHTS} is compressed, which no trainer does: do not use it, train again")
+        raise SavedModelError(f"{WEIGHTS} is compressed, which the trainer never does: do not use it, train again")
 
 
 def _check_shapes(weights: Any, model: nn.Module, config: FactoryConfig) -> None:
     """Raise `SavedModelError` for a tensor of another shape or kind than the model's: a few bytes may claim to be a
     million times as many, which must not be copied."""
     if not isinstance(weights, dict):
-        raise SavedModelError(f"{WEIGHTS} holds something else than tensors by name, and was not loaded")
+        raise SavedModelError(f"{WEIGHTS} holds something other than named tensors, and was not loaded")
     for name, tensor in model.state_dict().items():
         found = weights.get(name)
         if isinstance(found, Tensor) and (found.shape != tensor.shape or found.layout != tensor.layout):

@@ -56,7 +56,7 @@ class SavedRows:
             stored = ((array - self._mean) / self._std).astype(np.float32)
         if np.isinf(stored).any():
             name = spec.features[int(np.flatnonzero(np.isinf(stored).any(axis=0))[0])]
-            raise ValueError(f"{name} holds a value that is too far from all training rows to be a number")
+            raise ValueError(f"{name} holds a value that is too far outside the range of the training rows")
         batches = [self._batch(torch.from_numpy(stored[at : at + BATCH])) for at in range(0, len(stored), BATCH)]
         return {name: np.concatenate([batch[name] for batch in batches] or [np.empty(0)]) for name in self.columns}
 

@@ -197,8 +197,8 @@ def har_tcn(spec: DataSpec, outputs: int, channels: int = 32, dropout: float = 0
     ValueError for a loss that does not judge two forecasts."""
     if outputs != 8:
         raise ValueError(
-            f"it makes two forecasts of four numbers each, for the loss return_and_volatility, and this loss asks for "
-            f"{outputs} numbers: leave the loss as it is, or take the model tcn"
+            "it makes two forecasts of four numbers each, for the loss return_and_volatility, but this loss needs "
+            f"{outputs} numbers: keep the usual loss, or use the model tcn"
         )
     return HarTcn(spec, channels, dropout)
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         return UNUSABLE
     except PermissionError as error:
-        say(f"{error}: the nodes must run as the user who submits, or as one who may write in the run directory")
+        say(f"{error}: the nodes must run as the user who submits, or as a user who may write to the run directory")
         return UNUSABLE
     except OSError as error:
         say(f"the run directory cannot be used on this node: {error}")

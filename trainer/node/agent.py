@@ -73,10 +73,10 @@ class NodeAgent:
         signal.signal(signal.SIGINT, self._on_term)
         here = self.presence
         if self.rundir.read_node(here.launch, here.node_id, here.incarnation + 1) is not None:
-            say(f"{self._name()} was replaced before it began: it ends")
+            say(f"{self._name()} was replaced before it began, so it exits")
             return LOST
         if not self.rundir.begin_presence(here):
-            say(f"another agent has begun {self._name()}: this one ends")
+            say(f"another agent has begun {self._name()}: this one exits")
             return LOST
         log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{self.presence.node_id}.log"), self._header())
         node: NodeProcesses | None = None
@@ -165,7 +165,7 @@ class NodeAgent:
             if not is_wanted(self.rundir, self.launch):
                 self.asked = True
         except (OSError, DamagedError) as error:
-            warn_once(f"whether this node is wanted still cannot be seen: {error}")
+            warn_once(f"cannot tell whether this node is still wanted: {error}")
 
     def _see_whether_given_up(self) -> None:
         """End where this incarnation was given up while its machine could not be reached: the next one waits for no
@@ -173,7 +173,7 @@ class NodeAgent:
         here = self.presence
         told = self.rundir.read_node(here.launch, here.node_id, here.incarnation)
         if not self.is_given_up and told is not None and told.ended_at is not None:
-            say(f"{self._name()} was given up for lost: it ends")
+            say(f"{self._name()} was given up as lost: it exits")
             self.is_given_up = self.asked = True
 
     def _write(self, **changes: Any) -> None:

@@ -318,7 +318,7 @@ def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[fl
     `GroupError` on a transport that sends nothing between two ranks.
     """
     if not isinstance(transport, TorchTransport | EncryptedMesh):
-        raise GroupError("links can be probed where each rank has a connection to each other only")
+        raise GroupError("links can be probed only if every rank has a connection to every other one")
     bytes_, took, before = PROBE_LEAST, 0.0, 0.0
     while True:
         *seconds, last = _send_over_links(transport, rank, size, bytes_)

@@ -9,41 +9,64 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
-from trainer.observability.scalars import Scalars
+from trainer.observability.scalars import Scalar, Scalars
 from trainer.rundir import EVALUATION, RunDir
 from trainer.secrets.azure_token import WORKSPACE, tracking_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput
+    from mlflow.entities import DatasetInput, Metric
 
-METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
-"""Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
+METRICS_PER_REQUEST = 200
+"""Azure ML takes 250 values at once."""
 PARAMS_PER_REQUEST = 100
 """MLflow takes no more parameters at once."""
 VALUE_LENGTH = 500
 """Characters of a parameter that every server takes."""
-AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
-"""The most nodes, and the fields of a node, that get metrics on Azure ML, since every curve over all nodes comes
-first."""
+CURVES = (
+    "train/loss", "train/learning_rate", "train/grad_norm", "train/samples_per_second", "communication/share",
+    "cluster/gpu_utilization",
+)  # fmt: skip
+"""The curves that a run has besides those of evaluations. All others are in the events and in TensorBoard, and in short
+in the run's artifact ``figures.json``."""
+DETAILS = frozenset(
+    ("samples", "coverage_90", "pinball", "mse_to_zero", "rank_ic", "rank_ic_t", "balanced_accuracy",
+     "balanced_accuracy_t", "mse_to_zero_t", "brier", "ece", "mae", "r2")
+)  # fmt: skip
+"""Scores of stock models that ``evaluation.json`` has, and that no metric is, unless models are compared by it."""
+MOST_OWN = 3
+"""Figures of a script or of a task of one's own that become metrics, of each split."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job continues it."""
 TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
 """Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """By this tag of an experiment MLflow's pages open on its runs; without it they guess what it is of."""
+COLUMN_PIXELS = 110
+SHARED_VIEW, VIEW = "mlflow.sharedViewState.", "dtrain"
+"""What the tag of an experiment begins with that has a view of its list of runs, and the key of ours."""
+COLUMNS = [
+    f"{part}.`{name}`"
+    for part, name in (
+        ("params", "model"), ("metrics", "valid/loss"), ("metrics", "test/loss"), ("metrics", "test/margin"),
+        ("metrics", "cost/total_usd"), ("tags", "gate"), ("tags", "nodes"),
+    )
+]  # fmt: skip
+"""The columns of the list of runs, besides name and date with the state, which it always has."""
 COMPARED_BY = ("nll", "log_loss", "rmse", "bits_per_byte", "perplexity", "mse_to_zero", "loss")
-"""Scores by which models are compared with baselines; of a baseline the first one that it has is shown."""
+"""Scores by which models are compared with baselines: the first one that a model has."""
 NOTE_TAG, SOURCE_TAG, TYPE_TAG = (
     "mlflow.note.content", "mlflow.source.name", "mlflow.source.type",
 )  # fmt: skip
+GATE_TAG = "gate"
 
 
 class MLflowSink:
@@ -60,8 +83,7 @@ class MLflowSink:
         with opening(self._uri):
             self._client = MlflowClient(tracking_uri=self._uri)
             self.run_id = self._begin(job)
-        self._names: set[str] = set()
-        self._scalars = Scalars()
+        self._scalars, self._shown = Scalars(), Shown()
 
     def _begin(self, job: JobConfig) -> str:
         """Return the run of this job: the one it had before, or a new one."""
@@ -73,16 +95,16 @@ class MLflowSink:
         return run_id
 
     def write(self, events: list[dict[str, Any]]) -> None:
-        """Send the scalars of these events; an ``end`` event adds the figures of the test split, and ends the run."""
+        """Send those scalars of these events that people read; an ``end`` event adds the figures of the test split, and
+        ends the run."""
         from mlflow.entities import Metric
 
         metrics = []
         for step, name, value, at in self._scalars.of(events):
-            if fits_run(name, self._names, AZURE_NAMES if self._on_azure else None):
-                self._names.add(name)
+            if self._shown.has(name):
                 metrics.append(Metric(metric_name(name, self._on_azure), value, int(at * 1000), step))
         if any(item["kind"] == "end" and item["status"] == "succeeded" for item in events) and not self._on_azure:
-            metrics += [Metric(*figure) for figure in self._test_figures()]
+            metrics += self._write_test()
         for at in range(0, len(metrics), METRICS_PER_REQUEST):
             self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
         for item in events:
@@ -92,14 +114,17 @@ class MLflowSink:
                 )
                 self._client.set_terminated(self.run_id, status=finished)
 
-    def _test_figures(self) -> Iterator[tuple[str, float, int, int]]:
-        """Yield the figures of the test split as a metric's fields. On Azure ML registration writes them."""
+    def _write_test(self) -> list[Metric]:
+        """Write the verdict on the test split as tags, and return its figures. On Azure ML registration writes them."""
+        from mlflow.entities import Metric, RunTag
+
         try:
             evaluation = self._rundir.read_json(EVALUATION) or {}
         except DamagedError:
-            return  # whoever reads it for more than a page says so
-        for name, value in figures_of_test(evaluation).items():
-            yield name, value, int(time.time() * 1000), self._scalars.step
+            return []  # whoever reads it for more than a page says so
+        self._client.log_batch(self.run_id, tags=[RunTag(*tag) for tag in verdict_tags(evaluation).items()])
+        now, step = int(time.time() * 1000), self._scalars.step
+        return [Metric(name, value, now, step) for name, value in figures_of_test(evaluation).items()]
 
     def close(self) -> None:
         """Do nothing: no connection is kept open."""
@@ -147,9 +172,21 @@ def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str
             f"{found.experiment_id}), or name another one in DTRAIN_EXPERIMENT"
         )
     experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location(tracking_uri))
-    if WORKSPACE not in tracking_uri and KIND_TAG not in (found.tags if found else {}):
-        client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
+    if WORKSPACE not in tracking_uri:
+        prepare_list(client, experiment_id, found.tags if found else {})
     return str(experiment_id)
+
+
+def prepare_list(client: MlflowClient, experiment_id: str, known: Mapping[str, str]) -> None:
+    """State an experiment's kind, unless a person has chosen another one, and the columns of its list of runs, as
+    MLflow's button *Share* does: the page shows them under ``?viewStateShareKey=`` and the key. ``known``: its tags."""
+    columns = json.dumps(
+        {"selectedColumns": COLUMNS, "columnOrder": COLUMNS, "columnWidths": dict.fromkeys(COLUMNS, COLUMN_PIXELS)}
+    )
+    wanted = {KIND_TAG: known.get(KIND_TAG, KIND), f"{SHARED_VIEW}{VIEW}": columns}
+    for name, value in wanted.items():
+        if known.get(name) != value:
+            client.set_experiment_tag(experiment_id, name, value)
 
 
 READ_PARAMS = (
@@ -197,23 +234,85 @@ def metric_name(name: str, on_azure: bool) -> str:
     what stands before the slash; Azure ML takes no slashes. Pure."""
     if on_azure:
         return name.replace("/", ".")
-    return f"system/{name}" if name.startswith(("node_", "cluster/")) else name
+    return f"system/{name}" if name.startswith("cluster/") else name
+
+
+class Shown:
+    """The choice of the scalars that become metrics of one run: `CURVES`, and of each split its loss, the score by
+    which models are compared, and `MOST_OWN` figures that are not `DETAILS`."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, set[str]] = {}
+
+    def has(self, name: str) -> bool:
+        """Return whether a scalar of this name becomes a metric."""
+        if name in CURVES:
+            return True
+        split, _, figure = name.partition("/")
+        if split not in ("valid", "test") or figure in DETAILS:
+            return False
+        if figure in COMPARED_BY:
+            return True
+        own = self._own.setdefault(split, set())
+        if len(own) < MOST_OWN:
+            own.add(figure)
+        return figure in own
 
 
 def figures_of_test(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of the test split as metrics: all of the model, and of each baseline the one that it is
-    compared by. Pure."""
+    """Return the figures of the test split that become metrics: loss and score of the model, and by how much its score
+    is better than that of the best baseline. Pure."""
+    model, shown = _numbers(evaluation.get("model")), Shown()
+    score, best = _best_baseline(evaluation)
+    names = [name for name in model if name == score or shown.has(f"test/{name}")]
+    found = {f"test/{name}": model[name] for name in names}
+    return found | ({"test/margin": best[1] - model[score]} if best else {})
 
-    def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-        usable = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-        return {name: float(value) for name, value in usable.items() if not isinstance(value, bool)}
 
-    found = {f"test/{name}": value for name, value in numbers(evaluation.get("model") or {}).items()}
-    for baseline, figures in (evaluation.get("baselines") or {}).items():
-        usable = numbers(figures)
-        compared = [name for name in COMPARED_BY if name in usable][:1]
-        found |= {f"baseline/{baseline}_{name}": usable[name] for name in compared}
-    return found
+def verdict_tags(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """Return the verdict on the test split as tags: of the gate, and which baseline is the best. Pure."""
+    gate, (_, best) = evaluation.get("gate"), _best_baseline(evaluation)
+    tags = {"best_baseline": best[0]} if best else {}
+    return tags | (gate_tag(gate.get("passed") is True) if isinstance(gate, Mapping) else {})
+
+
+def gate_tag(passed: bool) -> dict[str, str]:
+    """Return the gate's verdict as a tag. Pure."""
+    return {GATE_TAG: "passed" if passed else "not passed"}
+
+
+def _best_baseline(evaluation: Mapping[str, Any]) -> tuple[str, tuple[str, float] | None]:
+    """Return the score by which the model is compared, and the best baseline with its score; None where there is
+    none."""
+    model = _numbers(evaluation.get("model"))
+    score = next((name for name in COMPARED_BY if name in model), "")
+    rows = {name: _numbers(figures) for name, figures in (evaluation.get("baselines") or {}).items()}
+    scores = [(name, row[score]) for name, row in rows.items() if score in row]
+    return score, min(scores, key=lambda item: item[1], default=None)
+
+
+def _numbers(figures: Any) -> dict[str, float]:
+    usable = {name: value for name, value in (figures or {}).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in usable.items() if not isinstance(value, bool)}
+
+
+def summarise(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return each curve of a training in short: its last value and step, least, greatest, mean, and number of points.
+    Pure. An event that cannot be read, since nodes write them, adds nothing."""
+    found: dict[str, dict[str, float]] = {}
+    for step, name, value, _ in _readable(events):
+        row = found.setdefault(name, {"least": value, "greatest": value, "mean": 0.0, "points": 0})
+        row["points"] += 1
+        row["mean"] += (value - row["mean"]) / row["points"]
+        row |= {"last": value, "step": step, "least": min(row["least"], value), "greatest": max(row["greatest"], value)}
+    return dict(sorted(found.items()))
+
+
+def _readable(events: Iterable[dict[str, Any]]) -> Iterator[Scalar]:
+    scalars = Scalars()
+    for item in events:
+        with suppress(KeyError, TypeError, ValueError, AttributeError, DamagedError):
+            yield from scalars.of([item])
 
 
 def _manifest_of(job: JobConfig) -> Mapping[str, Any]:
@@ -253,15 +352,3 @@ def dataset_of(job: JobConfig, manifest: Mapping[str, Any]) -> dict[str, str]:
         "schema": json.dumps({"mlflow_colspec": columns}),
         "profile": json.dumps(profile),
     }
-
-
-def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
-    """Return whether a run of a server that takes ``most`` names (None: any number) takes this one besides those
-    ``taken``. Metrics that do not fit are in the events only."""
-    if most is None or name in taken:
-        return True
-    if name.startswith("node_"):
-        nodes = sum(other.startswith("node_") for other in taken)
-        if nodes >= AZURE_NODE_NAMES or name.rpartition("/")[2] not in AZURE_NODE_FIELDS:
-            return False
-    return len(taken) < most

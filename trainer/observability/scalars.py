@@ -66,7 +66,7 @@ class Scalars:
                     rows.append((self.step, "train/epoch", item["epoch"] + 1, at))
             elif item["kind"] == "evaluation":
                 self.step = item["step"]
-                values = {"loss": item["loss"], **item["metrics"]}
+                values = {"loss": item["loss"], **(item.get("metrics") or {})}
                 rows += [(self.step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
             elif item["kind"] == "node":
                 self._nodes[item["node_id"]] = item

@@ -98,7 +98,7 @@ class Watchdog:
             try:
                 self._look()
             except Exception:  # a watchdog that fails must not be what ends a training
-                _log.exception("the watchdog could not look")
+                _log.exception("the watchdog could not check the ranks")
 
     def _look(self) -> None:
         world, mark, now = self._world, self._mark, time.monotonic()

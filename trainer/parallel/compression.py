@@ -229,6 +229,6 @@ def check_compression(config: DistributedTrainingConfig) -> None:
     """Raise `ConfigError` for settings that exclude each other."""
     if config.communication == "topk" and config.precision == "fp16":
         raise ConfigError(
-            "training.communication = 'topk' does not go with training.precision = 'fp16', whose loss scale changes "
-            "between the steps that entries are kept back for: use precision 'bf16', or communication 'fp16'"
+            "training.communication = 'topk' cannot be combined with training.precision = 'fp16', whose loss scale "
+            "changes while entries are held back: use precision 'bf16', or communication 'fp16'"
         )

@@ -113,7 +113,9 @@ def form_horovod(world: World, timeout: float) -> None:
             group.run("forming Horovod's world", lambda _: _start(hvd, variables))
         except GroupError as error:
             if _SPOILT:
-                raise NoGenerationError(f"Horovod did not start, and cannot again in this process: {error}") from error
+                raise NoGenerationError(
+                    f"Horovod did not start, and cannot do so again in this process: {error}"
+                ) from error
             raise
         world.all_gather_object(world.rank)  # until then others may need the server
     finally:

@@ -232,7 +232,7 @@ def form_default_group(world: World, timeout: float) -> None:
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise RuntimeError(
                 f"torch's default process group has rank {dist.get_rank()} of {dist.get_world_size()}, and this "
-                f"training is rank {rank} of {size}: call torch.distributed.destroy_process_group() before"
+                f"training is rank {rank} of {size}: call torch.distributed.destroy_process_group() first"
             )
         return
     limit = timedelta(seconds=timeout)
@@ -260,6 +260,6 @@ def _copied(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, dict(shared))
     except Exception as error:
         raise ConfigError(
-            f"training.zero_stage = 3 trains a copy of the model, which cannot be copied ({error}): let "
+            f"training.zero_stage = 3 trains a copy of the model, which cannot be copied ({error}): make "
             "copy.deepcopy(model) work, set training.zero_stage to 1 or 2, or training.strategy to fsdp"
         ) from error

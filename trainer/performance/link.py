@@ -67,7 +67,7 @@ def fit_link(observed: Iterable[tuple[float, float, float]]) -> Link:
     """
     rows = [(messages / seconds, bytes_ / seconds) for messages, bytes_, seconds in observed if seconds > 0]
     if not rows:
-        raise ValueError("nothing was measured that a link could be fitted to")
+        raise ValueError("there are no measurements to fit a link to")
     latency, per_byte = _fit_non_negative(rows)
     return Link(latency_seconds=latency, seconds_per_byte=per_byte if per_byte > LEAST_PER_BYTE else 0.0)
 

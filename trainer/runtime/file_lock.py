@@ -33,7 +33,7 @@ def hold_lock(path: str | os.PathLike[str], patience_seconds: float) -> Iterator
     except OSError as error:
         if error.errno in _NO_LOCK_FILE:  # nodes may have put anything there, and a link would create a file elsewhere
             raise DamagedError(str(path), f"something else is in place of a lock ({error.strerror})") from None
-        _log.warning("%s cannot be locked (%s): going on without", path, error)
+        _log.warning("%s cannot be locked (%s): continuing without a lock", path, error)
     try:
         yield lock.is_locked
     finally:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 
 NETWORK_REMEDY = (
-    "this is the network, not a role: this machine is not admitted from where it is. Go on from inside the virtual "
-    "network (the subnet `orchestrator` of deploy/azure), or through a VPN or Bastion, and let its DNS answer with the "
-    "private address (`nslookup <host>`)"
+    "this is a network restriction, not a missing role: access is not allowed from this machine's network. Continue "
+    "from inside the virtual "
+    "network (the subnet `orchestrator` of deploy/azure), or through a VPN or Bastion, and make sure that its DNS "
+    "returns the private address (`nslookup <host>`)"
 )
 """What to do about a refusal by a network rule."""
 _CODES = {

@@ -70,7 +70,8 @@ def refuse_secret(setting: str, text: str, remedy: str = "") -> None:
             f"{setting}=keyvault://VAULT/SECRET"
         )
         raise SecretError(
-            f"{setting} carries {what}, and what is set here is stored with all that is made of it: {remedy or usual}"
+            f"{setting} carries {what}, and settings are stored with everything that is made from them: "
+            f"{remedy or usual}"
         )
     if is_reference(text):
         check_reference(text)

@@ -135,12 +135,12 @@ def _service(connection_string: str | None, url: str | None, pid: int) -> BlobSe
             return BlobServiceClient.from_connection_string(connection_string, **options)
         except ValueError:  # whose message may hold the key
             raise ConfigError(
-                f"{CONNECTION_STRING} is no connection string of a storage account: copy it from the account's access "
-                f"keys, or unset it and name the account by {ACCOUNT_URL}"
+                f"{CONNECTION_STRING} is not the connection string of a storage account: copy it from the account's "
+                f"access keys, or unset it and name the account by {ACCOUNT_URL}"
             ) from None
     if not url:
         raise ConfigError(
-            f"an az:// address was given, and no storage account: set {ACCOUNT_URL} "
+            f"an az:// address was given, but no storage account: set {ACCOUNT_URL} "
             f"(https://<account>.blob.core.windows.net, opened by this machine's identity) or {CONNECTION_STRING}"
         )
     if not url.startswith("https://"):
@@ -164,7 +164,7 @@ def _translated(what: str, error: BaseException, verdict: AccessVerdict) -> OSEr
             remedy = f"check the key in {CONNECTION_STRING}"
         else:
             remedy = "give this machine's identity the role 'Storage Blob Data Contributor' on the container"
-        return StorageAccessError(f"{what}: the storage account ({account()}) does not let us in ({said}): {remedy}")
+        return StorageAccessError(f"{what}: the storage account ({account()}) denies access ({said}): {remedy}")
     if verdict is AccessVerdict.NO_CONTAINER:
         return StorageAccessError(
             f"{what}: the storage account ({account()}) has no such container: create it, or correct the address"

@@ -66,8 +66,8 @@ class BlobStorage(Storage):
         match = _ADDRESS.match(self.uri)
         if not match:
             raise ConfigError(
-                f"{self.uri!r} is no address in Blob Storage: az://<container>/<path>, the container in 3 to 63 "
-                "lower-case letters, digits and single hyphens"
+                f"{self.uri!r} is not an address in Blob Storage: give az://<container>/<path>, with a container "
+                "name of 3 to 63 lower-case letters, digits and single hyphens"
             )
         self.container, self._prefix = match[1], (match[2] or "").strip("/")
         self.root = f"{self.container}/{self._prefix}".rstrip("/")
@@ -137,7 +137,7 @@ class BlobStorage(Storage):
         properties = self._properties(name)
         if mark in _marks(properties.metadata):  # it was us: that answer was lost
             return properties.version_id
-        raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))
+        raise FileExistsError(errno.EEXIST, "it already exists", self._at(name))
 
     def compare_and_swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
         mark = uuid.uuid4().hex[:12]
@@ -233,7 +233,7 @@ class BlobStorage(Storage):
             data, properties = answer.readall(), answer.properties
             size = int(str(properties.content_range).rpartition("/")[2])  # the properties' own size is the part's
             if len(data) != min(length, size - offset):
-                raise ConnectionError(f"{len(data)} bytes came instead of {min(length, size - offset)}")
+                raise ConnectionError(f"{len(data)} bytes arrived instead of {min(length, size - offset)}")
             return _Part(data, size, properties.etag, properties.metadata or {})
 
         try:

@@ -86,7 +86,7 @@ def _take(lock: str, deadline: float) -> str:
                     os.unlink(f"{mine}/{left}")
             return mine
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{lock} could not be had within {TIMEOUT_SECONDS:.0f} s")
+            raise TimeoutError(f"{lock} could not be acquired within {TIMEOUT_SECONDS:.0f} s")
         time.sleep(0.002)
 
 

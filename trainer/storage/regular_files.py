@@ -41,7 +41,7 @@ def open_regular(root: str, name: str) -> IO[bytes]:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise DamagedError(where, "a symbolic link is in its place") from None
         if error.errno in (errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP):
-            raise DamagedError(where, "it is no regular file") from None
+            raise DamagedError(where, "it is not a regular file") from None
         error.filename = where  # not the part of it that was looked for
         raise
     mode = os.fstat(descriptor).st_mode

@@ -52,7 +52,8 @@ def read_tf_config(text: str) -> tuple[tuple[str, ...], int]:
         kind = str(task["type"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f'{TF_CONFIG} is none: it needs {{"cluster": {{"worker": ["HOST:PORT", …]}}, "task": {{"type": "worker", '
+            f'{TF_CONFIG} is not valid: it needs {{"cluster": {{"worker": ["HOST:PORT", …]}}, "task": {{"type": '
+            '"worker", '
             f'"index": 0}}}} ({type(error).__name__}: {error})'
         ) from None
     if other := [name for name in kinds if name not in ("chief", "worker")] or (

@@ -159,7 +159,7 @@ class TensorFlowDistributedTrainer:
             return str(self._given_run_dir).rstrip("/")
         if world_size > 1:
             raise ConfigError(
-                "several ranks need TensorFlowDistributedTrainer(…, run_dir=…): one folder that all of them see"
+                "several ranks need TensorFlowDistributedTrainer(…, run_dir=…): a folder that all of them can reach"
             )
         return str(Path("runs") / f"keras-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
@@ -248,7 +248,7 @@ class TensorFlowDistributedTrainer:
         if code != 0:
             why = str(result["error"])
             if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"run_dir={rundir.uri!r} goes on from the last checkpoint")
+                raise KeyboardInterrupt(f"run_dir={rundir.uri!r} continues from the last checkpoint")
             raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
         found = (event.get("metrics") or {} for event in rundir.events("evaluation"))
         self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]

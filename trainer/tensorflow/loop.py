@@ -133,8 +133,9 @@ class KerasTraining:
         for rank, found in enumerate(self.replica.gather(self.facts, mine)):
             if found != mine:
                 raise ConfigError(
-                    f"rank {rank} has other training data or another model than rank {self.facts.rank}: all ranks must "
-                    "read the same samples in the same order. Data that differ from process to process need one seed"
+                    f"rank {rank} has different training data or a different model than rank {self.facts.rank}: all "
+                    "ranks must read the same samples in the same order. Data that differ from process to process "
+                    "need one seed"
                 )
 
     def _resume(self) -> None:
@@ -142,7 +143,7 @@ class KerasTraining:
         found = self._checkpoints.load_latest()
         steps = self.replica.gather(self.facts, found[1]["progress"]["step"] if found else 0)
         if len(set(steps)) > 1:
-            raise CheckpointError(f"the ranks found checkpoints of steps {steps}: they do not see one run directory")
+            raise CheckpointError(f"the ranks found checkpoints of steps {steps}: they do not share one run directory")
         if found is None:
             return
         folder, state = found

@@ -57,8 +57,8 @@ def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
         raise ConfigError(
-            f"TensorFlow has computed in this process already, and joins other workers only before: make tensors and "
-            f"models in make_model ({error})"
+            "TensorFlow has already computed in this process, and can join other workers only before that: make "
+            f"tensors and models in make_model ({error})"
         ) from None
     finally:
         if given is None:
@@ -77,7 +77,7 @@ def _use_one_gpu(facts: RankFacts) -> None:
     has_its_own = any(name in os.environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
     if len(gpus) < facts.local_world_size and not has_its_own:
         raise ConfigError(
-            f"{facts.local_world_size} ranks of this node see {len(gpus)} GPU(s), of which each needs its own: start "
+            f"{facts.local_world_size} ranks of this node see {len(gpus)} GPU(s), but each needs its own: start "
             "as many ranks on a node as it has GPUs, or hide them (CUDA_VISIBLE_DEVICES=) to train on the CPUs"
         )
     tf.config.set_visible_devices(gpus[number], "GPU")

@@ -10,7 +10,7 @@ _ONLY = {
     "communication": ("allreduce", "TensorFlow sums gradients exactly"),
     "strategy": ("ddp", "each rank of this strategy holds the whole model"),
     "activation_checkpointing": (False, "use keras.RematScope where the model is made"),
-    "max_node_seconds": (None, "a budget ends trainings of PyTorch only"),
+    "max_node_seconds": (None, "only trainings of PyTorch have a budget"),
     "profile_steps": (None, "use TensorFlow's own profiler: tf.profiler.experimental"),
 }
 """The one value of a setting that can be honoured, and what to do instead of another."""

@@ -76,7 +76,7 @@ def choose_metrics(given: Mapping[str, Figure] | None, loss: str) -> Mapping[str
         return {"accuracy": is_right} if loss in _CLASSES else {}
     for name in given:
         if name in RESERVED:
-            raise ConfigError(f"a metric is named {name!r}, as a figure of every report is: give it another name")
+            raise ConfigError(f"a metric is named {name!r}, which every report already uses: give it another name")
     return given
 
 

@@ -164,7 +164,7 @@ def untold(baseline: LearningResult, steps: int) -> str:
         return ""
     return (
         f"not compared: {steps} steps take the validation loss of the baseline from {baseline.first:.5f} to "
-        f"{baseline.loss:.5f} only, so that nothing can be concluded from what a candidate learns; give more --seconds"
+        f"{baseline.loss:.5f} only, so nothing can be concluded about a candidate; give more --seconds"
     )
 
 

@@ -33,11 +33,11 @@ NODE_METERS = ("virtual machines", "azure machine learning", "")
 """Categories of meters of node-time, those that surely are first."""
 NOT_OURS = "node-time of another SKU or tier than this job's, on the same compute"
 SURCHARGE = "a surcharge on node-time: not in our figures"
-NOT_YET = "not in the export: usage appears a day or two later; or the nodes are another subscription's"
+NOT_YET = "not in the export: usage appears a day or two later; or the nodes belong to another subscription"
 COMPLETE_AFTER_DAYS = 2
 """Days after the end of a day until its usage is taken for complete. Azure documents 8 to 24 hours, and up to 72 for
 some services."""
-NO_INFO = "no AdditionalInfo, which names it: export cost details; a query of Cost Management does not have it"
+NO_INFO = "no AdditionalInfo, which names it: export cost details, since a Cost Management query does not have it"
 UNFINISHED = "this day is not complete yet"
 
 
@@ -164,18 +164,19 @@ def _notes(rows: Sequence[BilledUsage], named: bool, repeats: Repeats, marks: Ma
     notes = []
     if not rows:
         notes.append(
-            "no row of the export is of this job: check its period, and that it has ResourceId with AdditionalInfo, or "
-            "Tags"
+            "no row of the export belongs to this job: check its period, and that it has ResourceId with "
+            "AdditionalInfo, or Tags"
         )
     if not named:
         notes.append(
-            "some rows are known by their compute alone: they hold whatever else was on it that day, idle nodes as well"
+            "some rows are identified only by their compute: they include whatever else was on it that day, and idle "
+            "nodes as well"
         )
     places = {place for row in rows if (place := workspace_of(row.resource))}
     if marks.workspace is None and len(places) > 1:
         notes.append(
-            f"{len(places)} workspaces have a compute of this name, and it is not known in which the job ran: their "
-            "rows are added up"
+            f"{len(places)} workspaces have a compute of this name, and it is not known in which one the job ran: "
+            "their rows are added up"
         )
     if doubtful := [row for row in repeats.doubtful if row in rows]:
         units = sum(row.units for row in doubtful)
@@ -262,7 +263,7 @@ def _why(
         if abs(hours - rounded) < 1e-6:
             why = "rounded up to whole hours"
         elif hours > own:
-            why = "nodes are billed while they boot, idle between jobs and are given back"
+            why = "nodes are also billed while they boot, idle between jobs and shut down"
             why += "" if named else "; other jobs on the same compute"
         else:
             why = "not all of it is in the export yet, or the nodes were billed elsewhere"

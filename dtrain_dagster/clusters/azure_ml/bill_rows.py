@@ -207,7 +207,7 @@ def _dollars(row: Mapping[str, Any]) -> Decimal:
             )
     amount = Decimal(str(cost).strip() or "0")
     if not amount.is_finite():
-        raise ValueError(f"a cost of {cost!r} is no number")
+        raise ValueError(f"a cost of {cost!r} is not a number")
     return amount
 
 
@@ -229,7 +229,7 @@ def _day(value: Any) -> date:
             return datetime.strptime(part, pattern).date()  # noqa: DTZ007
         except ValueError:
             continue
-    raise ValueError(f"{text!r} is no date; 2026-06-01, 06/01/2026 and 20260601 are")
+    raise ValueError(f"{text!r} is not a date; 2026-06-01, 06/01/2026 and 20260601 are")
 
 
 def _csv_rows(text: str) -> tuple[list[str], list[list[str]]]:
@@ -251,7 +251,8 @@ def _json_rows(text: str, source: str) -> tuple[list[str], list[Any]]:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{source} is no answer of a Cost Management query (columns, rows) nor a list of usage details: {error!r}"
+            f"{source} is neither the answer of a Cost Management query (columns, rows) nor a list of usage details: "
+            f"{error!r}"
         ) from None
 
 

@@ -179,7 +179,7 @@ class JobController:
                 return self.status.report_missing(record, self.status.read(), decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
-                _log.warning("job %s: %s; ending it, to go on", record["job_name"], decision.message)
+                _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
             fields = {"stopping": record["stopping"] or decision.message}
             if phase_of(facts.look) == "waiting":
                 here = {"sku": record["sku"], "tier": record["tier"]}
@@ -222,7 +222,7 @@ class JobController:
         came_in_vain = record["nodes_ready"] is not None
         waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
-            message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
+            message = f"{decision.message}; has been waiting for capacity for {now - waiting_since:.0f} s"
             status = self.status.report(record, facts, replace(decision, message=message))
             self._tell_of_wait(record, waiting_since)
             return status
@@ -253,7 +253,7 @@ class JobController:
         if not self.launches.compare_and_swap(before, following):
             return self.status.report(record, facts, decision)
         _log.warning(
-            "job %s: %s; goes on as %s with %d nodes of %s", record["job_name"], decision.message,
+            "job %s: %s; continues as %s with %d nodes of %s", record["job_name"], decision.message,
             following["job_name"], got.node_count, got.sku,
         )  # fmt: skip
         self.traces.keep_logs(record)

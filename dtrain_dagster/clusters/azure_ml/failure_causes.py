@@ -98,7 +98,7 @@ def _ask_service(seen: FailureWitnesses) -> FailureCause | None:
 
 
 def _ask_vanished_nodes(seen: FailureWitnesses) -> FailureCause | None:
-    words = f"node(s) {', '.join(map(str, seen.vanished))} went without a word"
+    words = f"node(s) {', '.join(map(str, seen.vanished))} disappeared without a record"
     return FailureCause(kind="lost", words=words) if seen.vanished else None
 
 

@@ -83,8 +83,8 @@ def explain_shared_gpu(sku: str, ranks: int) -> str:
     if ranks < 2 or not _SHARED.fullmatch(sku):
         return ""
     return (
-        f"{sku} has a part of a GPU (a vGPU or a MIG instance), between which NCCL does not sum, and {ranks} ranks are "
-        "to train together: take a size with whole GPUs"
+        f"{sku} has a part of a GPU (a vGPU or a MIG instance), which NCCL cannot connect, but {ranks} ranks are to "
+        "train together: take a size with whole GPUs"
     )
 
 

@@ -163,7 +163,7 @@ class AzureMLClusterManager(GPUClusterManager):
         if not spec.command:
             raise ClusterError(f"job {spec.job_id!r} has no command to run")
         if spec.node_count < 1 or spec.processes_per_node < 1:
-            raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it takes one or more")
+            raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it needs one or more")
         refuse_secrets(spec.env)
         if spec.script:
             self.jobs.scripts[spec.job_id] = spec.script
@@ -220,7 +220,7 @@ class AzureMLClusterManager(GPUClusterManager):
         with self._use.giving_back(used_at) as check:
             work = self._work()
             if at_work := [*work.get(ANYWHERE, ()), *work.get(compute, ())]:
-                raise InUseError(f"{', '.join(at_work)} is at work by now")
+                raise InUseError(f"{', '.join(at_work)} is at work already")
             is_gone = self.compute_pools.give_back(compute, force, check)
             got = self._got()
             if is_gone and got is not None and got.compute == compute:

@@ -54,14 +54,14 @@ class MissingJobKeeper:
         """
         name = record["job_name"]
         try:
-            why = "the service does not know it, and it might run all the same"
+            why = "the service does not know it, but it might be running anyway"
             is_known = self.jobs.cancel(name, why, self.jobs.options.look_patience_seconds)
             answer = CANCEL_TAKEN if is_known else CANCEL_NOT_FOUND
         except ServiceRefused as error:
             answer = f"refused: {error}"
         fields: Record = {"missing_cancel": answer}
         if answer == CANCEL_TAKEN:
-            reason = record["stopping"] or "the service did not know it for minutes, and then took its cancellation"
+            reason = record["stopping"] or "the service did not know it for minutes, and then accepted its cancellation"
             fields |= {"missing_at": [], "stopping": reason}
         _log.warning("job %s is not known to the service; its cancellation: %s", name, answer)
         return self.launches.change(record["token"], **fields)

@@ -106,7 +106,7 @@ class AzureMLOptions:
         )
         _require(self.max_nodes is None or self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be 1 or more")
         _require(0 < self.idle_seconds <= 86400, "idle_seconds", self.idle_seconds,
-                 "must be 1 to 86400: 0 is not passed on, and the service's own default would hold")  # fmt: skip
+                 "must be 1 to 86400: 0 is not passed on, and the service's own default would apply")  # fmt: skip
         known = bool(self.tiers) and {*map(current_tier, self.tiers)} <= set(TIERS)
         _require(known, "tiers", self.tiers, f"must be of {TIERS}")
         for entry in self.chain:

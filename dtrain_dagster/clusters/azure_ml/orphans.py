@@ -33,7 +33,7 @@ def why_orphaned(
     if is_settled:
         return "its run directory says that it has ended"
     if record.get("cancel_asked_at"):
-        return "it was to be cancelled"
+        return "it should have been cancelled"
     if owner is not None and owner not in live_runs:
         return f"no live Dagster run follows it; the last was {owner}"
     return ""
@@ -47,9 +47,9 @@ def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: 
     if state in ("Failed", "Canceled"):
         return f"it is {state}"
     if minimum > 0:
-        return f"it keeps {minimum} nodes whatever there is to do"
+        return f"it keeps {minimum} nodes even when there is no work"
     if idle_nodes + busy_nodes:
-        return f"{idle_nodes} nodes idle and {busy_nodes} are at work, and no job of ours is there"
+        return f"{idle_nodes} nodes are idle and {busy_nodes} are at work, and none of our jobs is there"
     return ""
 
 

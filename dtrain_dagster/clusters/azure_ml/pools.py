@@ -122,7 +122,7 @@ class Pools:
             self.provisioner.nodes(name, self.patience), ("running", "preparing") if is_deleted else ("running",)
         )
         if at_work:
-            raise InUseError(f"compute {name} is at work by now: {', '.join(at_work)}")
+            raise InUseError(f"compute {name} is at work already: {', '.join(at_work)}")
 
 
 def busy(nodes: Sequence[tuple[str, str, str | None]], states: Collection[str] = ("running",)) -> list[str]:
@@ -138,7 +138,7 @@ def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[
     if state in MOVING:
         return f"it is {state}", operation_seconds
     if minimum > 0:
-        return f"it keeps {minimum} nodes whatever there is to do", 0.0
+        return f"it keeps {minimum} nodes even when there is no work", 0.0
     return "", LEAVING_SECONDS
 
 

@@ -91,7 +91,7 @@ class Provisioner:
         self._require_own_key()
         computes = self.computes()
         for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
-            _log.warning("deleting %s, which an attempt before this one has left %s", name, "Failed")
+            _log.warning("deleting %s, which an earlier attempt has left %s", name, "Failed")
             self.delete(name)
             del computes[name]
         sizes, quotas = self.sizes(), self.quotas()
@@ -129,7 +129,7 @@ class Provisioner:
             if refusal.verdict == "fatal":
                 remedy = f". {ROLE_REMEDY}" if refusal.code == "AuthorizationFailed" else ""
                 why = f"{refusal.code}): {refusal.message}{remedy}"
-                raise ClusterError(f"{choice} was refused for a reason that no other size changes ({why}")
+                raise ClusterError(f"{choice} was refused for a reason that another size would not change ({why}")
             refusals.append(refusal)
         raise no_capacity(node_count, attempts, refusals)
 
@@ -173,7 +173,7 @@ class Provisioner:
         if not self.options.public_ip and compute.enable_node_public_ip:
             raise ClusterError(
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
-                f"(`az ml compute delete -n {compute.name}`), and it is made again without"
+                f"(`az ml compute delete -n {compute.name}`), and it is made again without them"
             )
         same = str(compute.size).casefold() == choice.sku.casefold() and compute_tier(compute) == choice.tier
         return (
@@ -292,7 +292,7 @@ class Provisioner:
             compute.network_settings = None  # as the client reads it, it cannot write it
         with self.audit.operation("compute.release", name, min_nodes=0, idle_seconds=self.options.idle_seconds):
             self._run(
-                f"let the idle nodes of {name} go",
+                f"release the idle nodes of {name}",
                 lambda: self.service.ml.compute.begin_create_or_update(compute),
                 patience_seconds,
             )

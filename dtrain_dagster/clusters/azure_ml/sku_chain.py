@@ -164,7 +164,7 @@ def examine(
         message = f"{choice.sku} is not offered as Spot nodes (lowPriorityCapable is false)"
         return SkuRefusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if 0 < size.gpus < processes_per_node:
-        message = f"{choice.sku} has {size.gpus} GPUs, and {processes_per_node} processes are to run on each node"
+        message = f"{choice.sku} has {size.gpus} GPUs, but {processes_per_node} processes are to run on each node"
         return SkuRefusal(code="TooFewGpus", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     needed = node_count * size.vcpus
     limited = [quota for quota in quotas_of(choice, size, quotas) if quota.limit >= 0]

@@ -123,7 +123,9 @@ def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
         return JobDecision(action=action, state=JobState.RUNNING, message="is being cancelled")
     if facts.stopping:
         again: Literal["report", "stop"] = "report" if phase == "stopping" else "stop"
-        return JobDecision(action=again, state=JobState.QUEUED, message=f"is being ended, to go on: {facts.stopping}")
+        return JobDecision(
+            action=again, state=JobState.QUEUED, message=f"is being ended, in order to continue: {facts.stopping}"
+        )
     if phase == "waiting":
         return _waiting(facts, patience)
     if phase == "working":
@@ -146,7 +148,7 @@ def _ended(facts: JobFacts) -> JobDecision:
             return _failed(str((facts.result or {}).get("error", "")))
         if _says(facts, "stopped"):
             return _lost(facts, "its processes were told to end (SIGTERM)")
-        return _failed("all processes ended in order, but the result does not say that the training is done")
+        return _failed("all processes exited normally, but the result does not say that the training is complete")
     if facts.cancel_asked:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
     if _says(facts, "failed"):
@@ -181,7 +183,7 @@ def explain_loss(facts: JobFacts) -> str:
 def _lost(facts: JobFacts, why: str) -> JobDecision:
     if facts.elastic and (facts.resubmissions_left > 0 or facts.never_began):
         return JobDecision(action="next", state=JobState.QUEUED, message=why)
-    spent = "it cannot go on by itself" if not facts.elastic else "it was submitted again as often as it may be"
+    spent = "it cannot go on by itself" if not facts.elastic else "it has been submitted again as often as is allowed"
     return _failed(f"{why}; {spent}")
 
 
@@ -195,7 +197,7 @@ def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
         return _unseen(facts, patience)
     since = facts.now - facts.misses[0] if facts.misses else 0.0
     if not is_absent(facts.misses, patience.absence):
-        words = f"the service does not know it since {since:.0f} s; such answers may be wrong, it is looked at again"
+        words = f"the service has not known it for {since:.0f} s; such answers may be wrong, so it is checked again"
         action: Literal["wait", "cancel"] = "cancel" if facts.cancel_asked else "wait"
         return JobDecision(action=action, state=JobState.RUNNING, message=words)
     if not facts.missing_cancel:
@@ -210,8 +212,8 @@ def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
         return _lost(facts, facts.stopping)
     also = "" if facts.missing_cancel == CANCEL_NOT_FOUND else f"; its cancellation was {facts.missing_cancel}"
     return _failed(
-        f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, at "
-        f"{len(facts.misses)} looks{also}"
+        f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, in "
+        f"{len(facts.misses)} checks{also}"
     )
 
 
@@ -229,7 +231,7 @@ def _unseen(facts: JobFacts, patience: Patience) -> JobDecision:
 def _waiting(facts: JobFacts, patience: Patience) -> JobDecision:
     waited = facts.now - facts.phase_since
     ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
-    why = f"waits for nodes since {waited:.0f} s{ready}" + (
+    why = f"has been waiting for nodes for {waited:.0f} s{ready}" + (
         f" ({facts.allocation_error})" if facts.allocation_error else ""
     )
     scarce = bool(facts.allocation_error) and facts.has_alternative
@@ -243,7 +245,7 @@ def _paused(facts: JobFacts, patience: Patience) -> JobDecision:
     waited = facts.now - facts.phase_since
     if waited <= patience.queue:
         return JobDecision(
-            action="report", state=JobState.QUEUED, message=f"is paused by the service since {waited:.0f} s"
+            action="report", state=JobState.QUEUED, message=f"has been paused by the service for {waited:.0f} s"
         )
     return JobDecision(
         action="stop", state=JobState.QUEUED, message=f"was paused for longer than {patience.queue:.0f} s"
@@ -255,7 +257,7 @@ def _silent(facts: JobFacts, patience: Patience) -> JobDecision:
     word = facts.look.status
     silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
     if silent <= patience.silence:
-        message = f"the service says {word}; its nodes were last heard of {max(0.0, silent):.0f} s ago"
+        message = f"the service says {word}; its nodes were last heard from {max(0.0, silent):.0f} s ago"
         return JobDecision(action="report", state=JobState.RUNNING, message=message)
     message = f"the service says {word}, and nothing was heard for longer than {patience.silence:.0f} s"
     return JobDecision(action="stop", state=JobState.RUNNING, message=message)

@@ -54,7 +54,7 @@ class StatusFile:
         since = known.get("unreachable_since") or time.time()
         if self.writes_reports and known and not known.get("unreachable_since"):
             self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        return self._repeat(record, known, f"cannot be reached since {time.time() - since:.0f} s: {error}")
+        return self._repeat(record, known, f"has been unreachable for {time.time() - since:.0f} s: {error}")
 
     def report_missing(self, record: Record, status: Mapping[str, Any], message: str) -> JobStatus:
         """Return the last seen status of a job that the service says not to know, with this message. It goes on from

@@ -168,7 +168,7 @@ def _why_pending(pod: Answer, status: Answer, state: Answer, warnings: Sequence[
         return f"a volume cannot be mounted: {mount}; check {S}VOLUMES"
     if sandbox := _newest(warnings, pod, "FailedCreatePodSandBox"):
         return f"its machine cannot start it: {sandbox}"
-    return "its machine starts it" if pod["spec"].get("nodeName") else ""
+    return "its machine is starting it" if pod["spec"].get("nodeName") else ""
 
 
 def _newest(warnings: Sequence[Answer], about: Answer, *reasons: str) -> str:
@@ -184,4 +184,4 @@ def _newest(warnings: Sequence[Answer], about: Answer, *reasons: str) -> str:
 
 def _with_remedy(message: str, remedies: Mapping[str, str]) -> str:
     remedy = next((text for part, text in remedies.items() if part in message), "")
-    return f"no pod is made: {message}; {remedy}" if remedy else f"no pod is made: {message}"
+    return f"no pod is created: {message}; {remedy}" if remedy else f"no pod is created: {message}"

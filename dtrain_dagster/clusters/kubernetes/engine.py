@@ -38,10 +38,10 @@ RIGHTS = (
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _REFUSALS = {
     0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
-    401: "the cluster does not know who asks: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
+    401: "the cluster does not recognise this identity: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
     403: "this identity may not do it, or a quota is used up: deploy/kubernetes has the rights that are needed",
     404: "there is no such namespace: create it, or set DTRAIN_KUBERNETES_NAMESPACE",
-    422: "the cluster takes no such object: correct the DTRAIN_KUBERNETES_ setting that it names",
+    422: "the cluster rejects the object: correct the DTRAIN_KUBERNETES_ setting that it names",
 }
 
 

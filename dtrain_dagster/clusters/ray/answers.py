@@ -49,5 +49,6 @@ def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, 
         most = max((machine.get(name, 0.0) for machine in largest), default=0.0)
         if amount > most:
             setting = _SETTINGS.get(name, f"{S}RESOURCES")
-            return f"no machine is as large ({name} {amount:g}, the largest has {most:g}): lower {setting}, or add one"
+            said = f"no machine is large enough ({name} {amount:g}, the largest has {most:g})"
+            return f"{said}: lower {setting}, or add one"
     return "no machine is free"

@@ -134,7 +134,7 @@ class RayEngine:
             raise EngineUnreachableError(f"the Ray cluster does not answer: {error}") from None
         if "error" in answer:
             self.close()  # a driver that lost its cluster does not find it again
-            raise EngineUnreachableError(f"the Ray cluster cannot be asked: {answer['error']}")
+            raise EngineUnreachableError(f"the Ray cluster cannot be queried: {answer['error']}")
         return answer["found"]
 
     def _start(self) -> subprocess.Popen[str]:

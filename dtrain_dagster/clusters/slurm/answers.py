@@ -26,9 +26,9 @@ _LOST = {
     "CANCELLED": "it was cancelled in SLURM",
     "DEADLINE": "its deadline came",
     "NODE_FAIL": "its machine failed",
-    "PREEMPTED": "it made way for another's job",
+    "PREEMPTED": "it was preempted by another job",
     "REVOKED": "another cluster took it",
-    "TIMEOUT": "its time limit came",
+    "TIMEOUT": "it reached its time limit",
 }
 """States in which SLURM has taken a node away, or lost it → in words."""
 REASONS = {
@@ -44,13 +44,13 @@ REASONS = {
     "JobLaunchFailure": "its machine could not start it: ask an administrator",
     "Licenses": "it waits for a licence",
     "NodeDown": "its machine is down",
-    "PartitionConfig": f"no node of the partition is as large: lower {S}CPUS, {S}GPUS or {S}MEMORY, or change "
+    "PartitionConfig": f"no node of the partition is large enough: lower {S}CPUS, {S}GPUS or {S}MEMORY, or change "
     f"{S}PARTITION",
     "PartitionDown": f"the partition is down: wait, or change {S}PARTITION",
     "PartitionInactive": f"the partition takes no jobs: change {S}PARTITION",
-    "PartitionNodeLimit": f"the partition gives no such nodes: change {S}PARTITION",
+    "PartitionNodeLimit": f"the partition does not give such nodes: change {S}PARTITION",
     "PartitionTimeLimit": f"the partition's limit is shorter: lower {S}TIME_LIMIT_MINUTES",
-    "Priority": "others are before it",
+    "Priority": "other jobs are ahead of it",
     "QOS": f"the limit of {S}QOS is reached: wait, or ask for less",
     "ReqNodeNotAvail": "machines that fit are reserved or down",
     "Reservation": f"it waits for {S}RESERVATION to begin",
@@ -58,7 +58,7 @@ REASONS = {
 }
 """The beginning of a reason → what it means, and what helps."""
 REFUSALS = {
-    "accounting storage is disabled": "the cluster keeps no account of jobs",
+    "accounting storage is disabled": "the cluster does no accounting of jobs",
     "walldurationperjob": f"lower {S}TIME_LIMIT_MINUTES",
     "cpuperjob": f"lower {S}CPUS",
     "memperjob": f"lower {S}MEMORY",
@@ -73,8 +73,8 @@ REFUSALS = {
     "gres": f"the cluster has no such GPUs: correct {S}GPUS",
     "time limit": f"lower {S}TIME_LIMIT_MINUTES",
     "memory": f"lower {S}MEMORY",
-    "node configuration is not available": f"no machine is as large: lower {S}CPUS, {S}GPUS or {S}MEMORY",
-    "more processors": f"no machine is as large: lower {S}CPUS",
+    "node configuration is not available": f"no machine is large enough: lower {S}CPUS, {S}GPUS or {S}MEMORY",
+    "more processors": f"no machine is large enough: lower {S}CPUS",
     "option": f"correct {S}EXTRA",
 }
 """What sbatch says, in lower case → the remedy; the first that is found counts."""

@@ -126,7 +126,7 @@ class AgentPlacer:
                 if over := [job.id for job in left if (job.node_id, job.incarnation) not in leaving]:
                     self.engine.cancel(over, force=True)
             except (EngineUnreachableError, LaunchError) as error:  # agents end as soon as they read the status
-                warn_once(f"what the engine may have left cannot be seen: {error}")
+                warn_once(f"cannot see what the engine may have left: {error}")
             if time.monotonic() - begun > seconds:
                 return
             time.sleep(LOOK_SECONDS)
@@ -191,7 +191,7 @@ class AgentPlacer:
         try:
             jobs = {(job.node_id, job.incarnation): job for job in self.engine.list_jobs(self.launch)}
         except EngineUnreachableError as error:
-            warn_once(f"the engine cannot be asked: {error}")
+            warn_once(f"the engine cannot be queried: {error}")
             return True
         for records in (self.nodes, self.successors):
             for node_id, record in records.items():
@@ -331,7 +331,7 @@ def _forgotten(job: EngineJob, now: float) -> EngineJob:
     """Return the job that the engine has shown and knows no longer: somebody has deleted it."""
     if job.state == "ended":
         return job
-    return replace(job, state="ended", lost=True, reason=job.reason or "the engine knows it no longer", ended_at=now)
+    return replace(job, state="ended", lost=True, reason=job.reason or "the engine no longer knows it", ended_at=now)
 
 
 def _say(text: str) -> None:

@@ -122,7 +122,7 @@ class Supervisor:
         self.replacements = status.get("replacements", 0)
         self.started_at = status.get("started_at") or self.started_at
         found = self.placer.resume_launch(self.launch)
-        _say(f"another supervisor goes on with launch {self.launch['launch']}: nodes {sorted(found)} are there")
+        _say(f"another supervisor continues launch {self.launch['launch']}: nodes {sorted(found)} are there")
         for node_id in set(range(self.launch["node_count"])) - found:
             self.placer.start(node_id, 1)
         self.nodes = self.placer.look()

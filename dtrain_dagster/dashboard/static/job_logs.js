@@ -104,7 +104,7 @@ async function pollLogs(anew) {
     drawNodes(body.nodes);
     const stay = isSame && logs.atEnd === false, top = box.scrollTop;
     const made = body.lines.map(lineOf);
-    if (!first) box.append(...(body.is_cut ? [make("div", "gap", "Lines are left out here: more came at once than is shown.")] : []), ...made);
+    if (!first) box.append(...(body.is_cut ? [make("div", "gap", "Some lines are left out here: more arrived at once than can be shown.")] : []), ...made);
     else if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) box.replaceChildren(...made);
     logs.drawn = what;
     if (stay) box.scrollTop = top;

@@ -6,11 +6,11 @@ const orders = { token: "", asksToken: false, allowed: {}, last: null };
 const ORDERS = {
   cancel: {
     button: "Cancel…", title: "Cancel this job?", does: "Cancel the job",
-    text: "Every process is asked to save a checkpoint and to stop. What was paid is paid; Resume goes on from the checkpoint.",
+    text: "Every process is asked to save a checkpoint and to stop. The cost so far remains; Resume continues from the checkpoint.",
   },
   resume: {
     button: "Resume…", title: "Resume this job?", does: "Resume the job",
-    text: "It goes on from its latest checkpoint, on as many nodes as were ordered, which are bought as the settings of this dashboard say.",
+    text: "It continues from its latest checkpoint, on as many nodes as were ordered. They are bought with the settings of this dashboard.",
   },
   trace: { button: "Trace now", does: "Trace" },
 };

@@ -122,7 +122,7 @@ function drawSettings(settings) {
   const rows = items => items.map(item => [item.name, { text: item.value, className: "value" }, item.default ?? ""]);
   const rest = make("details");
   const others = settings.filter(item => !item.is_given);
-  rest.append(make("summary", "", `${others.length} settings as they are by default`), table("settings at their defaults", ["setting", "value"], others.map(item => [item.name, { text: item.value, className: "value" }])));
+  rest.append(make("summary", "", `${others.length} settings at their defaults`), table("settings at their defaults", ["setting", "value"], others.map(item => [item.name, { text: item.value, className: "value" }])));
   element("part-settings").replaceChildren(
     card(make("h3", "", "What this job has of its own"), table("settings of this job", ["setting", "value", "default"], rows(given))), card(rest));
 }
@@ -139,7 +139,7 @@ function shareBar(share) {
 function drawCost(account) {
   const part = element("part-cost");
   if (!account.rows.length) {
-    part.replaceChildren(nothing(`What was paid for is not known: ${account.basis}.`));
+    part.replaceChildren(nothing(`What the money was spent on is not known: ${account.basis}.`));
     return;
   }
   const number = text => ({ text, className: "number" });

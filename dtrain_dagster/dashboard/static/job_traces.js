@@ -5,7 +5,7 @@
 const traces = { name: "", view: "flame", show: "", shown: false, pictures: null, known: "", at: 0 };
 const VIEWS = { flame: "flame graph", time: "in order of time" };
 const SHOWN = { operations: "operations", python: "Python and operations" };
-const NO_PYTHON = "This trace holds no Python functions: it was asked for without them, or by an older version.";
+const NO_PYTHON = "This trace holds no Python functions: it was requested without them, or by an older version.";
 
 // What is drawn: with Python's functions where the trace holds them, unless somebody wants the operations alone.
 const shownOf = () => traces.show === "operations" || !traces.pictures.python ? "operations" : "python";
@@ -176,14 +176,14 @@ function drawTrace() {
   Plotly.react(chart, drawn, layout, { displayModeBar: false, responsive: true });
   chart.setAttribute("role", "img");
   const first = picture.top[0];
-  chart.setAttribute("aria-label", `${VIEWS[traces.view]} of the trace; most time of its own: ${first.name}, ${milliseconds(first.milliseconds)}. The table below has the heaviest operations.`);
-  const hint = traces.view === "flame" ? "A frame is as wide as its time; below it is what it called. A click opens a frame, the bar on top leads back."
+  chart.setAttribute("aria-label", `${VIEWS[traces.view]} of the trace; most self time: ${first.name}, ${milliseconds(first.milliseconds)}. The table below has the heaviest operations.`);
+  const hint = traces.view === "flame" ? "The width of a frame is its time; below it is what it called. Click a frame to open it, and the bar on top to go back."
     : "Drag to zoom in, double-click to see all.";
   element("trace-note").textContent = picture.left_out && traces.view === "time" ? `${hint} ${picture.left_out.toLocaleString("en")} shorter operations are not drawn.` : hint;
   const number = text => ({ text, className: "number" });
   const onGpu = picture.top.some(row => row.is_on_gpu);
   const where = row => onGpu ? [row.is_on_gpu ? "GPU" : "CPU"] : [];
-  element("trace-table").replaceChildren(make("h3", "", "Operations with the most time of their own"), table("heaviest operations",
+  element("trace-table").replaceChildren(make("h3", "", "Operations with the most self time"), table("heaviest operations",
     ["operation", ...(onGpu ? ["on"] : []), number("own time"), number("share"), number("calls")],
     picture.top.map(row => [{ text: row.name, className: "value" }, ...where(row), number(milliseconds(row.milliseconds)), number(`${(100 * row.share).toFixed(1)} %`), number(row.calls.toLocaleString("en"))])));
 }

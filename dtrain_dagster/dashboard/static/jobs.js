@@ -200,7 +200,7 @@ function draw() {
   drawStates(states, all);
   drawSelection();
   element("table").hidden = !all;
-  const none = known.unread ? "Jobs are being read…" : all ? "No job is like that." : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
+  const none = known.unread ? "Jobs are being read…" : all ? "No job matches." : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
   element("empty").textContent = none;
   element("empty").hidden = found > 0;
   const paid = total.usd === undefined ? "" : `, ${money(total.usd)}`;

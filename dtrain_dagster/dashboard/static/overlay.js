@@ -56,7 +56,7 @@ function layout(drawn) {
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 0.9 * size } },
     xaxis: { ...axis, title: { text: AXES[state.x] }, tickprefix: state.x === "usd" ? "$" : "", rangemode: "tozero" },
     yaxis: { ...axis, title: { text: "loss" } },
-    annotations: drawn.length ? [] : [{ text: "not recorded of these runs", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
+    annotations: drawn.length ? [] : [{ text: "not recorded for these runs", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
   };
 }
 

@@ -39,7 +39,7 @@ def materialized(home: Path, engine: str) -> dict[str, Any]:
 def test_the_engine_is_told_where_a_dataset_is_made(tmp_path: Path):
     made, again = (materialized(tmp_path, "duckdb") for _ in range(2))
     assert (made["rebuilt"], made["data_engine"]) == (True, "duckdb")
-    assert (again["rebuilt"], again["data_engine"]) == (False, "not asked: it was there already")
+    assert (again["rebuilt"], again["data_engine"]) == (False, "not asked: it already existed")
 
 
 @NO_RAY

@@ -41,7 +41,7 @@ def test_a_plan_is_refused_where_its_model_could_not_be_registered(
     failed: Any = event.step_failure_data
     assert failed.user_failure_data is not None, failed.error
     assert "experiment 'dtrain' was deleted" in failed.user_failure_data.description
-    assert "nothing is started" in failed.user_failure_data.description
+    assert "nothing was started" in failed.user_failure_data.description
 
 
 def test_places_that_cannot_be_written_to_or_are_full_are_told_together(

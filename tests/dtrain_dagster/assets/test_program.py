@@ -126,13 +126,13 @@ def test_a_job_of_the_same_program_that_still_runs_is_followed(program: dg.Defin
 def test_what_makes_no_sense_is_refused_where_it_is_defined(tmp_path: Path):
     script = tmp_path / "s.py"
     script.touch()
-    with pytest.raises(PipelineError, match="program own: engine = 'mpi': it is one of torchrun, horovod"):
+    with pytest.raises(PipelineError, match="program own: engine = 'mpi': it must be one of torchrun, horovod"):
         build_program_asset("own", script, engine="mpi")
     with pytest.raises(ValueError, match=r"program own: script = 'x.py': there is no file"):
         build_program_asset("own", "x.py")
     with pytest.raises(PipelineError, match="leave out --procs-per-node"):
         build_program_asset("own", script, engine="ray", processes_per_node=2)
-    with pytest.raises(PipelineError, match="actors of a Ray already"):
+    with pytest.raises(PipelineError, match="already actors of a Ray"):
         build_program_asset("own", script, engine="ray", cluster=Cluster(kind="ray"))
 
 
@@ -156,7 +156,7 @@ def test_the_largest_of_many_files_are_listed_under_the_verdict(tmp_path: Path):
     totals = {"launches": 1, "wall_seconds": 65.0, "node_hours": 0.04, "cost_usd": 0.1}
     page = program_page(RunDir(str(tmp_path)), ProgramOptions(), 2, 1, totals, "http://127.0.0.1:8060/jobs/a")
     assert list(page)[:6] == ["verdict", "wall_seconds", "node_hours", "cost_usd", "largest_files", "dashboard"]
-    assert page["verdict"] == "The program has ended well on 2 nodes in 1 min 05 s, $0.1000."
+    assert page["verdict"] == "The program succeeded on 2 nodes in 1 min 05 s, $0.1000."
     rows = [record.data for record in page["largest_files"].records]
     assert rows[:2] == [{"file": r"a\u202eb\udcff", "bytes": 99}, {"file": "f52", "bytes": 52}]
     assert (len(rows), page["files"]) == (MOST_ROWS, 54)

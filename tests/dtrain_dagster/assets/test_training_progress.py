@@ -98,7 +98,7 @@ def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
             dg.materialize([followed], instance=instance)
     assert [item["title"] for item in messages] == ["dtrain: train-1"] * MOST_NEWS
     assert [item["message"].split(":")[0] for item in messages[:3]] == ["generation 2", "generation 3", "generation 4"]
-    assert "in its log only" in messages[-1]["message"]
+    assert "only in its log" in messages[-1]["message"]
 
 
 def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -175,8 +175,8 @@ def test_a_champion_needs_the_walk_forward_of_its_own_settings(plan: TrainingPla
     assert verdict == Gate(
         False,
         (
-            f"the walk forward judged training.epochs = 60, and this is {own['training']['epochs']}: walk forward with "
-            "these settings, or train with those",
+            f"the walk forward judged training.epochs = 60, and this is {own['training']['epochs']}: run the walk "
+            "forward with these settings, or train with the others",
         ),
     )
     [other] = judge_by_walk_forward(passed, good, plan, {"window": 30, "horizon": 5}).reasons
@@ -203,7 +203,9 @@ def test_a_gate_without_its_report_is_told_before_anything_is_bought(
     refuse_without_report(tmp_path, STOCK, "windows")
     monkeypatch.setenv("DTRAIN_GATE", "walk_forward")
     refuse_without_report(tmp_path, STOCK, "rows")
-    with pytest.raises(dg.Failure, match=r"no .*stock\.json: walk forward first \(dagster job backfill -j walk_"):
+    with pytest.raises(
+        dg.Failure, match=r"no .*stock\.json: run the walk forward first \(dagster job backfill -j walk_"
+    ):
         refuse_without_report(tmp_path, STOCK, "windows")
     with pytest.raises(dg.Failure, match="has no walk forward: set DTRAIN_GATE=test"):
         refuse_without_report(tmp_path, replace(STOCK, source="folder"), "windows")

@@ -186,7 +186,7 @@ def test_what_has_not_changed_is_not_said_again(tmp_path: Path, instance: dg.Dag
 @pytest.mark.parametrize(
     ("status", "stays"),
     [
-        ({"state": "queued", "message": "waits for nodes since 600 s"}, True),
+        ({"state": "queued", "message": "has been waiting for nodes for 600 s"}, True),
         ({"state": "cancelled", "message": "no nodes", "starved": {"since": 1e9, "retry_at": 1e9}}, True),
         ({"state": "running"}, False),
         ({"state": "failed"}, False),

@@ -119,7 +119,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Wor
 
 def test_new_content_retrains_once_it_is_quiet(world: tuple[World, list[dict[str, Any]]]):
     here, heard = world
-    assert "read once it has stayed" in here.tick("new_data").skip_message
+    assert "read once it has not changed" in here.tick("new_data").skip_message
     assert "nothing was trained" in here.tick("new_data", minutes=10).skip_message
     record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-01-02")
     assert "is what the latest training had" in here.tick("new_data", minutes=1).skip_message
@@ -261,7 +261,7 @@ def test_a_file_that_is_gone_is_told_once_and_taken_up_where_it_was_left(world: 
     assert str(here.prices) in message["message"]
 
     away.rename(here.prices)
-    assert "read once it has stayed" in here.tick("new_data").skip_message
+    assert "read once it has not changed" in here.tick("new_data").skip_message
     assert "is what the latest training had" in here.tick("new_data", minutes=11).skip_message, "as it was before"
     here.prices.unlink()
     assert "cannot be read" in here.tick("new_data", minutes=1).skip_message

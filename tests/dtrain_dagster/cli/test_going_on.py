@@ -131,20 +131,20 @@ def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
     told_by_work = err.partition("run it again: ")[2]
     assert re.search(
         r"^job inner: cancelled\nso far: \d+ s; 0\.\d+ node-hours; \$0\.\d+ \(stand-in price, nothing was billed\)\n"
-        r"what was materialized stays; only what is missing or has changed is done again\ngo on: make run\n\Z",
+        r"what was materialized is kept; only what is missing or has changed is made again\ngo on: make run\n\Z",
         told_by_work.partition("\n")[2],
         re.MULTILINE,
     ), err
     code, err = interrupted(tmp_path, shell, "work", "python", "waits.py")
     assert code == 130
-    assert "no job was begun\n" in err
+    assert "no job was started\n" in err
     assert "job others" not in err
     assert err.endswith("go on: dtrain work python waits.py\n")
     subprocess.run([DTRAIN, "launch", "--detach", "--name", "found", "waits.py"], cwd=tmp_path, env=shell, check=True)
     try:
         code, err = interrupted(tmp_path, shell, "work", DTRAIN, "logs", "--follow", "found")
         assert code == 130
-        assert "no job was begun\n" in err, "to look is no work"
+        assert "no job was started\n" in err, "to look is no work"
     finally:
         CliRunner().invoke(main, ["cancel", "found"], env=shell)
 

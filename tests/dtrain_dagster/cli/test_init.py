@@ -114,12 +114,12 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--name", "torch"), "Python knows a package of that name"),
-        (("--name", "json"), "Python knows a package of that name"),
+        (("--name", "torch"), "there is already a Python package of that name"),
+        (("--name", "json"), "there is already a Python package of that name"),
         (("--name", "Team"), "lower-case letters"),
         (("9",), "--name gives another"),
         (("x", "--table", "nowhere.parquet"), "needs --target"),
-        (("x", "--target", "y"), "goes with --table"),
+        (("x", "--target", "y"), "needs --table"),
         (("x", "--table", "nowhere.parquet", "--target", "y"), "there is no Parquet or CSV file"),
         (("x", "--table", "text.csv", "--target", "y"), "no such column; it has "),
         (("x", "--table", "rows.parquet", "--target", "y"), "no such column; it has a, b"),

@@ -45,9 +45,7 @@ def test_names_and_beginnings_are_found():
 
 
 def test_a_name_that_is_not_there_or_not_clear_lists_the_candidates():
-    assert refusal("nigh", "night", "nightly", "x") == (
-        "'nigh' may be any of 2 jobs: night, nightly; give more of the name"
-    )
+    assert refusal("nigh", "night", "nightly", "x") == ("'nigh' matches 2 jobs: night, nightly; give more of the name")
     many = [f"trial-{number:04d}" for number in range(9)]
     assert refusal("trial", *many).endswith("trial-0005 and 3 more; give more of the name")
     assert refusal("nihgt", "night", "x") == "no job 'nihgt'; did you mean night? (`dtrain jobs` lists them)"
@@ -62,7 +60,7 @@ def test_every_command_that_takes_a_job_takes_a_beginning(home: Path):
     for words in takes_one:
         named = ["--job"] if words == "dtrain dashboard" else []
         said = run(*words.split()[1:], *named, "nigh", code=2)
-        assert "'nigh' may be any of 2 jobs: night, nightly" in said, words
+        assert "'nigh' matches 2 jobs: night, nightly" in said, words
     assert "job night: cancelled" in run("status", "night"), "a whole name is itself"
     assert f"job {LONG}: failed" in run("status", "search")
     assert "no job 'nightmare'; did you mean night" in run("logs", "nightmare", code=2)
@@ -78,7 +76,7 @@ def test_latest_is_the_first_of_the_list(home: Path):
 
 def test_a_program_is_no_training(home: Path):
     (home / "storage" / "jobs" / "night" / "job.json").unlink()
-    assert "job night is no training, but a program of `dtrain launch`" in run("watch", "night", code=2)
+    assert "job night is not a training, but a program of `dtrain launch`" in run("watch", "night", code=2)
 
 
 def test_a_wrong_setting_completes_nothing_and_says_nothing(home: Path, monkeypatch: pytest.MonkeyPatch):

@@ -252,7 +252,7 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     said = shell("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait")
     assert said == "bg\nfollow it: dtrain logs --follow bg\n"
     assert "bg   running" in shell("jobs")
-    assert "job bg is running already" in shell.refused("launch", "--name", "bg", "s.py")
+    assert "job bg is already running" in shell.refused("launch", "--name", "bg", "s.py")
     follower = shell.start("logs", "--follow", "--node", "1", "bg")
     assert follower.stdout
     assert follower.stdout.readline().startswith("[node 1] --- launch 1")
@@ -304,7 +304,7 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
     said = shell.here("cost", "mine", "--usage-export", str(export))
     assert "stand-in price, nothing was billed" in said
-    assert "no row of the export is of this job" in said
+    assert "no row of the export belongs to this job" in said
     export.write_text("Date,Cost\n")
     assert "has no column for currency" in shell.refused("cost", "mine", "--usage-export", str(export))
     assert "has succeeded already" in shell.refused("train", "--dataset", str(dataset), "--name", "mine")
@@ -386,7 +386,7 @@ def test_train_refuses_what_cannot_be_trained(shell: Shell):
     assert "training.epoch is not a setting" in shell.refused(
         "train", "--dataset", "walks", "--set", "training.epoch=3"
     )
-    assert "no folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
+    assert "neither a folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
     assert "there is no backend 'mpi'" in shell.refused("train", "--dataset", "walks", "--backend", "mpi")
     horovod = ("train", "--dataset", "walks", "--backend", "horovod")
     assert "unencrypted" in shell.refused(*horovod, "--set", "training.encryption=required")
@@ -426,7 +426,7 @@ class TestPlanJob:
     def test_a_stated_world_size_decides_where_no_nodes_are_asked_for(self, settings: Settings, two: Settings):
         job, nodes = plan_job(self.TEXT, "x", [], None, two)
         assert (nodes, job.training.world_size) == (3, 6)
-        with pytest.raises(ConfigError, match="world_size = 6 is no multiple of 4"):
+        with pytest.raises(ConfigError, match="world_size = 6 is not a multiple of 4"):
             plan_job(self.TEXT, "x", [], None, settings.model_copy(update={"processes_per_node": 4}))
         text = json.dumps({"job_id": "j", "dataset": {"uri": "data"}})
         job, nodes = plan_job(text, "x", [], None, settings)
@@ -541,7 +541,7 @@ def test_the_latest_dataset_is_the_one_built_last_and_is_told(tmp_path: Path, ca
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.endswith("rows (binary of rows), built 2026-04-01 00:00 UTC; of another kind: aaa (windows)")
     done = CliRunner().invoke(main, ["train", "--dataset", "pipe"], env={"DTRAIN_HOME": str(tmp_path)})
-    assert (done.exit_code, "pipe/manifest.json is no regular file" in done.output) == (2, True)
+    assert (done.exit_code, "pipe/manifest.json is not a regular file" in done.output) == (2, True)
 
 
 def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):

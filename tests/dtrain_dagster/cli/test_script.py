@@ -83,4 +83,4 @@ def test_why_a_script_ended_is_one_line() -> None:
     told = "training.a is not a setting; training.b = 0: it should be more (/home/me/a.py, line 7)"
     assert explain_end(1, refused) == told
     assert "without calling Trainer" in explain_end(0, "a warning")
-    assert explain_end(3, "") == "it ended with exit code 3 before it trained, and said nothing"
+    assert explain_end(3, "") == "it ended with exit code 3 before it trained, and printed nothing"

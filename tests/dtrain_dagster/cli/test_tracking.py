@@ -52,7 +52,17 @@ def test_a_training_of_the_command_line_is_in_mlflow_with_its_dollars_and_goes_o
     assert run.info.status == "FINISHED"
     assert run.data.params["model.channels"] == "4"
     assert run.data.metrics["cost/total_usd"] > 0
-    assert {"train/loss", "valid/loss", "test/nll", "system/node_0/cpu_percent"} <= run.data.metrics.keys()
+    metrics = run.data.metrics
+    assert {"train/loss", "valid/loss", "test/nll", "test/margin", "valid/best_step"} <= metrics.keys()
+    assert (metrics["lost/nodes"], metrics["lost/node_seconds"]) == (0, 0)
+    assert len(metrics) <= 25
+    own = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.")}
+    assert own["gate"] in ("passed", "not passed")
+    assert own["nodes"] == "1"
+    assert len(own) <= 12
+    figures = json.loads(Path(client.download_artifacts(run.info.run_id, "figures.json", str(tmp_path))).read_text())
+    assert {"train/loss", "node_0/cpu_percent", "time/forward_milliseconds"} <= figures.keys(), "what is no metric"
+    assert figures["train/loss"]["last"] == pytest.approx(metrics["train/loss"])
     assert run.data.tags["mlflow.source.name"] == "dtrain train"
     assert "for $" in run.data.tags["mlflow.note.content"]
     assert {"job.json", "result.json", "reports"} <= {item.path for item in client.list_artifacts(run.info.run_id)}
@@ -149,7 +159,7 @@ def test_the_training_of_a_script_goes_on_by_its_name_and_is_in_mlflow_with_its_
         "valid/loss",
         "valid/accuracy",
         "test/accuracy",
-        "system/node_0/cpu_percent",
+        "lost/nodes",
     } <= metrics.keys()
     assert 0.5 < metrics["test/accuracy"] <= 1
     assert metrics["cost/total_usd"] > 0

@@ -351,7 +351,7 @@ def test_the_result_is_said_in_sentences(tmp_path: Path):
     last |= {"gain": spread, "gain_interval": interval, "rounds": 25}
     rows.append(last)
     assert summary({"training": {}, "evidence": evidence}, out) == [
-        "keep the settings as configured (1,000 samples/s): in measurements that served no choice, the fastest found, "
+        "keep the settings as configured (1,000 samples/s): in measurements apart from the search, the fastest found, "
         "precision = bf16, was not faster beyond noise: +1.2 % (95 % interval -3.0 to +4.5 %, 25 rounds)"
     ]
     last |= {"gain_interval": {"low": 1.13, "middle": 1.2, "high": 1.27}, "verdict": "confirmed"}

@@ -277,8 +277,8 @@ def test_of_two_figures_the_newer_counts(home):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ({"first": [(200, {}, b"<html>maintenance</html>")]}, "no price list"),
-        ({"first": [(200, {}, b'{"Items": "none"}')]}, "no list"),
+        ({"first": [(200, {}, b"<html>maintenance</html>")]}, "a price list"),
+        ({"first": [(200, {}, b'{"Items": "none"}')]}, "not a list"),
         ({"first": [(200, {}, b'{"Items": [], "NextPageLink": 7}')]}, "NextPageLink"),
         ({"first": [(404, {}, b"no such thing")]}, "answers 404"),
         ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "answers 302"),
@@ -292,10 +292,10 @@ def test_of_two_figures_the_newer_counts(home):
         ({"items": [meter(currencyCode="EUR")]}, "US dollars, got 'EUR'"),
         ({"items": [meter(retailPrice="cheap")]}, "cannot be read"),
         ({"items": [meter(effectiveStartDate="soon")]}, "cannot be read"),
-        ({"items": []}, "'eastus': is that its name"),
+        ({"items": []}, "'eastus': is the name right"),
         ({"items": WANTED, "next_link": "http://127.0.0.1:9/api/retail/prices?$skip=100"}, "another address"),
-        ({"items": WANTED, "next_link": "http://[bad/"}, "no address"),
-        ({"items": WANTED, "next_link": "SELF"}, "does not come to an end"),
+        ({"items": WANTED, "next_link": "http://[bad/"}, "not the address of"),
+        ({"items": WANTED, "next_link": "SELF"}, "does not end"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -372,5 +372,5 @@ def test_the_commands(home, listed):
     assert "asked: Azure's retail price API" in run("show", T4.upper())
     assert "Standard_X" in run("show", "Standard_X", code=2)
     assert "known are Standard_NC6s_v3" in run("refresh", "--sku", "Standard_X", code=2)
-    assert "no region of Azure" in run("refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
+    assert "not an Azure region" in run("refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
     assert "no prices are known in region 'westeurope'" in run("list", "--region", "westeurope", code=2)

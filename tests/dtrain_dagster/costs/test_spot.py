@@ -101,7 +101,7 @@ def test_what_is_known_of_spot_is_in_the_figures_and_said():
     slower = 1 + 0.075 * 2 * 600 / 3600
     assert found.usd.expected == pytest.approx(2 * 0.444433 * slower)
     assert found.usd.high == pytest.approx(found.seconds.high * 2 / 3600 * 0.9)
-    assert "it was $0.444433 to $0.9 an hour since 2026-08-22" in tell_spot_price(price, "spot")
+    assert "it has been $0.444433 to $0.9 an hour since 2026-08-22" in tell_spot_price(price, "spot")
     said = tell_evictions(found.usd.expected, 2, price, "spot", 600.0)
     assert said.startswith("evictions are expected to cost $0.0222 of it: 5 to 10 % of Spot nodes")
     assert "(Azure, 28 days to 2026-11-20)" in said
@@ -171,8 +171,9 @@ def test_resource_graph_is_asked_for_both_with_the_login():
 @pytest.mark.parametrize(
     ("status", "data", "said"),
     [
-        (403, None, "answers 403"), (200, "none", "no table"), (200, [{"skuName": 7}], "no history of Spot"),
-        (200, [{"skuName": T4, "spotPrices": [{"priceUSD": "cheap"}]}], "no history of Spot"),
+        (403, None, "answers 403"), (200, "none", "not answer with a table"),
+        (200, [{"skuName": 7}], "not answer with a history of Spot"),
+        (200, [{"skuName": T4, "spotPrices": [{"priceUSD": "cheap"}]}], "not answer with a history of Spot"),
     ],
 )  # fmt: skip
 def test_an_answer_of_resource_graph_that_cannot_be_used_is_refused(status: int, data: object, said: str):

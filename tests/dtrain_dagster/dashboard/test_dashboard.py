@@ -332,8 +332,8 @@ def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
     whole = {"sound": "running", "node": "running"}
     assert {row["id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "damaged") | whole
     reasons = {row["id"]: row["verdict"] for row in jobs}
-    assert "job.json is damaged: it is no object" in reasons["list"]
-    assert "'started_at' is no number" in reasons["date"]
+    assert "job.json is damaged: it is not an object" in reasons["list"]
+    assert "'started_at' is not a number" in reasons["date"]
     assert 'dtrain_step{job="sound"} 25.0' in metrics
     assert (answer.status_code, "cannot be read" in answer.text) == (500, True)
 
@@ -478,7 +478,7 @@ def test_report_saves_a_file_and_refuses_what_is_not_there(tmp_path: Path, monke
     outside = CliRunner().invoke(main, ["dashboard", "--job", "../mine"])
     assert (outside.exit_code, "the name of the job is '../mine'" in outside.output) == (2, True), outside.output
     too_late = CliRunner().invoke(main, ["profile", "mine"])
-    assert (too_late.exit_code, "only a job that runs can be traced" in too_late.output) == (2, True), too_late.output
+    assert (too_late.exit_code, "only a running job can be traced" in too_late.output) == (2, True), too_late.output
     refused = CliRunner().invoke(main, ["report", "mine", "-o", "missing/mine.html"])
     assert refused.exit_code == 2
     assert "-o missing/mine.html" in refused.output

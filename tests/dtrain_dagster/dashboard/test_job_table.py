@@ -93,8 +93,8 @@ def test_a_row_leaves_out_what_is_not_known():
         "usd": 0.0, "started": 1e9, "model": "tcn", "nodes": 3,
     }  # fmt: skip
     assert table_row(row(seconds=90.0), None, {})["seconds"] == 90.0
-    damaged = table_row(row("damaged", reason="job.json is no object"), None, {})
-    assert (damaged["verdict"], "unread" in damaged) == ("job.json is no object", False)
+    damaged = table_row(row("damaged", reason="job.json is not an object"), None, {})
+    assert (damaged["verdict"], "unread" in damaged) == ("job.json is not an object", False)
 
 
 def test_figures_are_read_again_only_where_they_can_have_changed():

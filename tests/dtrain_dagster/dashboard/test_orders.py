@@ -159,7 +159,7 @@ def test_the_user_of_this_machine_gives_orders_over_either_loopback(tmp_path: Pa
     write_run(tmp_path / "jobs", "mine", told(2), state="succeeded")
     with serving(tmp_path / "jobs", JobServices(desk=OrderDesk(tmp_path)), host) as url:
         refused = post(url, "mine", "cancel")
-    assert (refused.status_code, "it does not run" in refused.text) == (409, True), refused.text
+    assert (refused.status_code, "it is not running" in refused.text) == (409, True), refused.text
 
 
 def test_a_dashboard_that_reads_only_has_no_buttons(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(t
     with pytest.raises(OrderRefusedError, match="does not know how it was started"):
         order_command("resume", "mine", tmp_path, {}, {})
     keep_script(tmp_path, "mine", order)
-    assert trouble() == f"its script was started in {folder}, which is not there any more: put the folder back"
+    assert trouble() == f"its script was started in {folder}, which is no longer there: put the folder back"
     folder.mkdir()
-    assert trouble() == f"its script {folder}/points.py is not there any more: put it back"
+    assert trouble() == f"its script {folder}/points.py is no longer there: put it back"
     (folder / "points.py").write_text(SCRIPT)
     assert trouble() == ""
     assert order_command("resume", "mine", tmp_path, {"command": ["rm"], "node_count": 900}, {}) == [

@@ -125,7 +125,7 @@ def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Pa
     manifest = small.dataset.manifest()
     manifest["shards"][1]["rows"] += 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"shard-00001-of-00003\.parquet is not what its manifest says"):
+    with pytest.raises(DataError, match=r"shard-00001-of-00003\.parquet does not match its manifest"):
         verify_dataset(str(copy))
     with pytest.raises(DatasetError, match=r"rows, the shards hold .* rebuild it"):
         DataShardManager(str(copy), tmp_path / "cache")
@@ -151,10 +151,10 @@ def test_the_number_of_days_that_are_needed_is_told_rightly(days: int, kept: boo
 BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
     "window longer than a split": ({"window": 60}, "the train split .* has no window of 60 days"),
     "window longer than the history": ({"window": 380}, r"window = 380: no ticker has .* longest history is 378 days"),
-    "no date": ({"train_last": "31.12.2015"}, "train_last = '31.12.2015' is no date: write it as 2009-12-31"),
+    "no date": ({"train_last": "31.12.2015"}, "train_last = '31.12.2015' is not a date: write it as 2009-12-31"),
     "in the wrong order": ({"train_last": "2016-03-01", "valid_last": "2015-12-31"}, "must lie in this order"),
     "after the history": ({"valid_last": "2030-12-31"}, "must lie in this order"),
-    "no day": ({"valid_last": "2016-02-30"}, "valid_last = '2016-02-30' is no date"),
+    "no day": ({"valid_last": "2016-02-30"}, "valid_last = '2016-02-30' is not a date"),
     "before the history": ({"train_last": "2009-12-31"}, "must lie in this order inside the history 2015-01-05 to"),
     "nothing between": ({"train_last": "2016-02-01", "valid_last": "2016-02-02"}, "the valid split .* has no window"),
 }

@@ -114,7 +114,7 @@ def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> 
     assert build_table(tmp_path, seed=1).dataset_id != first.dataset_id
     shard = Path(first.uri, first.manifest["shards"][0]["path"])
     shard.write_bytes(shard.read_bytes()[:-9] + b"123456789")
-    with pytest.raises(DataError, match=r"train-00000.parquet is not what its manifest says; delete"):
+    with pytest.raises(DataError, match=r"train-00000.parquet does not match its manifest; delete"):
         build_table(tmp_path)
 
 
@@ -163,13 +163,13 @@ def test_what_cannot_be_used_is_refused_by_name(
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
-    with pytest.raises(DataError, match=r"a.parquet is no Parquet file that can be read"):
+    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file that can be read"):
         build_rows(str(tmp_path / "a.parquet"), str(tmp_path), RowParams(target="y"))
     for absent in ("b.parquet", "nowhere"):
         with pytest.raises(DataError, match="there is no Parquet or CSV file"):
             build_rows(str(tmp_path / absent), str(tmp_path), RowParams(target="y"))
     (tmp_path / "c.xlsx").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"c.xlsx is no Parquet file, and no CSV file by its name"):
+    with pytest.raises(DataError, match=r"c.xlsx is not a Parquet file, and by its name not a CSV file either"):
         build_rows(str(tmp_path / "c.xlsx"), str(tmp_path), RowParams(target="y"))
     (tmp_path / "d.csv").write_text("")
     with pytest.raises(DataError, match=r"d.csv is empty"):
@@ -236,7 +236,7 @@ def test_a_small_split_is_told(tmp_path: Path) -> None:
     made = build_table(
         tmp_path, frame=table().assign(part=["train"] * 1100 + ["val"] * 90 + ["test"] * 10), split_by="part"
     )
-    assert made.manifest["notes"] == ["the test split has 10 rows only: its figures are little more than chance"]
+    assert made.manifest["notes"] == ["the test split has 10 rows: its figures are little more than chance"]
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])

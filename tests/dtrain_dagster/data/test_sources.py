@@ -52,11 +52,11 @@ def test_a_bundled_file_that_is_not_installed(fault: dict[str, str], bundled: Bu
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("sp501_panel", "'sp501_panel' is no file that can be read, nor one of sp500_panel, us_ohlcv"),
-        ("/nowhere/prices.csv", "'/nowhere/prices.csv' is no file"),
-        ("memory://nowhere/prices.csv", "'memory://nowhere/prices.csv' is no file"),
+        ("sp501_panel", "'sp501_panel' is neither a file that can be read nor one of sp500_panel, us_ohlcv"),
+        ("/nowhere/prices.csv", "'/nowhere/prices.csv' is neither a file"),
+        ("memory://nowhere/prices.csv", "'memory://nowhere/prices.csv' is neither a file"),
         ("gopher://host/prices.csv", "'gopher://host/prices.csv' cannot be opened: Protocol not known"),
-        ("/", "'/' is no file"),
+        ("/", "'/' is neither a file"),
         ("yfinance:", "names no tickers: write yfinance:AAPL,MSFT"),
     ],
 )

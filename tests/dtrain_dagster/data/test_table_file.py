@@ -123,5 +123,5 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     ):
         assert said in str(error.value)
     (tmp_path / "t.csv").write_text("a,b,a\n1,2,3\n")
-    with pytest.raises(DataError, match="has two columns of the name 'a'"):
+    with pytest.raises(DataError, match="has two columns with the name 'a'"):
         build_rows(str(tmp_path / "t.csv"), str(tmp_path), RowParams(target="b"))

@@ -75,7 +75,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(stream(made, "train")) <= {3, 4, 5}
     assert made.manifest["shards"][0]["bytes"] == width * made.manifest["shards"][0]["rows"]
     assert made.manifest["end"] is None
-    with pytest.raises(DataError, match="gave no list of whole numbers"):
+    with pytest.raises(DataError, match="did not return a list of whole numbers"):
         build_tokens(str(tmp_path / "texts"), str(tmp_path), TokenParams(**{**params, "encoding": f"{name}:wrong"}))
     with pytest.raises(DataError, match=r"gave ids from 3 to 5 .* the vocabulary has 4: set --vocabulary"):
         build_tokens(str(tmp_path / "texts"), str(tmp_path), TokenParams(**{**params, "vocabulary": 4}))

@@ -213,7 +213,7 @@ def test_coarse_rounding_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("calendar", ["NEWYORK", "", "xnyz"])
 def test_an_unknown_calendar_is_refused(calendar: str, tmp_path: Path) -> None:
     ref = write(long_frame(), tmp_path)
-    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='{calendar}' is no exchange calendar.*XNYS"):
+    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='{calendar}' is not an exchange calendar.*XNYS"):
         validate_prices(ref, calendar)
 
 

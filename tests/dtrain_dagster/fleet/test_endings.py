@@ -20,7 +20,7 @@ RUNNING, PAUSING, ENDING = FleetState.RUNNING, FleetState.PAUSING, FleetState.EN
         (JobState.CANCELLED, {}, PAUSING, 1, ("paused", "asked", 0)),
         (JobState.CANCELLED, {}, ENDING, 0, ("ended", "asked", 0)),
         (JobState.CANCELLED, {}, RUNNING, 0, ("ended", "a person cancelled it", 0)),
-        (JobState.FAILED, {"came_to_limit": True}, RUNNING, 1, ("paused", "it came to its limit, and saved", 0)),
+        (JobState.FAILED, {"came_to_limit": True}, RUNNING, 1, ("paused", "it reached its limit, and saved", 0)),
         (JobState.FAILED, {"has_own_result": True}, RUNNING, 0, ("failed", "why", 1)),
         (JobState.FAILED, {}, RUNNING, 0, ("paused", "why", 1)),
         (JobState.FAILED, {}, RUNNING, 2, ("failed", "why", 3)),

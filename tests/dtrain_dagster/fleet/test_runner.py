@@ -90,7 +90,7 @@ def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
     view = FleetWatch(stage.records).view()
     reasons = {job.job_id: job.reason for job in view.jobs}
     assert "it was to fail" in reasons["bad"]
-    assert reasons["wide"] == "it needs 3 nodes, and the fleet has 2"
+    assert reasons["wide"] == "it needs 3 nodes, but the fleet has 2"
     assert stage.launches() == {"j0": 1, "j1": 1, "j2": 1, "bad": 1}
     assert view.used_usd == pytest.approx(stage.bill(), abs=1e-12)
     assert view.promised_usd == view.used_usd, "what was not used has come back"

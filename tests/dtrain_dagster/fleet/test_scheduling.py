@@ -190,7 +190,7 @@ def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
     runs = running("runs", deadline=500.0)
     assert not decided(runs, now=100.0), "it may still end in time"
     [end] = decided(runs, now=300.0)
-    assert "needs 4 min 00 s more at least, its deadline is in 3 min 20 s" in getattr(end, "reason", "")
+    assert "needs at least 4 min 00 s more, and its deadline is in 3 min 20 s" in getattr(end, "reason", "")
     [end] = [item for item in decided(running("over", deadline=50.0), now=50.0) if isinstance(item, End)]
     assert end.reason == "its deadline has passed"
 
@@ -199,7 +199,7 @@ def test_what_cannot_end_within_the_budget_is_not_begun_and_is_told_why():
     dear = waiting("dear", node_seconds=20_000.0)
     [end] = decided(dear)
     assert isinstance(end, End)
-    assert "not begun: it would cost $26.02 to its end, and of the budget $10.00 is left" in end.reason
+    assert "not begun: it would cost $26.02 to its end, and $10.00 of the budget is left" in end.reason
     assert starts(decided(dear, waiting("cheap", 1))) == {"cheap": 1}
     rest = replace(dear, paid_units=100 * CENT, grant_units=100 * CENT, launched_at=0.0, state=FleetState.PAUSED)
     [end] = decided(rest)
@@ -239,7 +239,7 @@ def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_en
     last = replace(running("last", number=1, grant=500 * CENT), paid_units=100 * CENT, left_node_seconds=3000.0)
     [pause] = decided(first, last)
     assert isinstance(pause, Pause)
-    assert (pause.job_id, "budget runs short" in pause.reason) == ("last", True)
+    assert (pause.job_id, "budget is running short" in pause.reason) == ("last", True)
 
 
 def test_each_job_that_waits_says_for_what():
@@ -256,14 +256,14 @@ def test_each_job_that_waits_says_for_what():
         "after": "rank: nodes are kept for wide, which comes before it",
     }
     assert told(running("all", nodes=4), waiting("one", 1)) == {
-        "one": "nodes: no node is free, and nothing that runs is of lower priority"
+        "one": "nodes: no node is free, and no running job has a lower priority"
     }
     assert told(running("all", nodes=3), waiting("hurry", 1, most_nodes=4, deadline=450.0)) == {
         "hurry": "deadline: it needs 2 nodes to end by its deadline, and 1 is free"
     }
     poor = replace(LIMITS, budget_usd=1.1)
     assert told(running("runs"), waiting("poor", 1, node_seconds=700.0), limits=poor) == {
-        "poor": "budget: the rest of the budget is needed by jobs before it"
+        "poor": "budget: the rest of the budget is needed by jobs ahead of it"
     }
     assert told(replace(wide, not_before=9.0)) == {
         "wide": "capacity: the cluster had no nodes for it: it is tried again later"

@@ -42,7 +42,7 @@ def test_one_process_takes_all_gpus_of_a_node_where_the_framework_has_it_so():
 
 
 def test_an_engine_that_is_none_is_refused_and_so_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="there is no engine 'mpi'; there are torchrun, horovod"):
+    with pytest.raises(ConfigError, match="there is no engine 'mpi'; choose one of torchrun, horovod"):
         refuse_program("mpi", KINDS["local"], 1, has_gpus=False)
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(ConfigError, match="--engine horovod needs the package horovod"):
@@ -76,7 +76,7 @@ def test_where_code_is_sent_the_script_goes_along_and_is_run_by_its_name(
     assert found == (("/opt/python3", "s.py", "-x"), str(tmp_path / "below" / "s.py"))
     with pytest.raises(ConfigError, match=r"no script '/image/s\.py'"):
         command_on_nodes(["/image/s.py"], "/opt/python3", goes_along=True)
-    with pytest.raises(ConfigError, match="must be a Python script of this machine"):
+    with pytest.raises(ConfigError, match="must be a Python script on this machine"):
         command_on_nodes(["bash", "run.sh"], "/opt/python3", goes_along=True)
 
 

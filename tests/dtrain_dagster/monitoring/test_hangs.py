@@ -38,41 +38,42 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
         (
             [report(0, 33), report(1, 32, ended=True), report(2, 33)],
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is in "
-            "my_model.py:31 Net.forward; ranks 0 and 2 wait there since 24 s",
+            "my_model.py:31 Net.forward; ranks 0 and 2 have been waiting there for 24 s",
         ),
         (  # nobody waits *in* a collective of NCCL, the processor is ahead: the numbers tell
             [report(0, 34, ended=True), report(1, 32, ended=True), report(2, 34, ended=True)],
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is in "
-            "my_model.py:31 Net.forward; ranks 0 and 2 wait there since 24 s",
+            "my_model.py:31 Net.forward; ranks 0 and 2 have been waiting there for 24 s",
         ),
         (
             [report(0, 33), report(2, 33)],
             "rank 1 (node 2) says nothing (it is frozen, cut off, in code that never lets go of the interpreter, or "
-            "busy outside of a step); ranks 0 and 2 wait in the all-reduce of gradient bucket 0 of step 17 since 24 s",
+            "busy outside of a step); ranks 0 and 2 have been waiting in the all-reduce of gradient bucket 0 of step "
+            "17 for 24 s",
         ),
         (  # of a broadcast some are done before others: who never came is the one of whom nothing is heard
             [report(0, 32), report(2, 33)],
             "rank 1 (node 2) says nothing (it is frozen, cut off, in code that never lets go of the interpreter, or "
-            "busy outside of a step); ranks 0 and 2 wait in the all-reduce of step 17 since 24 s",
+            "busy outside of a step); ranks 0 and 2 have been waiting in the all-reduce of step 17 for 24 s",
         ),
         (
             [report(0, 33), report(1, 32), report(2, 33)],
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is still in the "
-            "all-reduce before it; ranks 0 and 2 wait there since 24 s",
+            "all-reduce before it; ranks 0 and 2 have been waiting there for 24 s",
         ),
         (
             [report(0, 33), report(1, 33, ended=True), report(2, 33)],
             "rank 1 (node 2) has left the all-reduce of gradient bucket 0 of step 17, a message was lost: "
-            "ranks 0 and 2 wait in it since 24 s",
+            "ranks 0 and 2 have been waiting in it for 24 s",
         ),
         (
             [report(0, 33), report(1, 33), report(2, 33)],
-            "all ranks are in the all-reduce of gradient bucket 0 of step 17, which does not end since 24 s: "
-            "look at the network",
+            "all ranks are in the all-reduce of gradient bucket 0 of step 17, which has not ended for 24 s: check "
+            "the network",
         ),
         (
             [report(0, 5, ended=True, nodes=[0], recent=[])],
-            "step 17 does not end since 24 s, and no rank is known to wait for another: it is in "
+            "step 17 has not ended for 24 s, and no rank is known to wait for another: it is in "
             "my_model.py:30 Net.forward",
         ),
         ([event("hang", 3, 1, step=2)], None),  # written by something else: said as far as known

@@ -171,16 +171,16 @@ def test_nothing_is_said_of_more_ranks_than_were_measured_where_the_model_misses
     assert result.error is not None
     assert result.error < -TOLERANCE
     assert result.curves == ()
-    said = "Nothing is said of more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
+    said = "No figures are given for more than 3 rank(s): the model, fitted on 1 and 2 rank(s), misses the step of 3"
     assert said in result.withheld
-    assert f"by {result.error:+.0%}, and its limit is 20%" in result.withheld
+    assert f"by {result.error:+.0%}; its limit is 20%" in result.withheld
     assert result.withheld in result.verdict
     assert json.loads(json.dumps(scaling_document(result)))["withheld"] == result.withheld
     found = model_check(result)
     assert not found.passed
     assert found.metadata["why"].value == result.withheld
     assert found.metadata["error"].value == pytest.approx(abs(result.error))
-    with pytest.raises(ValueError, match="Nothing is said"):
+    with pytest.raises(ValueError, match="No figures are given"):
         modelled_chart(result)
 
 

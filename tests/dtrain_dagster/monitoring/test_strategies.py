@@ -112,7 +112,7 @@ def test_the_alert_counts_all_that_communication_costs_and_says_which_part_is_wh
     assert part["waiting"] > part["communication"]
     assert alert.strategies[0].name == "replace node 11"
     assert not {"fp16 compression", "top-k compression"} & {item.name for item in alert.strategies}, "no cure"
-    assert "compression does not end waiting" in alert.sentence
+    assert "compression does not end this waiting" in alert.sentence
     mostly_wire = settled(windows(replace(late, buckets=(30_000_000,), late_compute={1: 0.005}).events()))
     alert = communication_alert(mostly_wire, TRAINING)
     assert alert is not None

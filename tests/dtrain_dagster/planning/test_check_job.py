@@ -96,7 +96,7 @@ def test_what_works_passes_and_what_only_a_node_can_tell_is_said(dataset: Path):
     ):
         parts = {"model": {"factory": "own_parts:make", "args": {"mistake": mistake}}}
         [said] = check_job(job_of(dataset, **parts), ranks=1).sentences
-        assert "nodes will tell" in said
+        assert "the nodes try them first" in said
         assert any(name in said for name in error.split("|")), said
 
 
@@ -120,7 +120,7 @@ def test_gpus_on_several_hosts_are_refused_where_encryption_is_required(dataset:
     job = job_of(dataset, training={"world_size": 3, "encryption": "required"})
     assert check_job(job, ranks=3, hosts=3).sentences == ()
     assert check_job(job, ranks=3, hosts=1, has_gpus=True).sentences == ()
-    with pytest.raises(ConfigError, match="GPUs on 3 hosts sum by NCCL"):
+    with pytest.raises(ConfigError, match="GPUs on 3 hosts communicate through NCCL"):
         check_job(job, ranks=3, hosts=3, has_gpus=True)
 
 
@@ -132,6 +132,6 @@ def test_a_package_that_nodes_of_this_machine_lack_is_told_before_they_start(mon
         check_strategy(horovod, 1, False, is_here=True)
     [said] = check_strategy(horovod, 1, False, is_here=False)
     assert "'horovod' on the nodes, which cannot be seen from here" in said
-    with pytest.raises(ConfigError, match=r"connections of its own, which are not encrypted, .*encryption = 'off'"):
+    with pytest.raises(ConfigError, match=r"its own connections, which are not encrypted, .*encryption = 'off'"):
         check_strategy(horovod, 2, False, is_here=False)
     assert check_strategy(replace(horovod, encryption="off"), 2, False, is_here=False) == [said]

@@ -327,7 +327,7 @@ def test_the_plan_says_what_fewer_nodes_would_save_and_what_it_is_not():
     alone = table_of(prices=[PRICES[V100]], node_counts=(PLANNED.node_count,))
     assert explain_choice(alone).endswith("It is the cheapest of all choices.")
     nothing = table_of(deadline_seconds=1.0, prices=[PRICES[V100]])
-    assert "No choice surely keeps the limits" in explain_choice(nothing)
+    assert "No choice is sure to keep the limits" in explain_choice(nothing)
     assert "choose_nodes" not in explain_choice(nothing)
 
 

@@ -118,7 +118,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert own.seconds_at(1).expected == parts.total
     assert told(steps=3000).seconds_at(1).expected > own.seconds_at(1).expected + 2000 * run.measured.step_seconds
     assert told(totals=(77.0,)).seconds_at(1).expected == 77.0
-    assert "this very training" in told(totals=(77.0,)).basis_words
+    assert "exactly this training" in told(totals=(77.0,)).basis_words
     assert not knows(told(nodes=3), 3)
     assert "1 node(s) instead of 3" in told(nodes=3).basis_words
     other = told(sku="Standard_NC4as_T4_v3")
@@ -367,7 +367,7 @@ def test_a_probe_that_hangs_is_stopped_by_the_limits_and_nothing_more_is_started
     limit = 12.0 / 3600 * price_of(SKU).usd_per_hour("dedicated")
     plan, said = plan_of(instance, home, dataset, stop_at_usd=limit)
     assert plan is None
-    assert "the probe came to the limit of $0.01" in "\n".join(said), said
+    assert "the probe reached the limit of $0.01" in "\n".join(said), said
     [probe] = (home / "storage" / "jobs").glob("probe-*")
     [node] = RunDir(str(probe)).nodes()
     assert 5 < node.seconds(node.last_seen_at or 0.0) < 60, "of the 600 that it hangs; 12 are paid for"

@@ -160,7 +160,7 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
         (looks(gpus=[], gpu_utilization=None, cpu_percent=80.0), "batch size: no GPU's memory was measured"),
         ([*looks(memory=0.2), event("out_of_memory", 0, 1, samples=64)], "batch size: memory ran out in this job"),
         (looks(gpus=[], gpu_utilization=None), "a smaller SKU: the table of speeds is of GPUs"),
-        ([], "utilisation: no node was looked at"),
+        ([], "utilisation: no node was sampled"),
     ],
 )
 def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):

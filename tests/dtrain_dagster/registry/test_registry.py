@@ -22,7 +22,7 @@ from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
-from dtrain_dagster.registry.versions import open_client
+from dtrain_dagster.registry.versions import RUN_TAGS, open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.engine import reports
@@ -224,6 +224,10 @@ def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: re
         "test_nll": f"{result['test']['nll']:.6f}",
     }
     assert expected.items() <= version.tags.items()
+    of_run = open_client(home.tracking_uri).get_run(version.run_id).data.tags
+    own = {name: value for name, value in of_run.items() if not name.startswith("mlflow.")}
+    assert set(own) <= {*RUN_TAGS, "best_baseline"}, "what the version has is not said twice"
+    assert {name: own[name] for name in ("job_id", "weights_sha256", PACKED_TAG)}.items() <= version.tags.items()
     assert version.run_id == result["mlflow_run_id"] == model.run_id
     assert "mlartifacts" in version.source
     assert client.get_run(model.run_id).info.artifact_uri.startswith(str(home.path / "mlartifacts"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -10,8 +11,16 @@ import pytest
 from dtrain_dagster.jobs.source_tags import source_tags
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, nested_in, note_of
 from tests.tables import copy_tables
+from trainer.documents.events import LEAVING
 from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING
-from trainer.rundir import JOB, RunDir
+from trainer.rundir import JOB, LAUNCH, RESULT, RunDir, event
+
+FORMED = {"nodes": [0], "joined": [], "world_size": 1, "topology": "mesh", "step": 1, "seconds": 0.5}
+COURSE = [
+    event("node", 0, 1, node_id=0, step=1, cpu_percent=50.0),
+    event("membership", 0, 2, lost=[1, 2], reason="silent", **FORMED),
+    event("membership", 0, 3, lost=[3], reason=LEAVING, **FORMED),
+]
 
 
 @pytest.mark.slow
@@ -27,13 +36,19 @@ def test_dollars_reports_pictures_and_the_description_come_to_the_run_of_the_job
     run_id = client.create_run(experiment, tags={"job_id": "mine"}).info.run_id
     rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
     rundir.write_json(JOB, {"job_id": "mine"})
+    rundir.write_json(LAUNCH, {"node_count": 3, "sku": "big"})
+    rundir.write_json(RESULT, {"best_step": 7})
     rundir.storage.write("reports/page.html", b"<p>")
+    rundir.append_events(2, 0, 1, COURSE)
     given = {"metrics": {"cost/total_usd": 0.5}, "pictures": {"A step": b"<svg/>"}, "note": "**good**"}
     assert "MLflow has no run of others" in add_to_run(uri, rundir, "others", **given)  # type: ignore[arg-type]
     assert client.get_run(run_id).data.metrics == {}
     assert add_to_run(uri, rundir, "mine", **given) == ""  # type: ignore[arg-type]
     run = client.get_run(run_id)
-    assert run.data.metrics == {"cost/total_usd": 0.5}
+    assert run.data.metrics == {"cost/total_usd": 0.5, "lost/nodes": 2, "valid/best_step": 7}
+    assert {"nodes": "3", "sku": "big"}.items() <= run.data.tags.items()
+    figures = json.loads(Path(client.download_artifacts(run_id, "figures.json", str(tmp_path))).read_text())
+    assert figures["node_0/cpu_percent"]["last"] == 50.0
     assert run.data.tags[NOTE_TAG] == "**good**"
     found = {item.path for folder in ("", "reports", "pictures") for item in client.list_artifacts(run_id, folder)}
     assert {"job.json", "reports/page.html", "pictures/a_step.svg"} <= found
@@ -81,6 +96,7 @@ def test_a_bill_becomes_metrics_and_a_verdict_a_description() -> None:
     assert cost_metrics({"total_usd": 1, "why": "words", "node_hours": 0.25}) == {
         "cost/total_usd": 1.0, "cost/node_hours": 0.25,
     }  # fmt: skip
+    assert cost_metrics({"usd_per_epoch": 1.0, "goodput_percent": 40.0}) == {}, "these are in the report"
     assert (
         note_of("fast", None, "/r", "http://d") == "**fast**\n\n[The run in Dagster](http://d)\n\nRun directory: `/r`"
     )

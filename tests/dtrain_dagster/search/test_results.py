@@ -126,7 +126,7 @@ class TestSettingsFile:
     def test_what_is_stated_comes_first_and_is_told(self, tmp_path: Path) -> None:
         used, [said] = read_tuned(self.written(tmp_path)).settings_for(BASE, {"learning_rate"})
         assert used == {}
-        assert "training.learning_rate is as stated, not as found" in said
+        assert "training.learning_rate is used as stated, not as found" in said
 
     def test_another_model_than_was_searched_is_refused(self, tmp_path: Path) -> None:
         tuned = read_tuned(self.written(tmp_path))
@@ -140,5 +140,5 @@ class TestSettingsFile:
         document = json.loads(path.read_text())
         for wrong in ({"training": {"learning_rat": 1.0}}, {"model": {"args": {}}}, {"tracking": {}}):
             path.write_text(json.dumps(document | wrong))
-            with pytest.raises(ConfigError, match="is nothing that `dtrain search` writes"):
+            with pytest.raises(ConfigError, match="is not something that `dtrain search` writes"):
                 read_tuned(str(path))

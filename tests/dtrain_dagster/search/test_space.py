@@ -38,14 +38,14 @@ class TestWhatIsRefused:
         [
             ({"low": -1.0, "high": 1.0, "log": True}, ["no logarithm of low = -1", "take a low above 0"]),
             ({"low": 0, "high": 8, "log": True, "type": "float"}, ["no logarithm of low = 0"]),
-            ({"low": 2.0, "high": 1.0}, ["low = 2 is above high = 1", "exchange"]),
+            ({"low": 2.0, "high": 1.0}, ["low = 2 is above high = 1", "swap"]),
             ({"low": 1.0}, ["high = None is not a number"]),
             ({"low": "1", "high": 2}, ["low = '1' is not a number"]),
             ({"low": True, "high": 2}, ["low = True is not a number"]),
             ({"low": 1.0, "high": float("inf")}, ["high = inf is not a number"]),
             ({"lo": 1.0, "high": 2.0}, ["'lo'", "did you mean low?"]),
             ({"low": 1.0, "high": 2.0, "log": "yes"}, ["log = 'yes' is neither true nor false"]),
-            ({"low": 1.0, "high": 2.0, "log": True, "step": 0.1}, ["log and step do not go together"]),
+            ({"low": 1.0, "high": 2.0, "log": True, "step": 0.1}, ["log and step cannot be combined"]),
             ({"low": 1.0, "high": 2.0, "step": 3.0}, ["step = 3 does not fit between 1 and 2"]),
             ({"low": 1.0, "high": 2.0, "step": 0}, ["step = 0 is not a number above 0"]),
             ({"low": 1, "high": 9, "step": 0.5}, ["step = 0.5 of whole numbers has to be whole"]),
@@ -54,10 +54,10 @@ class TestWhatIsRefused:
             ({"low": 1, "high": 3, "choices": [1]}, ["either choices, or low and high"]),
             ({}, ["either choices, or low and high"]),
             ([], ["has no value to choose"]),
-            ([1, 1], ["1 is there twice"]),
+            ([1, 1], ["1 is listed twice"]),
             ({"choices": [1, 2], "log": True}, ["log belongs to a range"]),
-            (0.1, ["is no range"]),
-            ({"low": 1.0, "high": 2.0, "when": "tcn"}, ["when = 'tcn' is no condition"]),
+            (0.1, ["is not a range"]),
+            ({"low": 1.0, "high": 2.0, "when": "tcn"}, ["when = 'tcn' is not a condition"]),
             ({"low": 1.0, "high": 2.0, "when": {"model.factory": []}}, ["names no value"]),
         ],
     )
@@ -107,7 +107,7 @@ class TestWhatIsRefused:
             "training.epochs": {"choices": [1, 2], "when": {"training.seed": 1}},
             "training.seed": {"choices": [1, 2], "when": {"training.epochs": 1}},
         }
-        assert "go in a circle" in said(circle)
+        assert "form a cycle" in said(circle)
         twice = {"a": {"field": "training.seed", **one}, "training.seed": one}
         assert "both set training.seed" in said(twice)
 

@@ -171,6 +171,6 @@ def test_a_search_ends_where_no_trial_is_worth_its_price() -> None:
     dear = SearchSettings(trials=30, sampler=Sampler.RANDOM, pruner=Pruner.WORTH, worth_usd=1e-3)
     source = play(source_of(dear), [])
     assert len(source.trials) < 30
-    assert source.ended.startswith("no further trial is worth it")
+    assert source.ended.startswith("no further trial is worth its cost")
     cheap = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.WORTH, worth_usd=1e6)
     assert len(play(source_of(cheap), []).trials) == 12

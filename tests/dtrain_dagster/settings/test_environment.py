@@ -41,7 +41,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
         ("DTRAIN_CLUSTER_NAME", "my cluster", "pattern"),
-        ("DTRAIN_TIER", "cheap", "must be of dedicated, spot"),
+        ("DTRAIN_TIER", "cheap", "must be one or more of dedicated, spot"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_the_default(monkeypatch, name, value, said):

@@ -43,5 +43,5 @@ def test_a_ray_cluster_of_kuberay_is_found_by_its_name(
     monkeypatch.setenv("DTRAIN_RAY_DASHBOARD", "http://gateway:80")
     assert read_ray_options()["dashboard"] == "http://gateway:80"
     monkeypatch.setenv("DTRAIN_RAY_ADDRESS", "head:6379")
-    with pytest.raises(SettingsError, match="do not go together: unset one"):
+    with pytest.raises(SettingsError, match="cannot be combined: unset one"):
         read_ray_options()

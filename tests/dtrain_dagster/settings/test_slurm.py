@@ -18,7 +18,7 @@ from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_opti
         ("MEMORY", "8 GB", "DTRAIN_SLURM_MEMORY"),
         ("PYTHON", "python3", "DTRAIN_SLURM_PYTHON"),
         ("EXTRA", "--time=5", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
-        ("EXTRA", "-p gpu", "is no option of sbatch"),
+        ("EXTRA", "-p gpu", "is not an option of sbatch"),
         ("EXPORT", "A=1", "give names alone"),
         ("TIME_LIMIT_MINUTES", "1", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
     ],

@@ -55,7 +55,7 @@ def test_a_training_by_the_names_of_ddp(tmp_path: Path) -> None:
         ({"deepspeed_config": {"zero_optimization": {"stage": 0}}}, r"stage = 0 .*stage \(1, 2 or 3\)"),
         ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}}, "to the device 'cpu'"),
         ({"mlflow_tracking": True}, "MLFLOW_TRACKING_URI"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD of 1 groups"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD with 1 parameter group"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(
@@ -77,11 +77,11 @@ def test_the_launcher_decides_the_number_of_ranks() -> None:
 
 
 def test_more_ranks_than_were_started_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="2 GPUs are asked for"):
+    with pytest.raises(ConfigError, match="2 GPUs are requested"):
         PyTorchDDPTrainer(network(), num_gpus=2, **FEW).fit(points())
     monkeypatch.setenv("DTRAIN_DESCRIBE_JOB", "/nowhere/job.json")
     monkeypatch.setenv("DTRAIN_SET", json.dumps(["training.epochs=2", "training.world_size=3"]))
-    with pytest.raises(ConfigError, match="2 GPUs are asked for, and this script was started on 3 ranks"):
+    with pytest.raises(ConfigError, match="2 GPUs are requested, but this script was started on 3 ranks"):
         PyTorchDDPTrainer(network(), num_gpus=2, **FEW).fit(points())
 
 
@@ -93,7 +93,7 @@ def test_optimizers_that_train_otherwise_are_refused() -> None:
         torch.optim.Adam([weight], weight_decay=0.1), torch.optim.AdamW([weight], betas=(0.5, 0.9)),
         torch.optim.AdamW([{"params": [weight]}, {"params": [nn.Parameter(torch.zeros(1))]}]),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=r"give AdamW of one group|unusual"):
+        with pytest.raises(ConfigError, match=r"give AdamW with one parameter group|unusual"):
             settings_of_optimizer(odd)
 
 

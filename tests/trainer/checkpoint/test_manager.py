@@ -115,7 +115,7 @@ def test_a_folder_is_never_written_by_a_second_writer(rundir: RunDir, manager: M
     other = manager(report=lambda kind, **fields: reports.append(fields))
     save(other, 5, more=torch.zeros(3))
     assert [report["gives_up"] for report in reports] == [True]
-    assert f"{folder_of(5)} is there already" in reports[0]["message"]
+    assert f"{folder_of(5)} already exists" in reports[0]["message"]
     assert "more" not in other.load(folder_of(5))
 
 
@@ -188,7 +188,7 @@ def test_whole_is_not_enough_where_latest_never_came_to_point_to_it(
     save(checkpoints, 2)
     rundir.storage.write(LATEST, pointer)  # as if killed between the manifest and LATEST
     assert loaded_step(checkpoints) == 1
-    assert f"{folder_of(2)} never came to count" in caplog.text
+    assert f"{folder_of(2)} was never committed" in caplog.text
     for nothing in (b"{", b"[]", b'{"path": "elsewhere"}', None):
         rundir.storage.delete(LATEST)
         if nothing is not None:
@@ -223,7 +223,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(
     save(checkpoints, 1)
     folder = save(checkpoints, 2, trap=Trap())
     assert loaded_step(checkpoints) == 1
-    assert f"{folder} is none of ours: Weights only load failed" in caplog.text
+    assert f"{folder} was not written by this trainer: Weights only load failed" in caplog.text
     assert not (tmp_path / "sprung").exists()
 
 

@@ -283,7 +283,7 @@ def test_whoever_waits_is_woken_at_once(numbers: int) -> None:
 
 
 def test_silence_ends_an_operation() -> None:
-    with mesh_of(2, 0.3) as (one, _silent), pytest.raises(PeerError, match=r"nothing came from ranks \[1\] in time"):
+    with mesh_of(2, 0.3) as (one, _silent), pytest.raises(PeerError, match=r"no data arrived from ranks \[1\] in time"):
         one.all_reduce(torch.zeros(1))
     with mesh_of(2, NEVER) as (one, _silent), pytest.raises(PeerError, match="nothing came"):
         one.barrier(0.3)

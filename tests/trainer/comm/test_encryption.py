@@ -67,7 +67,7 @@ def test_without_a_secret_it_is_refused_where_it_is_required() -> None:
         ("files", 3, False, True, ""),
         ("", 1, False, False, ""),
         ("", 3, False, False, "nodes are on 3 hosts"),
-        ("", None, True, False, "hosts that may be several"),
+        ("", None, True, False, "possibly several hosts"),
     ],
 )
 def test_what_leaves_a_host_unencrypted_is_said_and_refused_where_encryption_is_required(
@@ -131,7 +131,7 @@ def test_the_setting_in_a_job() -> None:
     assert parse_job(text % files).training.encryption == "auto"
     with pytest.raises(ConfigError, match="'auto', 'required' or 'off'"):
         parse_job(text % '"encryption": "on"')
-    with pytest.raises(ConfigError, match="leave one of the two out"):
+    with pytest.raises(ConfigError, match="remove one of the two"):
         parse_job(text % f'{files}, "encryption": "off"')
 
 
@@ -139,5 +139,5 @@ def test_the_setting_in_a_job() -> None:
 def test_strategies_with_connections_of_their_own_are_refused_where_traffic_is_encrypted(strategy: str) -> None:
     for ours in ("ddp", "fsdp", "hsdp"):
         refuse_own_connections(config(strategy=ours))
-    with pytest.raises(ConfigError, match=r"connections of its own, .*encryption = 'off' .*strategy = 'ddp'"):
+    with pytest.raises(ConfigError, match=r"its own connections, .*encryption = 'off' .*strategy = 'ddp'"):
         refuse_own_connections(config(strategy=strategy))

@@ -135,7 +135,7 @@ def test_nothing_is_admitted_before_it_said_hello_or_twice() -> None:
 
 @pytest.mark.parametrize("name", ["", "-1", "3", "1.0", " 1", "²", "1" * 30, "0x1"])
 def test_a_name_that_is_no_rank_of_this_world_is_refused(name: str) -> None:
-    with pytest.raises(AuthenticationError, match="takes itself for rank"):
+    with pytest.raises(AuthenticationError, match="claims to be rank"):
         parse_rank(name, 3)
     assert parse_rank("2", 3) == 2
 

@@ -79,7 +79,7 @@ def test_what_is_no_file_is_refused_at_once(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(No such file"):
         read_launch_secret({SECRET_FILE: str(file)})
     os.mkfifo(file, 0o600)
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read_launch_secret({SECRET_FILE: str(file)})
     link = file.with_name("link")
     link.symlink_to(file)

@@ -52,7 +52,7 @@ def test_a_guess_is_said_with_the_remedy() -> None:
     assert "set DTRAIN_HOST" in warning
     address, warning = choose_address({}, None, HostAddresses({"lo": ["127.0.0.1"]}))
     assert address == "127.0.0.1"
-    assert "no other host reaches it" in warning
+    assert "no other host can reach" in warning
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:

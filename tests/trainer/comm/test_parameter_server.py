@@ -149,7 +149,7 @@ def test_a_frozen_worker_is_named_by_all_when_the_time_is_over(start: Start, num
     for rank in (0, 1):
         outcome = ranks[rank].outcome()
         assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 2, "sum"), outcome
-    assert "nothing came from it in time" in outcome.message
+    assert "no data arrived from it in time" in outcome.message
     ranks[2].signal(THAW)
     assert ranks[2].outcome().error == "ParameterServerError"  # it finds out that the others have gone on
 
@@ -252,7 +252,11 @@ def test_a_worker_with_another_key_is_turned_away_and_the_right_one_let_in(
 
 @pytest.mark.parametrize(
     ("rank", "size", "why"),
-    [(3, 3, "rank 3 of 3 in a world of 3"), (1, 4, "rank 1 of 4 in a world of 3"), (2, 3, "rank 2 is here already")],
+    [
+        (3, 3, "rank 3 of 3 in a world of 3"),
+        (1, 4, "rank 1 of 4 in a world of 3"),
+        (2, 3, "rank 2 is already connected"),
+    ],
 )
 def test_a_worker_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, size: int, why: str) -> None:
     with listening() as listener:
@@ -315,10 +319,10 @@ def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig
     alive += [Rank(address, rank, 4, at.sum_one, [1.0], tls=tls) for rank in (1, 3)]
     server, *workers = outcomes(alive)
     assert (server.error, server.blamed, server.operation) == ("ParameterServerError", 2, "forming"), server
-    assert "ranks [2] did not come to the server within 4 s" in server.message
+    assert "ranks [2] did not connect to the server within 4 s" in server.message
     for worker in workers:
         assert (worker.error, worker.blamed) == ("ParameterServerError", 2), worker
-        assert "ranks [2] did not come" in worker.message
+        assert "ranks [2] did not connect" in worker.message
 
 
 def test_a_worker_waits_for_a_server_that_is_not_there_yet(alive: list[Rank]) -> None:

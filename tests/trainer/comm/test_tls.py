@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_read_is_named(authority: Authority, which: str, c
 def test_files_that_hold_something_else_are_named(authority: Authority, tmp_path: Path) -> None:
     tls, text = authority.node(), tmp_path / "text"
     text.write_text("no PEM")
-    with pytest.raises(ConfigError, match=r"training\.tls\.ca = '.*text' holds no certificate"):
+    with pytest.raises(ConfigError, match=r"training\.tls\.ca = '.*text' does not hold a PEM certificate"):
         server_context(TLSConfig(certificate=tls.certificate, key=tls.key, ca=str(text)))
     for certificate, key in ((str(text), tls.key), (tls.certificate, str(text)), (tls.certificate, other(authority))):
         with pytest.raises(ConfigError, match=r"training\.tls\.certificate = '.*' and training\.tls\.key = '.*' must"):

@@ -260,7 +260,7 @@ def test_nonsense_in_the_store_of_torchruns_agents_is_said(
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run",
         SECRET_FILE: str(tmp_path / "secrets" / "launch"),
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rank 0 listens at .*no port and address.*--master-port") as refused:
+    with pytest.raises(ConfigError, match=r"rank 0 listens at .*not an address with a port.*--master-port") as refused:
         join_world(DistributedTrainingConfig(collective_timeout_seconds=5, bind_cores=False), environment)
     assert repr(said) in str(refused.value)
 

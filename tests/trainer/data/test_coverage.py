@@ -63,7 +63,7 @@ def test_a_sample_that_is_skipped_doubled_or_swapped_is_noticed(count: int, data
     assert said == f"epoch 1: {count + 1} samples were used, the split has {count}"
     if one != other:
         [said] = find_coverage_errors([record([*skipped, other])], count, 1)
-        assert said == f"epoch 1: {count} samples were used, but not each of them once"
+        assert said == f"epoch 1: {count} samples were used, but not each exactly once"
 
 
 def test_all_means_each_once_beyond_one_block() -> None:

@@ -76,13 +76,13 @@ def test_rows_and_targets_are_those_of_the_parquet_files(built: Path, cache: Pat
     ("change", "message"),
     [
         (lambda m: m.update(kind="columns"), r"kind = 'columns': known are windows, rows, tokens"),
-        (lambda m: m["shards"][0].update(rows=3), r"samples are not the rows of the shards"),
-        (lambda m: m["shards"][0].update(path="../x.parquet"), r"no relative path"),
+        (lambda m: m["shards"][0].update(rows=3), r"samples do not match the rows of the shards"),
+        (lambda m: m["shards"][0].update(path="../x.parquet"), r"not a relative path"),
         (lambda m: m["shards"].reverse(), r"in the order of their splits"),
         (lambda m: m.update(classes=["no"]), r"task = 'binary' with 1 classes"),
         (lambda m: m["columns"][0].update(role="target"), r"one target, and features"),
-        (lambda m: m["normalisation"]["features"]["x"].update(std=0), r"every std one above zero"),
-        (lambda m: m["columns"][2].update(values=[]), r"a category has values"),
+        (lambda m: m["normalisation"]["features"]["x"].update(std=0), r"every std a number above zero"),
+        (lambda m: m["columns"][2].update(values=[]), r"a category needs values"),
         (lambda m: m.pop("task"), r"task"),
     ],
 )
@@ -93,9 +93,9 @@ def test_a_manifest_that_does_not_fit_is_refused(copy: Path, cache: Path, change
 
 
 def test_a_dataset_of_another_kind_is_refused(copy: Path, dataset: Path, cache: Path) -> None:
-    with pytest.raises(DatasetError, match=r"is a dataset of rows, and windows are needed here"):
+    with pytest.raises(DatasetError, match=r"is a dataset of rows, but windows are needed here"):
         DataShardManager(str(copy), cache)
-    with pytest.raises(DatasetError, match=r"is a dataset of windows, and rows are needed here"):
+    with pytest.raises(DatasetError, match=r"is a dataset of windows, but rows are needed here"):
         RowData(str(dataset), cache)
 
 

@@ -47,9 +47,9 @@ def test_each_token_is_predicted_once_from_those_before(built: Path, cache: Path
     [
         (lambda m: m.update(context=0), r"context = 0"),
         (lambda m: m.update(vocabulary=1), r"vocabulary = 1"),
-        (lambda m: m["samples"].update(train=7), r"samples.train = 7 do not follow"),
+        (lambda m: m["samples"].update(train=7), r"samples.train = 7 does not match"),
         (lambda m: m["units"].update(test=-1), r"units.test = -1"),
-        (lambda m: m["shards"][0].update(path="/etc/passwd"), r"no relative path"),
+        (lambda m: m["shards"][0].update(path="/etc/passwd"), r"not a relative path"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(copy: Path, cache: Path, change: Any, message: str) -> None:

@@ -48,11 +48,11 @@ def test_any_bytes_are_a_value_that_can_be_written_again_or_damage(data: bytes):
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no UTF-8"), (b'{"a": NaN}', "NaN is no number"),
-        (b"[-Infinity]", "-Infinity is no number"), (b"[1e999]", "out of range"), (b"[1e200]", "out of range"),
+        (b"", "not JSON"), (b"{", "not JSON"), (b"\xff{}", "not UTF-8"), (b'{"a": NaN}', "NaN is not a number"),
+        (b"[-Infinity]", "-Infinity is not a number"), (b"[1e999]", "out of range"), (b"[1e200]", "out of range"),
         (b'["\\ud800"]', "half a character"), (b'{"\\uDfff": 1}', "half a character"), (b'{"a":1,"a":2}', "twice"),
         (b"[" * 100 + b"]" * 100, "deeper than 64"), (b"[" * 10**6, "deeper than 64"), (b"9" * 5000, "out of range"),
-        (b"[18446744073709551617]", "out of range"), (b'{"a":1}x', "no JSON"),
+        (b"[18446744073709551617]", "out of range"), (b'{"a":1}x', "not JSON"),
     ],
 )  # fmt: skip
 def test_what_others_cannot_hold_is_refused(data: bytes, wrong: str):

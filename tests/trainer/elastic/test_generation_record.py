@@ -85,7 +85,7 @@ def set_column(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (set_column("port", [1] * LARGE + [2]), "columns whose 'port' has another length"),
         (set_column("port", 70_000), "columns whose 'port' is out of range"),
         (set_column("node", [-1] * LARGE), "columns whose 'node' is out of range"),
-        (set_column("member", "n0p0-a"), "columns whose 'member' is no list"),
+        (set_column("member", "n0p0-a"), "columns whose 'member' is not a list"),
         (set_column("member", ["../a"] * LARGE), "columns whose 'member' is not of its form"),
         (set_column("ready", [1] * LARGE), "columns whose 'ready' is neither true nor false"),
         (lambda columns: columns.pop("host"), "columns without 'host'"),
@@ -118,5 +118,5 @@ def test_an_observer_refuses_nodes_that_are_no_numbers(storage: Storage, nodes: 
     data = json.loads(text_of(generation(LARGE)))
     data["members"]["node"] = nodes
     storage.create(path_of(1), json.dumps(data).encode())
-    with pytest.raises(DamagedError, match="columns whose 'node' is no whole number"):
+    with pytest.raises(DamagedError, match="columns whose 'node' is not a whole number"):
         read_nodes(storage, "g000001.json")

@@ -114,7 +114,7 @@ CHANGES: dict[str, tuple[str, str, set[str]]] = {
     "a method of its base class": ("return x + 1", "return x + 2", {CODE}),
     "a class attribute": ("rate = 1", "rate = 2", {CODE}),
     "an argument": ("Net(1.0)", "Net(2.0)", {VALUE}),
-    "an argument that is no number": ("Net(1.0)", "Net(math.inf)", {VALUE}),
+    "an argument that is not a number": ("Net(1.0)", "Net(math.inf)", {VALUE}),
     "a private attribute": (MADE, MADE + "; model._private = 4", {VALUE}),
     "a slot": (MADE, MADE + "; model.slot = 6", {VALUE}),
     "what it counts": (MADE, MADE + "; model.seen = 9", set()),

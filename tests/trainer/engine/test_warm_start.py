@@ -61,8 +61,8 @@ def test_parameters_are_taken_over_and_buffers_are_not(tmp_path: Path) -> None:
     [
         (Scaled(width=4).state_dict(), "layer.weight has the shape (2, 4) there and (2, 3) here"),
         ({"layer.weight": torch.zeros(2, 3)}, "layer.bias has the shape none there"),
-        ([1, 2], "holds no tensors by name"),
-        (Scaled, "holds something else than tensors, and was not loaded"),
+        ([1, 2], "does not hold named tensors"),
+        (Scaled, "holds something other than tensors, and was not loaded"),
     ],
 )
 def test_weights_of_something_else_are_refused_before_any_is_copied(tmp_path: Path, content: Any, said: str) -> None:
@@ -76,7 +76,7 @@ def test_weights_of_something_else_are_refused_before_any_is_copied(tmp_path: Pa
 def test_weights_that_were_changed_or_are_gone_are_refused(tmp_path: Path) -> None:
     meant = save(tmp_path, Scaled().state_dict())
     save(tmp_path, Scaled().state_dict())
-    with pytest.raises(ConfigError, match="it was changed, or another is meant"):
+    with pytest.raises(ConfigError, match="the file was changed, or the setting means another"):
         begin_from(Scaled(), job_of(tmp_path / "other", meant))
     (tmp_path / "model" / "weights.pt").unlink()
     with pytest.raises(ConfigError, match=r"there is no model/weights.pt; name the run directory of a training"):
@@ -93,7 +93,9 @@ def test_a_job_is_named_by_itself_and_its_weights_are_found(tmp_path: Path) -> N
         assert resolve_start(job) is job
     with pytest.raises(ConfigError, match=r"start_from = 'other': there is no model/model\.json; name a training that"):
         resolve_start(job_of(tmp_path / "second", DistributedTrainingConfig(start_from="other")))
-    with pytest.raises(ConfigError, match=r"training\.start_sha256 is of the weights that training\.start_from names"):
+    with pytest.raises(
+        ConfigError, match=r"training\.start_sha256 belongs to the weights that training\.start_from names"
+    ):
         parse_job(json.dumps({**DOCUMENT, "training": {"start_sha256": "0" * 64}}))
 
 
@@ -122,4 +124,4 @@ def test_a_job_begins_where_another_one_ended(tmp_path: Path, monkeypatch: pytes
     assert fresh["test"]["loss"] > 1.1 * warm["test"]["loss"]
     code, refused = train(tmp_path / "refused", uri, **{**start, "start_sha256": "0" * 64})
     assert code == UNUSABLE
-    assert "it was changed, or another is meant" in refused["error"]
+    assert "the file was changed, or the setting means another" in refused["error"]

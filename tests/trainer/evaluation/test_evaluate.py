@@ -224,7 +224,7 @@ def test_a_mean_that_knows_the_future_is_called_a_leak(judged: Any) -> None:
     )
     report = build_report(knowing, days, {}, horizon=5)
     assert any("Suspect leakage" in note for note in report["notes"])
-    assert any("hold the future" in reason for reason in report["gate"]["reasons"])
+    assert any("contain the future" in reason for reason in report["gate"]["reasons"])
 
 
 def test_a_reassessment_says_of_its_days_what_the_report_said(market: Market, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_baseline_that_a_year_lacks_is_not_judged_over_all() -> None:
 
 @pytest.mark.parametrize("years", [[], [year(2000, GOOD), year(2000, GOOD)]])
 def test_no_year_or_one_twice_is_refused(years: list[YearScores]) -> None:
-    with pytest.raises(ValueError, match="each of them once"):
+    with pytest.raises(ValueError, match="each of them only once"):
         judge_years(years)
 
 

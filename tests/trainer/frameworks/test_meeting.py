@@ -64,7 +64,7 @@ def test_the_others_hear_rank_0_and_see_its_end():
 
 def test_a_rank_that_does_not_come_is_named():
     port = free_port()
-    with pytest.raises(MeetingError, match=r"ranks \[1, 2\] did not come to 127\.0\.0\.1"):
+    with pytest.raises(MeetingError, match=r"ranks \[1, 2\] did not connect to 127\.0\.0\.1"):
         Meeting(facts_of(0, 3, port), SECRET, {}, seconds=0.3)
     with pytest.raises(MeetingError, match=r"rank 0 is not at 127\.0\.0\.1"):
         Meeting(facts_of(1, 3, port), SECRET, {}, seconds=0.3)
@@ -81,7 +81,7 @@ def test_who_does_not_know_the_secret_is_turned_away():
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    with pytest.raises(MeetingError, match=r"ranks \[1\] did not come"):
+    with pytest.raises(MeetingError, match=r"ranks \[1\] did not connect"):
         Meeting(facts_of(0, 2, port), SECRET, {}, seconds=4)
     thread.join()
     assert "is not rank 0" in said[0]

@@ -136,7 +136,7 @@ def test_a_pickle_is_not_run(market: Market, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"model": Intruder(evidence)}, buffer)
     for weights in (buffer.getvalue(), pickle.dumps(Intruder(evidence), protocol=2)):
-        with pytest.raises(SavedModelError, match="something else than tensors"):
+        with pytest.raises(SavedModelError, match="something other than tensors"):
             load(described(market, weights))
     assert not evidence.exists()
 

@@ -56,7 +56,7 @@ def test_averages_of_days_divide_the_window() -> None:
 
 
 def test_a_model_of_two_forecasts_refuses_a_loss_of_one() -> None:
-    with pytest.raises(ConfigError, match=r"two forecasts .* this loss asks for 3 numbers: .* take the model tcn"):
+    with pytest.raises(ConfigError, match=r"two forecasts .* this loss needs 3 numbers: .* use the model tcn"):
         build_model(FactoryConfig(factory="har_tcn"), SPEC, 3)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
 from trainer.observability.mlflow_sink import (
+    MOST_OWN,
     NOTE_TAG,
     SOURCE_TAG,
     VALUE_LENGTH,
+    Shown,
     dataset_of,
     figures_of_test,
     metric_name,
     params_of,
+    summarise,
     tags_of,
+    verdict_tags,
 )
 
 MANIFEST = {
@@ -57,7 +62,6 @@ def test_a_run_says_what_was_trained_on_what_and_by_what() -> None:
     ("name", "here", "on_azure"),
     [
         ("train/loss", "train/loss", "train.loss"),
-        ("node_0/cpu_percent", "system/node_0/cpu_percent", "node_0.cpu_percent"),
         ("cluster/gpu_utilization", "system/cluster/gpu_utilization", "cluster.gpu_utilization"),
     ],
 )
@@ -65,15 +69,46 @@ def test_figures_of_machines_are_system_metrics(name: str, here: str, on_azure: 
     assert (metric_name(name, False), metric_name(name, True)) == (here, on_azure)
 
 
-def test_of_a_baseline_the_score_is_shown_that_models_are_compared_by() -> None:
+def test_the_test_split_is_loss_score_margin_and_verdict() -> None:
     evaluation = {
-        "model": {"nll": -2.0, "coverage_90": 0.9, "table": [1], "good": True},
-        "baselines": {"har": {"pinball": 0.1, "nll": -1.9}, "drift": {"mse_to_zero": 1.0}, "odd": {"words": "x"}},
-    }
-    assert figures_of_test(evaluation) == {
-        "test/nll": -2.0, "test/coverage_90": 0.9, "baseline/har_nll": -1.9, "baseline/drift_mse_to_zero": 1.0,
+        "model": {"nll": -2.0, "loss": -1.5, "coverage_90": 0.9, "rank_ic": 0.1, "table": [1], "good": True},
+        "baselines": {
+            "ewma": {"nll": -1.5}, "har": {"pinball": 0.1, "nll": -1.75}, "drift": {"mse_to_zero": 1.0},
+            "odd": {"words": "x"},
+        },
+        "gate": {"passed": False, "reasons": ["why"]},
     }  # fmt: skip
-    assert figures_of_test({}) == {}
+    assert figures_of_test(evaluation) == {"test/nll": -2.0, "test/loss": -1.5, "test/margin": 0.25}
+    assert verdict_tags(evaluation) == {"best_baseline": "har", "gate": "not passed"}
+    assert verdict_tags({"gate": {"passed": True}}) == {"gate": "passed"}
+    assert (figures_of_test({}), verdict_tags({})) == ({}, {})
+
+
+def test_a_point_forecast_has_the_score_that_it_is_compared_by() -> None:
+    evaluation = {"model": {"loss": 0.4, "mse_to_zero": 0.5}, "baselines": {"drift": {"mse_to_zero": 1.0}}}
+    assert figures_of_test(evaluation) == {"test/loss": 0.4, "test/mse_to_zero": 0.5, "test/margin": 0.5}
+
+
+def test_a_script_has_a_few_metrics_of_its_own() -> None:
+    own = {f"own_{number}": 0.5 for number in range(9)}
+    assert figures_of_test({"model": {"loss": 1.0, "samples": 9, **own}, "baselines": {}}) == {
+        "test/loss": 1.0, **{f"test/own_{number}": 0.5 for number in range(MOST_OWN)},
+    }  # fmt: skip
+    shown = Shown()
+    assert [shown.has("valid/first"), shown.has("test/first"), shown.has("valid/pinball")] == [True, True, False]
+
+
+def test_a_curve_in_short() -> None:
+    events = [
+        {"kind": "node", "time": 1.0, "node_id": 0, "step": step, "cpu_percent": percent}
+        for step, percent in ((1, 20.0), (2, 60.0), (3, 40.0))
+    ]
+    damaged: list[dict[str, Any]] = [{"kind": "step", "time": 1.0}, {"kind": "node", "time": 1.0, "node_id": 0}, {}]
+    damaged += [{"kind": "evaluation", "time": 1.0, "step": 1, "split": "valid", "loss": "words"}]
+    events += damaged
+    assert summarise(events)["node_0/cpu_percent"] == {
+        "last": 40.0, "step": 3, "least": 20.0, "greatest": 60.0, "mean": 40.0, "points": 3,
+    }  # fmt: skip
 
 
 def test_a_dataset_has_its_columns_samples_and_place() -> None:

@@ -57,7 +57,7 @@ def test_a_rank_that_blocks_in_the_users_code_is_named_with_its_line(new_job: Ca
     line = next(number for number, text in enumerate(source, 1) if "here it stands" in text)
     said = hang_verdict(reports())
     assert said.startswith("rank 1 (node 0) never entered the all-reduce of gradient bucket 0 of step 4"), said
-    assert f"it is in user_parts.py:{line} Blocks.forward; rank 0 waits there since" in said
+    assert f"it is in user_parts.py:{line} Blocks.forward; rank 0 has been waiting there for" in said
     waits, blocks = sorted(reports(), key=lambda item: item["rank"])
     assert (waits["sequence"], blocks["operation"]) == (blocks["sequence"] + 1, "no collective")
     assert waits["recent"][-1] == {"sequence": waits["sequence"], "what": waits["operation"], "ended": False}

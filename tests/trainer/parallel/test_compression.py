@@ -267,7 +267,7 @@ def test_a_node_that_is_killed_while_gradients_are_compressed(new_job: Callable[
 
 
 def test_settings_that_do_not_go_together_are_refused_and_others_fall_back() -> None:
-    with pytest.raises(ConfigError, match=r"'topk' does not go with training.precision = 'fp16'.*'bf16'"):
+    with pytest.raises(ConfigError, match=r"'topk' cannot be combined with training.precision = 'fp16'.*'bf16'"):
         compression.check_compression(DistributedTrainingConfig(communication="topk", precision="fp16"))
     for nodes in ((0, 0), (0, 1, 2)):
         assert type(make_comm_hook("hierarchical", nodes, 0.01)) is type(make_comm_hook("allreduce", nodes, 0.01))

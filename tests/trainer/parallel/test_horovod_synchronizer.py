@@ -78,6 +78,8 @@ def test_a_process_whose_horovod_did_not_start_leaves(
     if works:
         form_horovod(world, 5)
     else:
-        with pytest.raises(NoGenerationError, match="cannot again in this process: Horovod initialization failed"):
+        with pytest.raises(
+            NoGenerationError, match="cannot do so again in this process: Horovod initialization failed"
+        ):
             form_horovod(world, 5)
     assert horovod.calls == ["shutdown", "init"]

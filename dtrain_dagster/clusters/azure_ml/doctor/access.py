@@ -43,7 +43,7 @@ NEEDED_OPERATIONS = tuple(
     )
 )
 """Operations on the workspace that a training and its registered model need."""
-ASSIGN = "assign the role of deploy/azure that has this operation; it takes minutes until it counts"
+ASSIGN = "assign the role of deploy/azure that has this operation; it takes effect after some minutes"
 _DENIED = re.compile(r"perform action '([^']+)'")
 
 
@@ -68,7 +68,7 @@ def judge_identity(claims: Mapping[str, Any], credential: str, asked_for: str | 
             check="identity",
             verdict="warning",
             seen=f"{seen}; AZURE_CLIENT_ID names {asked_for}",
-            remedy="AZURE_CLIENT_ID is to be the client id of the orchestrator's identity, on this machine",
+            remedy="AZURE_CLIENT_ID must be the client id of the orchestrator's identity, on this machine",
             command='az identity list --query "[].{name:name,clientId:clientId}" --output table',
         )
     return DoctorLine(check="identity", verdict="ok", seen=seen)
@@ -122,7 +122,8 @@ def judge_workspace(document: Mapping[str, Any], region: str, options: AzureMLOp
             DoctorLine(
                 check="workspace",
                 verdict="missing",
-                seen=f"it is in {location}, and DTRAIN_REGION is {region_of(region)}: nothing is bought like that",
+                seen=f"it is in {location}, and DTRAIN_REGION is {region_of(region)}: nothing can be bought until "
+                "they match",
                 remedy="prices and quotas are those of the workspace's region",
                 command=f"export DTRAIN_REGION={location}",
             )

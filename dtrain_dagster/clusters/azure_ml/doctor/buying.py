@@ -67,7 +67,7 @@ def judge_choice(
         seen=f"{choice}: {cores if by_quota and cores else refusal.message} ({refusal.code})",
         remedy=f"ask for more cores ({QUOTA_PAGE}), or for fewer nodes"
         if by_quota
-        else "the next choice is tried instead; take it out of the chain if that is to stay so",
+        else "the next choice is tried instead; take it out of the chain if this is permanent",
         command=usage if by_quota else sizes,
     )
 
@@ -103,8 +103,8 @@ def judge_chain(choices: Sequence[SkuChoice], lines: Sequence[DoctorLine], node_
         return DoctorLine(
             check="sizes",
             verdict="ok",
-            seen=f"{len(good)} of {len(choices)} choices can be asked for, {good[0]} first; whether there is capacity "
-            "shows only when they are bought",
+            seen=f"{len(good)} of {len(choices)} choices can be asked for, {good[0]} first; whether there is "
+            "capacity is known only when they are bought",
         )
     return DoctorLine(
         check="sizes",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 DoctorVerdict = Literal["ok", "warning", "missing"]
 """Whether it is as it should be; may be in the way, or is only known later; or a training cannot start without it."""
-BUYS = "Nothing was bought: it reads, and writes one small blob, which it deletes."
+BUYS = "Nothing was bought: the command only reads, and writes one small blob, which it deletes."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

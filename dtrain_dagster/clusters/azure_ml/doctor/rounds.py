@@ -248,7 +248,7 @@ def judge_unknown_permissions(error: ServiceError) -> DoctorLine:
     return DoctorLine(
         check="roles",
         verdict="warning",
-        seen=f"what else is granted cannot be listed ({error.code}): whether computes and jobs may be made shows when "
-        "the first is",
+        seen=f"other permissions cannot be listed ({error.code}): whether computes and jobs may be made is known "
+        "only when the first one is",
         remedy="give this identity Microsoft.Authorization/permissions/read on the workspace, as deploy/azure does",
     )

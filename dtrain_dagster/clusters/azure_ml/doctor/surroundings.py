@@ -73,7 +73,7 @@ def judge_image(image: ImageName, status: int, said: str, principal: str) -> Doc
         return DoctorLine(
             check="images",
             verdict="warning",
-            seen=f"{seen}: the registry does not let us look ({status})",
+            seen=f"{seen}: the registry denies access ({status})",
             remedy="the nodes' identity needs AcrPull on it; give it to this one too, and the tag can be looked for",
             command=assignment_command(
                 principal, "AcrPull", f"$(az acr show --name {registry} --query id --output tsv)"
@@ -122,7 +122,7 @@ def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, p
 
 def judge_no_account(connection_string: bool) -> DoctorLine:
     """Return that no account is named by its address, which is the one thing about storage that nodes are told."""
-    opened = "; this machine opens it by AZURE_STORAGE_CONNECTION_STRING, nodes cannot" if connection_string else ""
+    opened = "; this machine opens it by AZURE_STORAGE_CONNECTION_STRING, but nodes cannot" if connection_string else ""
     return DoctorLine(
         check="storage",
         verdict="missing",
@@ -184,7 +184,7 @@ def judge_no_subnet(workspace: Mapping[str, Any], options: AzureMLOptions) -> Do
     return DoctorLine(
         check="network",
         verdict="missing",
-        seen="nodes are to have no public addresses, and no subnet is named: Azure makes no such compute"
+        seen="nodes must have no public addresses, but no subnet is named: Azure does not make such a compute"
         if not options.public_ip
         else "the workspace is closed to the internet, and nodes are in no network that reaches it",
         remedy="set DTRAIN_AZURE_SUBNET (output nodesSubnetId of deploy/azure), or use a managed network",
@@ -231,7 +231,8 @@ def judge_subnet(
                 check="network",
                 verdict="missing",
                 seen=f"{JOIN} is not granted on it",
-                remedy="a compute in a subnet is made by someone who may join it: assign the role of deploy/azure",
+                remedy="only an identity that may join the subnet can make a compute in it: assign the role of "
+                "deploy/azure",
                 command=assignment_command(principal, role_of_scope(scope), scope),
             )
         )
@@ -258,7 +259,7 @@ def judge_no_nodes_identity() -> DoctorLine:
     return DoctorLine(
         check="identity",
         verdict="warning",
-        seen="nodes get an identity of their compute, which has no role anywhere",
+        seen="nodes get the identity of their compute, which has no roles",
         remedy="set DTRAIN_AZURE_IDENTITY and DTRAIN_AZURE_IDENTITY_CLIENT_ID (outputs nodesIdentityId and "
         "nodesClientId of deploy/azure); else give the compute's identity its roles once it is made",
     )

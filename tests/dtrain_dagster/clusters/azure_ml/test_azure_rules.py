@@ -369,7 +369,7 @@ class TestStates:
         refused = decide_job(facts("", misses=(800.0, 900.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
         assert refused.state is JobState.FAILED
         assert "refused: no role" in refused.message
-        assert "200 s, at 3 looks" in refused.message
+        assert "200 s, in 3 checks" in refused.message
         taken = {**gone, "missing_cancel": CANCEL_TAKEN, "stopping": "was not known"}
         assert decided("", **{**taken, "misses": ()})[0] == "wait"
         assert decided("CancelRequested", **{**taken, "misses": ()})[0] == "report"

@@ -78,10 +78,10 @@ def test_each_meter_of_each_day_has_its_difference_and_the_reason():
     assert first.why == "2.000 h billed, 1.000 h counted (+$3.0600): rounded up to whole hours"
     assert (disks.ours_usd, disks.difference_usd) == (None, Decimal("0.25"))
     assert "disks" in disks.why
-    assert "1.000 h billed, 0.500 h counted (+$1.5300): nodes are billed while they boot, idle" in second.why
+    assert "1.000 h billed, 0.500 h counted (+$1.5300): nodes are also billed while they boot, idle" in second.why
     assert "$0.6100 an hour billed, list price $3.0600 (−$2.4500)" in second.why
     said = "\n".join(found.summary)
-    assert "known by their compute alone" in said
+    assert "identified only by their compute" in said
     assert "not compared: 1 row(s), $3.06: the same computes, on days on which this job had no node" in said
     assert "not compared: 1 row(s), $9.99: something else" in said
     assert [(line.rows, line.billed_usd) for line in found.uncompared] == [(1, Decimal("9.99")), (1, Decimal("3.06"))]
@@ -185,5 +185,5 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         "$0.0675 (79%) below the estimate: the price per node-hour was $0.3978 (Standard_NC6s_v3 (spot)"
     )
     assert "20 s of nodes were lost to failures" in said
-    assert "30 steps were trained, planned were 40" in said
+    assert "30 steps were trained, instead of the planned 40" in said
     assert "start-up took 24.0 s longer than the probe's, on each node" in said

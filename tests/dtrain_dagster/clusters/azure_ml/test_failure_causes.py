@@ -73,7 +73,7 @@ def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> 
         ({"error_message": "NodeLost: The job lost its node."}, "lost", "lost its node"),
         ({"error_message": "AzureMLCompute cluster deal-uat does not exist"}, "lost", "does not exist"),
         ({"error_message": "cluster is in failed state"}, "lost", "failed state"),
-        ({"error_message": "no such image", "vanished": (1, 2)}, "lost", "1, 2 went without a word"),
+        ({"error_message": "no such image", "vanished": (1, 2)}, "lost", "1, 2 disappeared without a record"),
         ({"was_stopped": True}, "lost", "SIGTERM"),
         ({"error_code": "JobTimeout", "error_message": "The job ran longer than its limit."}, "unknown", ""),
         ({}, "unknown", ""),

@@ -58,7 +58,7 @@ def test_a_node_has_a_rank_for_each_gpu_of_its_size(sku: str, ranks: int) -> Non
 
 @pytest.mark.parametrize("sku", ["Standard_NV6ads_A10_v5", "Standard_NV18ads_A10_v5", "Standard_NC24ads_A100_MIG_v4"])
 def test_parts_of_a_gpu_do_not_train_together(sku: str) -> None:
-    assert "NCCL does not sum" in explain_shared_gpu(sku, 2)
+    assert "NCCL cannot connect" in explain_shared_gpu(sku, 2)
     assert explain_shared_gpu(sku, 1) == "", "alone it needs no NCCL"
     assert not any(explain_shared_gpu(whole, 8) for whole in (*DEFAULT_CHAIN, *skus()))
 

@@ -228,7 +228,7 @@ def test_evicted_is_not_failed_by_itself(cluster, elastic):
         os.kill(process, signal.SIGTERM)
     status = cluster.wait("evicted")
     assert status.state is JobState.FAILED
-    assert status.message.startswith("evicted: all nodes were told to go")
+    assert status.message.startswith("evicted: all nodes were told to stop")
     assert "There is no checkpoint yet" in status.message
     assert cluster.status_file("evicted")["exit_code"] == 143
 
@@ -248,7 +248,7 @@ def test_exit_codes_of_zero_without_a_result_are_no_success(cluster, elastic):
     elastic("empty", "pass")
     status = cluster.wait("empty")
     assert status.state is JobState.FAILED
-    assert "the result does not say that the training is done" in status.message
+    assert "the result does not say that the training is complete" in status.message
 
 
 def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):

@@ -123,7 +123,7 @@ def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
     assert not is_full(too_long), "it would wait for ever"
     assert remedy_of(too_long) == "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"
     assert "DTRAIN_SLURM_QOS" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
-    assert remedy_of("Slurm accounting storage is disabled") == "the cluster keeps no account of jobs"
+    assert remedy_of("Slurm accounting storage is disabled") == "the cluster does no accounting of jobs"
 
 
 def test_the_accounting_has_what_the_queue_has_forgotten():

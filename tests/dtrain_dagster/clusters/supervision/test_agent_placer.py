@@ -170,7 +170,7 @@ def test_a_machine_that_is_cut_off_but_reaches_the_storage_makes_way(make_job: C
             return False
 
     job.wait(lambda: not any(map(lives, job.processes())), "the end of what is cut off")
-    assert "was given up for lost" in (job.engine.read_log(job.name(1)) or "")
+    assert "was given up as lost" in (job.engine.read_log(job.name(1)) or "")
     (job.folder / "go").touch()
     assert job.ends()["state"] == "succeeded"
     first, lost, second = sorted(job.presences(), key=lambda one: (one.node_id, one.incarnation))
