@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
@@ -40,8 +41,6 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments, as torch calls them."""
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
 

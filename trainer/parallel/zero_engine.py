@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.gloo_connections import prove_connections
 from trainer.comm.own_address import interface_of, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore
@@ -32,8 +33,6 @@ from trainer.parallel.synchronizer import GradientSync
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments, as torch calls them."""
 MOST_IN_BUCKET = 50_000_000
 """The most gradients that DeepSpeed sums at once."""
 
