@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.world import World
 from trainer.engine.module_state import share_module_state, take_buffers
 from trainer.engine.state_passing import pass_state
-from trainer.engine.step import MOMENTS, TrainingStep
+from trainer.engine.step import TrainingStep
 from trainer.parallel.replicas import row_range
 from trainer.parallel.sharding import ShardedModel
 
@@ -101,9 +102,15 @@ def is_behind(item: Holding, furthest: int) -> bool:
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
 
 
+def sharded_of(state: RowState) -> ShardedModel:
+    """Return the model of a training whose ranks share it."""
+    assert state.step.sharded is not None
+    return state.step.sharded
+
+
 def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
     """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     moments, _ = state.step.moments_of_rows()
     found = {WEIGHTS: sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
     if state.best is not None:
@@ -113,7 +120,7 @@ def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
 
 def keep_best_rows(state: RowState) -> dict[str, Tensor]:
     """Return copies of the present rows and buffers, on the CPU."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     kept = sharded.rows | buffers_of(sharded.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
@@ -121,14 +128,14 @@ def keep_best_rows(state: RowState) -> dict[str, Tensor]:
 def keep_start(state: RowState) -> None:
     """Keep the whole model as it is before the first step, until its first checkpoint counts: when ranks are lost
     before that, it is given out again."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     if state.start is None:
         state.start = {name: rows.cpu().clone() for name, rows in sharded.rows.items()}
 
 
 def give_start(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place of the model as it was before the first step. A collective."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     if world.rank == sources.reader and not sharded.is_whole:
         assert state.start is not None
         sharded.make_whole(state.start)
@@ -145,7 +152,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
     """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     rows = rows_of(state)
     _, updates = state.step.moments_of_rows()
     if best_is_saved:
@@ -169,7 +176,7 @@ def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
 
 def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size: int) -> None:
     """Hold the rows of this place of a state that an unsharded training has saved, without its progress."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
     updates = 0.0
     for number, name in enumerate(sharded.shapes):
@@ -195,7 +202,7 @@ def cut_best(sharded: ShardedModel, best: Mapping[str, Tensor]) -> dict[str, Ten
 
 def move_rows(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place, taken from the ranks that have them. A collective."""
-    sharded = _sharded(state)
+    sharded = sharded_of(state)
     mine = rows_of(state)
     _, done = state.step.moments_of_rows()
     known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
@@ -240,8 +247,3 @@ def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | No
 def present_sources(world: World, sharded: ShardedModel, replica: Sequence[int]) -> Sources:
     """Return the sources of the state that all ranks have now: the ranks of one replica."""
     return Sources(0, sharded.size, tuple(replica), replica[0])
-
-
-def _sharded(state: RowState) -> ShardedModel:
-    assert state.step.sharded is not None
-    return state.step.sharded

@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: f
     before = digest_state_dict(dict(net.named_parameters()))
     bad = batch(4)
     bad.micro_batches[0].data[0][0, 0, 0] = poison
-    said = "a sample of the training split has (nan|inf) in its inputs: mend.*where that is meant, lower"
+    said = "a sample of the training split has (nan|inf) in its inputs: fix.*where that is meant, lower"
     with pytest.raises(NonFiniteError, match=f"not finite at step 13 .*{said if poison != 1e38 else 'lower'}"):
         step(bad, 12, 0.1, NOTHING)
     assert digest_state_dict(dict(net.named_parameters())) == before
