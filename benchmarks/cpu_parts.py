@@ -5,7 +5,6 @@ every variant is one training, in random order; each makes its world anew, since
 each training, the step seconds are the median over its ``step`` events after the first fifth.
 
     peer_to_peer    small sums over connections between ranks (`trainer.comm.socket_group`); without: gloo
-    flat_adamw      one update of all weights (`trainer.parallel.flat_adamw`); without: torch's, parameter by parameter
 
 ``without_…`` is the time of a step without the part, relative to that with all: median over rounds, and quartiles.
 Above 1 the part makes steps faster.
@@ -37,10 +36,6 @@ from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
 RANKS, DAYS, TICKERS, WINDOW = 2, 1500, 20, 60
 WITHOUT = {
     "peer_to_peer": "import trainer.comm.torch_transport as part; part.MOST_RANKS = 0",
-    "flat_adamw": (
-        "import trainer.engine.step as part; whole = part.FlatAdamW; "
-        "part.FlatAdamW = lambda module, rate, decay, flat: whole(module, rate, decay, False)"
-    ),
 }
 """The parts, and the code that takes each away."""
 SETTINGS = {

@@ -171,18 +171,16 @@ class Ours:
 
     def bytes_held(self) -> int:
         """Return the bytes of parameters, gradients and moments on this rank, after a step."""
-        from trainer.parallel.shard_synchronizer import ShardSynchronizer
+        from trainer.parallel.sharding import ShardSynchronizer
 
         step = self.step
         if step.sharded is not None:
             assert isinstance(step.sync, ShardSynchronizer)
-            held = [*step.sharded.rows.values(), *step.sync.gradients.values()]
-            for moments in step.optimizer.moments.values():  # type: ignore[union-attr]
-                held += moments.values()
+            held = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
         else:
             held = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
-            for of_one in step.optimizer.state.values():  # type: ignore[union-attr]
-                held += [of_one["exp_avg"], of_one["exp_avg_sq"]]
+        for of_one in step.optimizer.state.values():
+            held += [of_one["exp_avg"], of_one["exp_avg_sq"]]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 

@@ -34,7 +34,7 @@ READERS = {
     "ours": "dtrain", "ours_blocks": "dtrain, in blocks", "dataloader_0": "DataLoader", "dataloader_2": "… 2 workers",
     "mosaic_0": "mosaicml-streaming", "mosaic_2": "… 2 workers",
 }  # fmt: skip
-MODES = ("allreduce", "fp16", "topk", "hierarchical", "auto")
+MODES = ("allreduce", "fp16", "topk", "hierarchical")
 """Ways to sum gradients, in the order of the bars."""
 LIGHT = "#d0d7de"
 

@@ -18,19 +18,18 @@ Three hosts: network namespaces with a rank each, joined by links of 10 Gbit/s, 
 the stock model at its default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per
 rank and step**: chosen so that a step waits for the link. With larger batches, communication weighs less. (Sums by node
 differ from plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two
-hosts.) At the lowest rate, allreduce and auto train twice, once at each end of the series. This part needs root.
+hosts.) At the lowest rate, allreduce and top-k train twice, once at each end of the series. This part needs root.
 
-    auto_vs_allreduce_100mbit              duration of a step of the wide model with allreduce over that with the choice
-                                           of auto: geometric mean of the two rounds; ``…_rounds``: each of them
-    auto_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: it includes steps before auto has
-                                           settled, its trials, and everything that happens between steps
+    topk_vs_allreduce_100mbit              duration of a step of the wide model with allreduce over that with top-k:
+                                           geometric mean of the two rounds; ``…_rounds``: each of them
+    topk_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: it includes everything that
+                                           happens between steps
     …_stock                                both for the stock model
-    auto_loss_difference_100mbit_percent   how much worse the wide model's validation is after the same samples: a
+    topk_loss_difference_percent           how much worse the wide model's validation is after the same samples: a
                                            difference of d nats is a sample whose likelihood is lower by 1 - exp(-d).
                                            From two separate trainings, ``--loss-steps`` long, with allreduce and with
-                                           the choice of auto at the lowest rate, set from the first step on; over the
-                                           fastest link, which changes no number of these
-    loss_rows                              these two trainings; auto_loss_samples: samples of each
+                                           top-k, over the fastest link, which changes no number of these
+    loss_rows                              these two trainings; topk_loss_samples: samples of each
     rows                                   all others: seconds of a step, exposed communication, losses
     failed                                 parts without figures, and the reasons
 """
@@ -62,7 +61,7 @@ import worlds  # noqa: E402
 
 from benchmarks.host import in_parts, lockstep, tell  # noqa: E402
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from benchmarks.scaling_figures import LATEST, after_a_fixed_time, against_plain, round_figure, settled_on  # noqa: E402
+from benchmarks.scaling_figures import LATEST, after_a_fixed_time, against_plain, round_figure  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
@@ -78,10 +77,10 @@ MODELS = {
     "wide": ({"factory": "tcn", "args": {"channels": 256}}, 8, 1),
 }
 """Model, samples in a micro-batch, micro-batches of a rank."""
-MODES = ("allreduce", "fp16", "topk", "auto")
+MODES = ("allreduce", "fp16", "topk")
 """Ways to sum gradients that are compared."""
 SETTLING = 10
-"""Steps at the beginning of a training that its typical step leaves out; with auto, those before its last choice."""
+"""Steps at the beginning of a training that its typical step leaves out."""
 COMMON = {
     "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "warmup_steps": 10,
     "threads_per_rank": 1, "collective_timeout_seconds": 120, "hang_seconds": 1e6,
@@ -265,9 +264,8 @@ def samples_per_rank(settings: Mapping[str, Any]) -> int:
 
 def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
     """Return the figures of a training that has ended, from its events."""
-    choices, timing, reports = job.events("communication"), job.events("timing"), job.events("step")
-    settled = max([SETTLING, *(item["step"] for item in choices)])
-    steady = [item for item in timing if item["step"] - item["steps"] >= settled] or timing[-1:]
+    timing, reports = job.events("timing"), job.events("step")
+    steady = [item for item in timing if item["step"] - item["steps"] >= SETTLING] or timing[-1:]
     exposed = [statistics.fmean(item["segments"]["communication"]) for item in steady]
     began = reports[0]["time"] - reports[0]["step_seconds"] * reports[0]["step"]
     return {
@@ -281,7 +279,6 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
             (item["bandwidth_bytes_per_second"] or 0 for item in steady[-1]["collectives"] if "bucket" in item["name"]),
             default=None,
         ),
-        "chosen": [[item["step"], item["choice"]] for item in choices],
         "train_loss": statistics.fmean(item["loss"] for item in reports[-LATEST:]),
         "valid_loss": job.events("evaluation")[-1]["loss"] if job.events("evaluation") else None,
         "curve": [[round(item["time"] - began, 3), item["loss"]] for item in reports],
@@ -307,31 +304,31 @@ def three_hosts(
             plan = [(model, mode, 1, 0) for model in models for mode in MODES]
             if rate == last:
                 plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical") if "wide" in models]
-                plan += [(model, mode, 1, 1) for model in models for mode in ("auto", "allreduce")]
+                plan += [(model, mode, 1, 1) for model in models for mode in ("topk", "allreduce")]
             for model, mode, per_host, turn in plan:
                 count = steps_slow if rate == last and per_host == 1 else steps
                 rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host, turn))
                 shown = {name: value for name, value in rows[-1].items() if name != "curve"}
                 print(json.dumps(shown), file=sys.stderr, flush=True)
         if loss_steps and "wide" in models:
-            figures |= losses(hosts, folder, dataset, settled_on(rows, last), loss_steps, last)
+            figures |= losses(hosts, folder, dataset, loss_steps)
     after_a_fixed_time(rows)
     for model in models:
         name = "" if model == "wide" else f"_{model}"
-        figures |= against_plain(rows, last, model, f"auto_vs_allreduce_{last}{{}}{name}")
+        figures |= against_plain(rows, last, model, f"topk_vs_allreduce_{last}{{}}{name}")
     return {**figures, "rows": [{key: round_figure(value) for key, value in row.items()} for row in rows]}
 
 
-def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rate: str) -> dict[str, Any]:
-    """Train the wide model long, with allreduce and with ``mode``, and return how much the loss differs in the end."""
+def losses(hosts: Hosts, folder: Path, dataset: Path, steps: int) -> dict[str, Any]:
+    """Train the wide model long, with allreduce and with top-k, and return how much the loss differs in the end."""
     quickest = max(RATES, key=lambda name: RATES[name])
     hosts.limit(quickest)
-    rows = [train(hosts, folder, dataset, quickest, "wide", one, steps) for one in dict.fromkeys(("allreduce", mode))]
+    rows = [train(hosts, folder, dataset, quickest, "wide", one, steps) for one in ("allreduce", "topk")]
     gap = rows[-1]["valid_loss"] - rows[0]["valid_loss"]
     kept = ("communication", "steps", "samples", "train_loss", "valid_loss")
     return {
-        f"auto_loss_difference_{rate}_percent": 100 * -math.expm1(-gap),
-        "auto_loss_samples": rows[0]["samples"],
+        "topk_loss_difference_percent": 100 * -math.expm1(-gap),
+        "topk_loss_samples": rows[0]["samples"],
         "loss_rows": [{key: round_figure(row[key]) for key in kept} for row in rows],
     }
 

@@ -11,28 +11,19 @@ LATEST = 5
 
 
 def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key: str) -> dict[str, Any]:
-    """Return by how much auto is faster than allreduce, once it has settled and over the whole run. ``key`` is the
+    """Return by how much top-k is faster than allreduce, in a typical step and over the whole run. ``key`` is the
     template of the figures' names."""
     found: dict[str, Any] = {}
     for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
-        plain, chosen = (
+        plain, compressed = (
             {row["round"]: row[field] for row in rows
              if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)}
-            for mode in ("allreduce", "auto")
+            for mode in ("allreduce", "topk")
         )  # fmt: skip
-        ratios = [plain[turn] / chosen[turn] for turn in sorted(plain)]
+        ratios = [plain[turn] / compressed[turn] for turn in sorted(plain)]
         found |= {key.format(name): statistics.geometric_mean(ratios)}
         found |= {key.format(name) + "_rounds": [round_figure(ratio) for ratio in ratios]}
     return found
-
-
-def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
-    """Return the way to sum that auto had chosen for the wide model in the end; "allreduce" where it never chose."""
-    [chosen] = [
-        row["chosen"] for row in rows
-        if (row["rate"], row["model"], row["communication"], row["round"]) == (rate, "wide", "auto", 0)
-    ]  # fmt: skip
-    return str(chosen[-1][1]) if chosen else "allreduce"
 
 
 def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:

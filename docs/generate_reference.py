@@ -196,11 +196,9 @@ def run_directory_page() -> str:
         )
         text += f"\n### {kind.kind}\n\n{plain(inspect.getdoc(kind) or '')}\n\n" + table(rows, name="field")
     return text + (
-        "\n### communication, communication_error\n\n"
-        'These two are for people. `communication`: what `training.communication = "auto"` uses from this `step` on '
-        "(`choice`, `before`, `reason`, the expected `step_seconds` of each mode, `latency_seconds`, "
-        "`bandwidth_bytes_per_second`). `communication_error`: communication has failed, as one rank saw it (`step`, "
-        "`attempt`, `operation`, `waited_seconds`, `error`, `peers`).\n"
+        "\n### communication_error\n\n"
+        "For people: communication has failed, as one rank saw it (`step`, `attempt`, `operation`, `waited_seconds`, "
+        "`error`, `peers`).\n"
     )
 
 

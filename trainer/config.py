@@ -231,12 +231,11 @@ class DistributedTrainingConfig:
     gradients go through one rank (parameter-server mode)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
     """In parameter-server mode: seconds until all-reduce is tried again; doubled each time that it fails."""
-    communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
+    communication: Literal["allreduce", "fp16", "topk", "hierarchical"] = "allreduce"
     """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
-    first; ``auto`` chooses from measurements (`trainer.parallel.compression`, `trainer.parallel.auto_compression`).
-    With ``topk`` and ``auto`` a resumed run does not repeat an uninterrupted one bit for bit; with ``fp16``, a run of
-    another world size does not repeat it up to rounding of sums. No effect in parameter-server mode, and on one
-    rank."""
+    first (`trainer.parallel.compression`). With ``topk`` a resumed run does not repeat an uninterrupted one bit for
+    bit; with ``fp16``, a run of another world size does not repeat it up to rounding of sums. No effect in
+    parameter-server mode, and on one rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     strategy: Strategy = "ddp"
@@ -389,10 +388,7 @@ def parse_job(
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a JSON object, not {type(data).__name__}")
-    if isinstance(training := data.get("training"), dict):
-        for name in REMOVED.keys() & training:
-            _log.info("%s: training.%s is no longer a setting (%s), and is left out", source, name, REMOVED[name])
-            del training[name]
+    _read_older_values(data, source)
     for override in overrides or []:
         key, separator, raw = override.partition("=")
         if not separator or not key:
@@ -413,6 +409,22 @@ def parse_job(
         return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError(describe_errors(error, JobConfig, source)) from None
+
+
+def _read_older_values(data: dict[str, Any], source: str) -> None:
+    """Leave out settings, and replace values, that only older versions had, and say so."""
+    training = data.get("training")
+    if not isinstance(training, dict):
+        return
+    for name in REMOVED.keys() & training:
+        _log.info("%s: training.%s is no longer a setting (%s), and is left out", source, name, REMOVED[name])
+        del training[name]
+    if training.get("communication") == "auto":
+        training["communication"] = "allreduce"
+        _log.info(
+            "%s: training.communication = 'auto' is no longer a value, and is read as 'allreduce': where the network "
+            "holds steps up, the alert and `dtrain tune` say what to set", source,
+        )  # fmt: skip
 
 
 _REMEDIES = {

@@ -411,9 +411,7 @@ def flush_seconds(age: float, rank: int, is_local: bool) -> float:
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:
     """Return one event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
-    `trainer.documents.events` has a class for each kind that something reads, with its fields. Besides these there are
-    ``communication`` (the hook that ``auto`` uses from here on: step, choice, before, reason, step_seconds of each,
-    latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`) and ``communication_error``
-    (step, operation, waited_seconds, error, peers, attempt), which are for people.
+    `trainer.documents.events` has a class for each kind that something reads, with its fields. Besides these there
+    is ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), which is for people.
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

@@ -49,7 +49,7 @@ def _explain_sharded(config: Any) -> str:
     asked = f"training.strategy = {config.strategy!r}"
     if config.compile != "off":
         return f"{asked} cannot be combined with training.compile = {config.compile!r}: set training.compile = 'off'"
-    if config.communication not in ("allreduce", "auto"):
+    if config.communication != "allreduce":
         return (
             f"{asked} sums gradients exactly and does not support training.communication = {config.communication!r}: "
             "set it to 'allreduce'"

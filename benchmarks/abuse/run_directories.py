@@ -76,7 +76,6 @@ RARE: dict[str, dict[str, Any]] = {
     "tune": {"elapsed_seconds": 1.0, "budget_seconds": 9.0, "group": "compile", "candidate": "default",
              "doing": "measures", "samples_per_second": {"low": 1.0, "median": 2.0, "high": 3.0}, "gain": None},
     "link": {"bytes": 1024, "seconds": [[0, 1, 0.1], [1, 0, 0.1]], "step": 3},
-    "communication": {"step": 3, "choice": "fp16", "before": "allreduce", "reason": "faster"},
     "communication_error": {"step": 3, "operation": "all-reduce", "waited_seconds": 1.0, "error": "x", "attempt": 1},
 }  # fmt: skip
 """Events of kinds that a short training has none of."""

@@ -2,7 +2,7 @@
 
 The model of a step of W ranks:
 
-    step = (local work + start of sums) x slowdown + noise x sqrt(2 ln W) + exposed (`trainer.performance.step`)
+    step = (local work + start of sums) x slowdown + noise x sqrt(2 ln W) + exposed
     exposed = last bucket + commit + what the other buckets take beyond the backward pass
     all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
 
@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint, efficiency
-from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
-from trainer.performance.step import StepParts
+from trainer.performance.link import Link, bytes_carried, exposed_seconds, fit_link, ring_messages
 
 TOLERANCE = 0.2
 """The largest relative error on a world that the model has not seen with which it is shown beyond the measured ones."""
@@ -160,13 +159,8 @@ def predict_communication(model: ScalingModel, world: int, link: ScalingLink) ->
     if world < 2:
         return 0.0
     crowding = model.crowding(world)
-    step = StepParts(
-        computing_seconds=0.0,
-        # Only the last micro-batch's backward pass has buckets.
-        hiding_seconds=model.micro_batch_seconds * crowding * model.backward_share,
-        buckets=model.buckets,
-    )
-    exposed = step.predict_exposed(lambda size: all_reduce_seconds(size, world, link))
+    backward = model.micro_batch_seconds * crowding * model.backward_share  # only the last micro-batch's has buckets
+    exposed = exposed_seconds([all_reduce_seconds(size, world, link) for size in model.buckets], backward)
     return exposed + all_reduce_seconds(COMMIT_BYTES, world, link) + model.summing_seconds * crowding
 
 

@@ -27,8 +27,7 @@ from dtrain_dagster.monitoring.windows import (
     worlds,
 )
 from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
-from trainer.performance.link import Link, bytes_carried, ring_messages
-from trainer.performance.step import exposed_seconds
+from trainer.performance.link import Link, bytes_carried, exposed_seconds, ring_messages
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -102,7 +101,7 @@ def _compression(
         (
             "top-k compression", "topk", min(1.0, kept * size),
             f"sends the largest {kept:.2g} of each gradient, the rest later: check the loss curve; choosing them "
-            "takes time that is not counted here (auto measures it)",
+            "takes time that is not counted here (`dtrain tune` measures it)",
         ),
     ):  # fmt: skip
         if setting == "topk" and not takes_topk:

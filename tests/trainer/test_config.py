@@ -43,6 +43,18 @@ def test_a_job_of_an_older_version_may_have_settings_that_are_none_now() -> None
     assert parse_job(json.dumps(old)).training.epochs == 2
 
 
+def test_a_way_to_sum_that_older_versions_chose_is_read_as_all_reduce_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = json.loads(parse().to_json())
+    old["training"]["communication"] = "auto"
+    with caplog.at_level("INFO"):
+        assert parse_job(json.dumps(old)).training.communication == "allreduce"
+    assert "training.communication = 'auto' is no longer a value, and is read as 'allreduce'" in caplog.text
+    with pytest.raises(ConfigError, match=r"training.communication = 'auto': .*'topk' or 'hierarchical'"):
+        parse("training.communication=auto")
+
+
 def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
     job = parse("training.clip_norm=null", "training.precision=bf16", "loss.factory=mse", "training.learning_rate=1e-4")
     assert (job.training.clip_norm, job.training.precision) == (None, "bf16")

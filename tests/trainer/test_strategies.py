@@ -16,7 +16,6 @@ from trainer.strategies import require_package, settings_of_backend, settings_of
         ({"strategy": "ddp", "cpu_offload": True}, "needs sharded parameters"),
         ({"strategy": "fsdp", "compile": "default"}, "compile = 'off'"),
         ({"strategy": "horovod", "communication": "topk"}, "'allreduce', or to 'fp16'"),
-        ({"strategy": "horovod", "communication": "auto"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "gather_precision": "bf16"}, "needs sharded parameters"),
         ({"strategy": "horovod", "cpu_offload": True}, "fsdp or hsdp, or to deepspeed"),
         ({"strategy": "horovod", "zero_stage": 2}, "zero_stage = 2 is DeepSpeed's"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of the moments, as torch calls them."""
 
 
 def part_name(place: int, size: int) -> str:

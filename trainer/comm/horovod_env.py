@@ -1,7 +1,7 @@
 """The variables from which Horovod reads the place of a rank among those that it sums over. Pure; no torch.
 
 Who runs the server at which its ranks find each other is `trainer.frameworks.horovod` for a program of a user's own,
-and `trainer.parallel.horovod_world` for the strategy ``horovod`` of a training.
+and `trainer.parallel.horovod_synchronizer` for the strategy ``horovod`` of a training.
 """
 
 from __future__ import annotations

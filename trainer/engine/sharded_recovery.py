@@ -27,6 +27,7 @@ from trainer.engine.sharded_state import (
     pass_whole,
     present_sources,
     rows_of,
+    sharded_of,
 )
 from trainer.engine.state import TrainingState, read_progress
 from trainer.parallel.replicas import ReplicaPlan, plan_replicas
@@ -49,8 +50,7 @@ def bring_rows(
     """Hold this rank's rows of the furthest state that ranks have. Where none has one, or rows of it are lost, take
     those of the state that ``load`` returns on every rank; where there is none either, a rank's model at the start.
     Return whether a loaded state was taken. A collective."""
-    sharded = state.step.sharded
-    assert sharded is not None
+    sharded = sharded_of(state)
     place, size = plan.place_of(world.rank), plan.size
     mine = Holding(
         is_fresh=is_fresh,
@@ -115,28 +115,27 @@ def hold_best(state: TrainingState, world: World, plan: ReplicaPlan) -> dict[str
 
 def hold_rows_again(state: TrainingState, kept: dict[str, Any]) -> None:
     """Let each rank hold its rows as before; the passes need `TrainingStep.adopt_replicas` then."""
-    sharded = state.step.sharded
-    assert sharded is not None
+    sharded = sharded_of(state)
     sharded.shard(kept["place"], kept["size"], kept["rows"])
+    state.step.hold_rows(*kept["moments"])
     take_buffers(sharded.module, kept["buffers"])
 
 
 def _keep_rows(state: TrainingState) -> dict[str, Any]:
-    sharded = state.step.sharded
-    assert sharded is not None
+    sharded = sharded_of(state)
     state.step.sync.unwrap()
     return {
         "place": sharded.place,
         "size": sharded.size,
-        "rows": {name: tensor.clone() for name, tensor in sharded.rows.items()},
+        "rows": sharded.rows,
+        "moments": state.step.moments_of_rows(),
         "buffers": {name: buffer.clone() for name, buffer in sharded.module.named_buffers()},
     }
 
 
 def _become_whole(state: TrainingState, world: World, plan: ReplicaPlan, kind: str) -> None:
     """Make the model a whole on every rank, of weights of this kind. A collective."""
-    sharded = state.step.sharded
-    assert sharded is not None
+    sharded = sharded_of(state)
     sources = present_sources(world, sharded, plan.replicas[0])
     mine = rows_of(state)[kind]
     whole: dict[str, Tensor] = {name: pass_whole(world, sharded, name, mine[name], sources) for name in sharded.shapes}

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.world import World
 from trainer.engine.module_state import share_module_state, take_buffers
 from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
-from trainer.parallel.flat_adamw import FlatAdamW
 from trainer.parallel.replicas import row_range
-from trainer.parallel.sharded_adamw import MOMENTS, ShardedAdamW
 from trainer.parallel.sharding import ShardedModel
 
 WEIGHTS, BEST = "weights", "best"
@@ -103,11 +102,17 @@ def is_behind(item: Holding, furthest: int) -> bool:
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
 
 
+def sharded_of(state: RowState) -> ShardedModel:
+    """Return the model of a training whose ranks share it."""
+    assert state.step.sharded is not None
+    return state.step.sharded
+
+
 def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
     """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
-    sharded, optimizer = _parts_of(state)
-    found = {WEIGHTS: sharded.rows}
-    found |= {kind: rows for kind, rows in optimizer.moments.items() if rows}
+    sharded = sharded_of(state)
+    moments, _ = state.step.moments_of_rows()
+    found = {WEIGHTS: sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
     if state.best is not None:
         found[BEST] = {name: state.best[name] for name in sharded.shapes}
     return found
@@ -115,7 +120,7 @@ def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
 
 def keep_best_rows(state: RowState) -> dict[str, Tensor]:
     """Return copies of the present rows and buffers, on the CPU."""
-    sharded, _ = _parts_of(state)
+    sharded = sharded_of(state)
     kept = sharded.rows | buffers_of(sharded.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
@@ -123,14 +128,14 @@ def keep_best_rows(state: RowState) -> dict[str, Tensor]:
 def keep_start(state: RowState) -> None:
     """Keep the whole model as it is before the first step, until its first checkpoint counts: when ranks are lost
     before that, it is given out again."""
-    sharded, _ = _parts_of(state)
+    sharded = sharded_of(state)
     if state.start is None:
         state.start = {name: rows.cpu().clone() for name, rows in sharded.rows.items()}
 
 
 def give_start(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place of the model as it was before the first step. A collective."""
-    sharded, _ = _parts_of(state)
+    sharded = sharded_of(state)
     if world.rank == sources.reader and not sharded.is_whole:
         assert state.start is not None
         sharded.make_whole(state.start)
@@ -147,20 +152,20 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
     """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
-    sharded, optimizer = _parts_of(state)
+    sharded = sharded_of(state)
     rows = rows_of(state)
+    _, updates = state.step.moments_of_rows()
     if best_is_saved:
         rows.pop(BEST, None)
     names = set(sharded.shapes)
-    group = optimizer.param_groups[0]
-    groups = FlatAdamW(nn.Linear(1, 1), group["lr"], group["weight_decay"], False).state_dict()["param_groups"]
+    [group] = state.step.optimizer.state_dict()["param_groups"]
     return {
         "place": sharded.place,
         "size": sharded.size,
         "rows": {**{kind: {} for kind in MOMENTS}, **rows},
         "aliases": sharded.aliases,
-        "updates": optimizer.steps,
-        "groups": [{**groups[0], "params": list(range(len(names)))}],
+        "updates": updates,
+        "groups": [{**group, "params": list(range(len(names)))}],
         "buffers": buffers_of(sharded.module),
         "best_buffers": {name: value for name, value in (state.best or {}).items() if name not in names},
         "order": list(sharded.module.state_dict()),
@@ -171,7 +176,7 @@ def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
 
 def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size: int) -> None:
     """Hold the rows of this place of a state that an unsharded training has saved, without its progress."""
-    sharded, optimizer = _parts_of(state)
+    sharded = sharded_of(state)
     moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
     updates = 0.0
     for number, name in enumerate(sharded.shapes):
@@ -183,7 +188,7 @@ def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size
     rows = {name: sharded.take_rows(name, whole["model"][name], place, size) for name in sharded.shapes}
     take_buffers(sharded.module, whole["model"])
     sharded.shard(place, size, rows)
-    optimizer.moments, optimizer.steps = moments, round(updates)
+    state.step.hold_rows(moments, round(updates))
     state.best = None
     if best := whole.get("best"):
         state.best = cut_best(sharded, best)
@@ -197,9 +202,10 @@ def cut_best(sharded: ShardedModel, best: Mapping[str, Tensor]) -> dict[str, Ten
 
 def move_rows(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
     """Hold the rows of this place, taken from the ranks that have them. A collective."""
-    sharded, optimizer = _parts_of(state)
+    sharded = sharded_of(state)
     mine = rows_of(state)
-    known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], optimizer.steps])
+    _, done = state.step.moments_of_rows()
+    known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
     kinds, updates = known[sources.reader]
     kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
     for kind in kinds:
@@ -211,7 +217,7 @@ def move_rows(state: RowState, world: World, sources: Sources, place: int, size:
             kept[kind][name] = taken.cpu() if kind == BEST else taken
     share_module_state(sharded.module, world, sources.reader)
     sharded.shard(place, size, kept[WEIGHTS])
-    optimizer.moments, optimizer.steps = {kind: kept.get(kind, {}) for kind in MOMENTS}, updates
+    state.step.hold_rows({kind: kept.get(kind, {}) for kind in MOMENTS}, updates)
     before, state.best = state.best, None
     if BEST in kept:
         buffers = {name: value.cpu().clone() for name, value in buffers_of(sharded.module).items()}
@@ -241,10 +247,3 @@ def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | No
 def present_sources(world: World, sharded: ShardedModel, replica: Sequence[int]) -> Sources:
     """Return the sources of the state that all ranks have now: the ranks of one replica."""
     return Sources(0, sharded.size, tuple(replica), replica[0])
-
-
-def _parts_of(state: RowState) -> tuple[ShardedModel, ShardedAdamW]:
-    sharded, optimizer = state.step.sharded, state.step.optimizer
-    assert sharded is not None
-    assert isinstance(optimizer, ShardedAdamW)
-    return sharded, optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
+from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
@@ -30,16 +32,11 @@ from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample, weigher
-from trainer.parallel.flat_adamw import FlatAdamW
-from trainer.parallel.gradient_norm import gradient_norm
+from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
-from trainer.parallel.packages import load_package
 from trainer.parallel.replicas import ReplicaPlan
-from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharded_adamw import ShardedAdamW
-from trainer.parallel.sharding import ShardedModel
-from trainer.parallel.synchronizer import GradientSynchronizer
-from trainer.parallel.zero_synchronizer import ZeroSynchronizer
+from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
+from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -101,23 +98,16 @@ class TrainingStep:
     """Whether ranks hold parts of the state that only all of them together can read, and cannot regroup."""
 
     def __init__(
-        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device,
-        faults: Faults, flat: bool = True,
-    ) -> None:  # fmt: skip
-        """``flat`` allows the weights to move together (`FlatAdamW`)."""
+        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+    ) -> None:
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        load_package(config.strategy, device)
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
         self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
         """The model as rows; None where each rank holds all of it."""
-        self.optimizer: FlatAdamW | ShardedAdamW
-        if self.sharded is None:
-            self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
-        else:
-            self.optimizer = ShardedAdamW(config.learning_rate, config.weight_decay)
+        self.optimizer = self._make_optimizer(list(module.parameters()))
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
@@ -126,8 +116,7 @@ class TrainingStep:
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
         """The world, which has only this process until `adopt`."""
-        self.sync: GradientSynchronizer | ShardSynchronizer | ZeroSynchronizer
-        self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
+        self.sync: GradientSync = GradientSynchronizer(self.world, faults, self.timer, config=config)
         self.awaits_commit: int | None = None
         """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
         self._kind = AUTOCAST[config.precision]
@@ -145,12 +134,11 @@ class TrainingStep:
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.sync.unwrap()
-        assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
         kind = HorovodSynchronizer if self.config.strategy == "horovod" else GradientSynchronizer
         self.sync = kind(world, self.faults, self.timer, config=self.config)
-        self.sync.wrap(self.module, self.optimizer.is_flat)
+        self.sync.wrap(self.module)
 
     def adopt_replicas(self, world: World, plan: ReplicaPlan) -> None:
         """Work in this world from now on, as `adopt`. The model holds its rows by this plan already."""
@@ -159,6 +147,23 @@ class TrainingStep:
         self.world, self.awaits_commit = world, None
         self.sync = ShardSynchronizer(world, plan, self.sharded, self.faults, self.timer)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+        """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
+        assert self.sharded is not None
+        self.optimizer = self._make_optimizer(list(self.sharded.held.values()))
+        for name, parameter in self.sharded.held.items():
+            if name in moments.get(MOMENTS[0], {}):
+                count = torch.tensor(float(updates), device=parameter.device)
+                self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
+
+    def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Return the moments of this rank's rows, by kind and name, and the number of updates."""
+        assert self.sharded is not None
+        known, held = self.optimizer.state, self.sharded.held
+        state = {name: known[parameter] for name, parameter in held.items() if parameter in known}
+        updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
+        return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
@@ -224,16 +229,12 @@ class TrainingStep:
 
     def update(self) -> None:
         """Update the weights with the gradients of a step that is committed."""
-        if isinstance(self.optimizer, ShardedAdamW):
-            assert self.sharded is not None
-            assert isinstance(self.sync, ShardSynchronizer)
-            self.optimizer.update_rows(self.sharded.rows, self.sync.gradients)
-            self.awaits_commit = None
-        elif self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.update(self.sync.single_flat_gradient())
+            self.optimizer.step()
+        self.awaits_commit = None
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> tuple[list[Tensor], float]:
         """Return the sums of this rank's losses, one for each pass, and what its samples weigh, and leave the gradient
@@ -320,6 +321,10 @@ class TrainingStep:
         odd = [each for each in every if each[0]]
         return next((said for _, said in odd or every if said), "")
 
+    def _make_optimizer(self, parameters: list[nn.Parameter]) -> AdamW:
+        rate, decay = self.config.learning_rate, self.config.weight_decay
+        return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
+
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
         there are none, which takes as long as a small model's forward pass."""
@@ -330,20 +335,18 @@ class TrainingStep:
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
-            assert isinstance(self.optimizer, FlatAdamW)
             self.scaler.unscale_(self.optimizer)
         gradients = self.sync.flat_gradients()
         if gradients is None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = gradient_norm(gradients, self.device)
-        if isinstance(self.sync, ShardSynchronizer):
-            norm = self.sync.whole_norm(norm).to(norm)
+        norm = self.sync.whole_norm(gradient_norm(gradients, self.device))
         found = [*losses, norm]
         # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
         limit = self.config.clip_norm
         if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
-            torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
+            for gradient in gradients:
+                gradient.mul_(limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
     def _submit_commit(self, batch: Batch, flags: StepFlags, losses: list[Tensor]) -> None:
@@ -388,21 +391,21 @@ class TrainingStep:
             put_module_state(self._holders, before)
 
     def release(self) -> None:
-        """Leave the model as any other: without hooks and gradients, each parameter in memory of its own."""
+        """Leave the model as any other: without hooks and gradients."""
         self.sync.unwrap()
-        if isinstance(self.optimizer, FlatAdamW):
-            self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.release()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
-        assert isinstance(self.optimizer, FlatAdamW)
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        assert isinstance(self.optimizer, FlatAdamW)
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, moments in self.optimizer.state.items():
+            # The fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.
+            for name in MOMENTS:
+                moments[name] = torch.empty_like(parameter).copy_(moments[name])
         for group in self.optimizer.param_groups:  # a setting, which may be otherwise now
             group["weight_decay"] = self.config.weight_decay
         if state["scaler"]:  # which only training in fp16 has

@@ -46,7 +46,6 @@ from trainer.engine.warm_start import begin_from
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
 from trainer.evaluation.evaluate import Evaluation
 from trainer.model.task import mean_of
-from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
@@ -271,12 +270,13 @@ class DistributedTrainer:
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
             session.faults.reach("report", progress.step - 1)
             is_reported = progress.step % self.config.log_frequency == 0 or progress.step == session.total_steps
-            measured = self._report_step(epoch, rate, result.grad_norm) if is_reported else None
+            if is_reported:
+                self._report_step(epoch, rate, result.grad_norm)
             if result.flags.budget and not session.is_over:
                 raise BudgetSpent(agreed=True)
             paused_at = time.monotonic()
             if is_reported and self.config.timing:
-                self._review_communication(measured)
+                self._probe_links()
             self._catch_up()
             watchdog.progress(progress.step)
             session.window.began += time.monotonic() - paused_at  # this time is no part of a step
@@ -322,9 +322,9 @@ class DistributedTrainer:
             again = "all-reduce is tried again" if session.world.topology == "star" else "a node came"
             raise Regroup(session.elastic.recovery_reason or again)
 
-    def _report_step(self, epoch: int, rate: float, norm: float) -> TimingWindow | None:
-        """Report a ``step`` event with means since the last one, and now and then a ``timing`` event for a window,
-        which is returned: one collective."""
+    def _report_step(self, epoch: int, rate: float, norm: float) -> None:
+        """Report a ``step`` event with means since the last one, and now and then a ``timing`` event for a window: one
+        collective."""
         session, reports, communication = self.session, self.reports, self.session.workload.communication
         step, total_steps = session.progress.step, session.total_steps
         window, session.window = session.window, StepWindow()
@@ -360,17 +360,14 @@ class DistributedTrainer:
                 )
                 reports.emit("timing", step=step, nodes=reports.nodes, **timing)
         session.step.timer.mark("other")  # of the next step: this one's marks have been taken
-        return measured
 
-    def _review_communication(self, measured: TimingWindow | None) -> None:
-        """Probe the links where that is due, and review the choice of ``training.communication = "auto"``."""
+    def _probe_links(self) -> None:
+        """Probe the links where that is due."""
         session = self.session
-        chosen = session.step.sync.review(measured) if measured is not None else None
-        probed = session.workload.communication.probe(session.progress.step)
+        found = session.workload.communication.probe(session.progress.step)
         session.step.timer.mark(None)
-        for kind, found in (("communication", chosen), ("link", probed)):
-            if found is not None and session.world.rank == 0:
-                self.reports.emit(kind, **{"step": session.progress.step, **found})
+        if found is not None and session.world.rank == 0:
+            self.reports.emit("link", **found)
 
     def _catch_up(self) -> None:
         """Do what is due after the steps done so far: evaluation, checkpoint."""

@@ -5,6 +5,9 @@ A training has one, and so has each trial of tuning. Checkpoints, reports and th
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 from collections.abc import Collection
 
 import torch
@@ -22,6 +25,7 @@ from trainer.engine.zero_step import ZeroStep
 from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
+from trainer.strategies import PACKAGES, require_package
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -59,6 +63,21 @@ def needs_evaluation(config: DistributedTrainingConfig, samples: int, progress: 
     return step > progress.evaluated_step and (is_due or step == total_steps)
 
 
+def load_package(strategy: str, device: torch.device) -> None:
+    """Import the package that a strategy needs, if it needs one: before this process has peers, since that takes
+    seconds in which no other thread may run, and peers would miss its heartbeats. Raise `ConfigError` if it is not
+    installed."""
+    require_package(strategy)
+    if strategy == "deepspeed":  # which reads them once
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+        os.environ.setdefault("DS_BUILD_OPS", "0")
+    if strategy in PACKAGES:
+        importlib.import_module(PACKAGES[strategy])
+    if strategy == "deepspeed":  # its engine loads this, and torch's compiler with it, as it starts among its peers
+        with contextlib.suppress(ImportError):
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
 class Workload:
     """The data, loss, model, optimizer and sampler of a training. It works in a world of its own process until
     `enter_world` gives it another one."""
@@ -70,6 +89,7 @@ class Workload:
         """``sampler`` may be of any world, since all have equally many steps."""
         self.config, self.problem, self.device, self.faults = config, problem, device, faults
         self.data, self.sampler = problem.data, sampler
+        load_package(config.strategy, device)
         kind = ZeroStep if config.strategy == "deepspeed" else TrainingStep
         self.step = kind(problem.module, problem.task, self.config, self.device, faults)
         self.state = TrainingState(problem.module, self.step)

@@ -23,10 +23,7 @@ from trainer.data.batches import Batch
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
 from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
 from trainer.model.task import Task
-from trainer.parallel.flat_adamw import FlatAdamW
-from trainer.parallel.zero_engine import ZeroEngine
-from trainer.parallel.zero_group import form_default_group
-from trainer.parallel.zero_synchronizer import ZeroSynchronizer
+from trainer.parallel.zero_engine import ZeroEngine, ZeroSynchronizer, form_default_group
 from trainer.runtime.fault_injection import Faults
 
 
@@ -40,7 +37,7 @@ class ZeroStep(TrainingStep):
     ) -> None:
         self._engine: ZeroEngine | None = None
         self._norm = math.nan
-        super().__init__(module, task, config, device, faults, flat=False)
+        super().__init__(module, task, config, device, faults)
         if scalars := [name for name, item in module.named_parameters() if not item.dim()]:
             raise ConfigError(
                 f"training.strategy = 'deepspeed' cannot divide {', '.join(scalars)}, which has no dimension: make it "
@@ -51,7 +48,6 @@ class ZeroStep(TrainingStep):
         """Give the model and the state of the optimizer to DeepSpeed, with the ranks of this world."""
         if self._engine is not None:
             raise RuntimeError("DeepSpeed's ranks cannot change within a process")
-        assert isinstance(self.optimizer, FlatAdamW)
         self.world = world
         with self._communicating():
             form_default_group(world, self.config.collective_timeout_seconds)

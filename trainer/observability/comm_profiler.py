@@ -82,17 +82,6 @@ class TimingWindow:
         return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
 
     @property
-    def network_times(self) -> list[tuple[int, float]]:
-        """(bytes, typical seconds) of each collective, without waiting."""
-        seconds = np.nanmedian(self.values[:, :, len(FIELDS) :: 2].min(axis=0), axis=0)
-        return [(bytes_, took) for (_, bytes_), took in zip(self.collectives, seconds.tolist(), strict=True)]
-
-    @property
-    def typical_seconds(self) -> float:
-        """Return the seconds of a step: the median over steps of the mean over ranks."""
-        return float(np.median(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean(axis=0)))
-
-    @property
     def seconds(self) -> float:
         """Mean time of a step."""
         return float(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean())

@@ -44,7 +44,7 @@ LOOKS_SHARE = 0.02
 """The most time that these looks may take, as a share: each lists all files of events, of which an old run has many."""
 URGENT = frozenset(
     ("hang", "error", "membership", "checkpoint", "checkpoint_failed", "resume", "out_of_memory", "profile", "finish",
-     "end", "communication", "communication_error")
+     "end", "communication_error")
 )  # fmt: skip
 """The kinds of events that are written within `URGENT_SECONDS`, with all that came before: people wait for them, the
 timeout that ends this process may be near, or a process that goes on from here does not tell it again."""

@@ -1,4 +1,4 @@
-"""Sharing gradients among ranks: buckets, sums during the backward pass, compression, and the flat optimizer.
+"""Sharing gradients among ranks: buckets, sums during the backward pass, compression.
 
 The connections that carry the sums belong to `trainer.comm`.
 """

@@ -2,8 +2,7 @@
 
 A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
 leaves the same bits on all of them. Its computation is timed apart from the network, see
-`trainer.comm.group.InterruptibleGroup.computing`. Which hook ``auto`` chooses is decided in
-`trainer.parallel.auto_compression`.
+`trainer.comm.group.InterruptibleGroup.computing`.
 """
 
 from __future__ import annotations
@@ -233,24 +232,3 @@ def check_compression(config: DistributedTrainingConfig) -> None:
             "training.communication = 'topk' cannot be combined with training.precision = 'fp16', whose loss scale "
             "changes while entries are held back: use precision 'bf16', or communication 'fp16'"
         )
-
-
-class LoopbackTransport:
-    """A transport that returns this rank's own data at once, as if every rank had sent it: a hook then only
-    computes."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
-        ...
-
-    def all_to_all(self, output: Tensor, input_: Tensor) -> None:
-        """Copy the input to the output."""
-        output.copy_(input_)
-
-    def all_gather(self, output: Tensor, input_: Tensor) -> None:
-        """Copy the input to the output."""
-        output.copy_(input_)
-
-    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None:
-        """Leave the tensor as it is."""
-        ...

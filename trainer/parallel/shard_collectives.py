@@ -1,5 +1,6 @@
 """The collectives of a sharded model, over the communication thread of a world's group: parameters are gathered within
-a replica, gradients are summed and divided within it, then summed between replicas.
+a replica, gradients are summed and divided within it (reduce-scatter), then summed between replicas (FSDP2's all-reduce
+hook).
 
 They take the places of FSDP2's own, which need torch's default group: like all our collectives, they can be interrupted
 when a node is lost. Which parameters, and when, is up to `torch.distributed.fsdp`; see `trainer.parallel.sharding`.
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from trainer.comm.group import GroupError
 from trainer.comm.socket_group import MeshGroup
@@ -28,7 +28,8 @@ from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.step_timer import Segment, StepTimer
 
 _DIVIDABLE = (TorchTransport, MeshGroup)
-"""The transports that gather and sum over a part of the ranks."""
+"""The transports that gather and sum over a part of the ranks; with others, all ranks hold one copy of the model
+(`trainer.parallel.replicas.plan_replicas`)."""
 
 
 class ShardCollectives:
@@ -37,7 +38,7 @@ class ShardCollectives:
     def __init__(self, world: World, plan: ReplicaPlan, timer: StepTimer) -> None:
         self._group, self._timer = world.group, timer
         self.members, self.column = plan.replica_of(world.rank), plan.column_of(world.rank)
-        self.place, self.replicas = plan.place_of(world.rank), len(plan.replicas)
+        self.place = plan.place_of(world.rank)
         self._pending: list[Future[Any]] = []
         self._error: BaseException | None = None
         self.segment: Segment = "forward"
@@ -45,21 +46,21 @@ class ShardCollectives:
 
     def all_gather(self, output: Tensor, mine: Tensor) -> Future[Any]:
         """Gather the rows of all ranks of the replica into ``output``, of which ``mine`` is a part."""
-        work = partial(_gather, output, mine, self.members, self.place, self.replicas)
+        work = partial(_gather, output, mine, self.members, self.place)
         return self._submit(f"gather of parameters ({output.nbytes:,} bytes)", work, output.nbytes // 2)
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor) -> None:
-        """Sum gradients over all ranks of all replicas, and put this rank's rows of the sum into ``output``: later,
-        but before `finish` returns."""
-        work = partial(_scatter, output, gradients, self.members, self.place, self.column)
+        """Sum gradients over the ranks of the replica, and put this rank's rows of the sum into ``output``: later, but
+        before `finish` returns."""
+        work = partial(_scatter, output, gradients, self.members, self.place)
         what = f"sum of sharded gradients ({gradients.nbytes:,} bytes)"
         self._pending.append(self._submit(what, work, gradients.nbytes // 2))
 
     def sum_column(self, gradients: Tensor) -> None:
-        """Sum gradients over replicas of one rank each, in place, before `finish` returns."""
-        if len(self.members) == 1 and len(self.column) > 1:
-            what = f"sum of gradients ({gradients.nbytes:,} bytes)"
+        """Sum this rank's rows over replicas, in place, after `reduce_scatter` and before `finish` returns."""
+        if len(self.column) > 1:
             work = partial(_sum_column, gradients, self.column)
+            what = f"sum of gradients over replicas ({gradients.nbytes:,} bytes)"
             self._pending.append(self._submit(what, work, gradients.nbytes))
 
     def wait_for(self, future: Future[Any]) -> None:
@@ -110,31 +111,28 @@ class PendingGather(dist.Work):
         return True
 
 
-class ParameterGather(AllGather):
-    """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
+class _OverGroup:
+    """A collective that FSDP2 is given in place of its own."""
 
     def __init__(self, collectives: ShardCollectives) -> None:
         self._collectives = collectives
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the gathered parameters."""
+        """Return memory for what comes out."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ParameterGather(_OverGroup):
+    """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work:
         """Submit the gather."""
         return PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
 
 
-class GradientScatter(ReduceScatter):
+class GradientScatter(_OverGroup):
     """FSDP2's reduce-scatter, as `ShardCollectives.reduce_scatter`: the backward pass goes on meanwhile. FSDP2 takes
     views of the result and computes nothing with it, as there is no factor and no other type to turn it into."""
-
-    def __init__(self, collectives: ShardCollectives) -> None:
-        self._collectives = collectives
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -145,35 +143,24 @@ class GradientScatter(ReduceScatter):
         return None
 
 
-def _gather(
-    output: Tensor, mine: Tensor, members: Sequence[int], place: int, replicas: int, transport: Any
-) -> None:  # fmt: skip
+def _gather(output: Tensor, mine: Tensor, members: Sequence[int], place: int, transport: Any) -> None:
     if isinstance(transport, _DIVIDABLE):
         transport.gather_among(output, mine, members)
         return
-    # Members of a transport that only sums: the others' rows are zeros here.
+    # A transport that only sums, over all ranks: the others' rows are zeros here.
     kept = mine.clone()
     output.zero_()
     output.view(len(members), -1)[place].copy_(kept.view(-1))
     transport.all_reduce(output)
-    if replicas > 1:  # each of them has added the same rows
-        output.div_(replicas)
 
 
-def _scatter(
-    output: Tensor, gradients: Tensor, members: Sequence[int], place: int, column: Sequence[int], transport: Any
-) -> None:
-    if not isinstance(transport, _DIVIDABLE):
-        transport.all_reduce(gradients)
-        output.copy_(gradients.view(len(members), -1)[place])
+def _scatter(output: Tensor, gradients: Tensor, members: Sequence[int], place: int, transport: Any) -> None:
+    if isinstance(transport, _DIVIDABLE):
+        transport.scatter_sum(output, gradients, members)
         return
-    transport.scatter_sum(output, gradients, members)
-    if len(column) > 1:
-        transport.sum_among(output, column)
+    transport.all_reduce(gradients)
+    output.copy_(gradients.view(len(members), -1)[place])
 
 
 def _sum_column(gradients: Tensor, column: Sequence[int], transport: Any) -> None:
-    if isinstance(transport, _DIVIDABLE):
-        transport.sum_among(gradients, column)
-    else:
-        transport.all_reduce(gradients)
+    transport.sum_among(gradients, column)

@@ -3,26 +3,35 @@
 When the world changes, so may the rows: then the module is taken out of FSDP2 and put into it again, in place, so that
 whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives are
 `trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded_state`.
+
+`ShardSynchronizer`: a step's gradients of such a model, in place of `trainer.parallel.synchronizer`. Each pass ends
+with this rank's rows of the sum over ranks, so that no rank ever holds all gradients; those of several passes are added
+up.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _composable_state
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.model.blocks import separate_blocks
-from trainer.parallel.replicas import row_range
+from trainer.parallel.replicas import ReplicaPlan, count_passes, row_range
 from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
+from trainer.parallel.synchronizer import GradientSync
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+
+_DICTIONARIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+"""The attributes of a module that hold its hooks, by a number that no two hooks share, and its parts."""
 
 
 class _Ranks:
@@ -89,17 +98,24 @@ class ShardedModel:
         self.blocks = separate_blocks(module, blocks)
         self.place, self.size = 0, 1
         self.is_whole = True
+        self.held: dict[str, nn.Parameter] = {}
+        """This rank's rows as parameters of their own, in the memory of FSDP2's, while the module is divided."""
         self._divided: dict[str, Any] = {}
         """The parameters as FSDP2 keeps them; between a forward and a backward pass the module may have others."""
+        self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """The module's own parameters and their places, while FSDP2 has put others there."""
+        self._added: list[tuple[nn.Module, set[str]]] = []
+        """The parts of the module, and the attributes that FSDP2 has added to each."""
+        self._is_used = False
+        """Whether FSDP2 has begun a pass, before which it cannot be reset."""
         self._home = torch.device("cpu") if config.cpu_offload else device
         """Where rows lie between passes."""
 
     @property
     def rows(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter, as they lie in memory."""
-        if self.is_whole:
-            return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        return {name: parameter._local_tensor for name, parameter in self._divided.items()}
+        held = dict(self.module.named_parameters()) if self.is_whole else self.held
+        return {name: parameter.detach() for name, parameter in held.items()}
 
     def take_rows(self, name: str, whole: Tensor, place: int, size: int) -> Tensor:
         """Return a copy of the rows of a whole parameter that the rank at this place holds, where rows lie."""
@@ -113,24 +129,39 @@ class ShardedModel:
         mesh = _ReplicaMesh(self.device.type, place, size)
         kind = torch.bfloat16 if self.config.gather_precision == "bf16" else None
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        self._whole = [
+            (part, name, parameter)
+            for part in self.module.modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        known = [(part, set(vars(part))) for part in self.module.modules()]
         for part in [*self.blocks, self.module]:
-            self._make_room(part)
+            own = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
+            for parameter in own:
+                if not parameter.untyped_storage().size():  # FSDP2 divides it; what is in it does not matter
+                    parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
             output = torch.float32 if kind and part is self.module else None
             policy = MixedPrecisionPolicy(
                 param_dtype=kind, reduce_dtype=torch.float32 if kind else None, output_dtype=output
             )
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            for parameter in own:
+                parameter.data = _without_memory(parameter)
+        self._added = [(part, set(vars(part)) - names) for part, names in known]
         for wrapped in _wrapped(self.module):
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_reduce_scatter_unused_params(True)
         for block, following in zip(self.blocks, self.blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        self._note = self.module.register_forward_pre_hook(self._note_use, prepend=True)
         self._divided = dict(self.module.named_parameters())
         self.place, self.size, self.is_whole = place, size, False
         with torch.no_grad():
-            for name, mine in self.rows.items():
+            for name, parameter in self._divided.items():
+                mine = parameter.to_local()
                 mine.copy_(rows[name])
+                self.held[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
 
     def make_whole(self, values: Mapping[str, Tensor]) -> None:
         """Be an ordinary module from now on, whose parameters are these."""
@@ -145,76 +176,125 @@ class ShardedModel:
     def connect(self, collectives: ShardCollectives) -> None:
         """Use these collectives in all passes from now on."""
         for part in _wrapped(self.module):
-            part.set_custom_all_gather(ParameterGather(collectives))
-            part.set_custom_reduce_scatter(GradientScatter(collectives))
+            part.set_custom_all_gather(ParameterGather(collectives))  # type: ignore[arg-type]
+            part.set_custom_reduce_scatter(GradientScatter(collectives))  # type: ignore[arg-type]
             part.set_all_reduce_hook(collectives.sum_column)
 
-    def take_gradients(self) -> dict[str, Tensor]:
-        """Return this rank's rows of all gradients, and leave the parameters without."""
-        found = {}
-        for name, parameter in self._divided.items():
-            if parameter.grad is not None:
-                found[name] = parameter.grad._local_tensor
-                parameter.grad = None
-        return found
+    def collect_gradients(self) -> None:
+        """Add the gradients that a pass has left to those of the rows, and leave FSDP2's parameters without."""
+        with torch.no_grad():
+            for name, parameter in self._divided.items():
+                if parameter.grad is not None:
+                    found, held = parameter.grad.to_local(), self.held[name]
+                    held.grad = found if held.grad is None else held.grad.add_(found)
+                    parameter.grad = None
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the rows, and those that a pass has left."""
+        for parameter in [*self._divided.values(), *self.held.values()]:
+            parameter.grad = None
 
     def reset(self) -> None:
         """Be ready for another pass after one that has failed: parameters are rows, and there are no gradients."""
-        if not self.is_whole:
-            root: FSDPModule = self.module  # type: ignore[assignment]
-            if root._get_fsdp_state()._is_root:  # not known before the first pass
-                root.reset_iter_state()
-            for part in _wrapped(self.module):
-                part.reshard()
-            for fsdp_parameter in _fsdp_parameters(self.module):
-                fsdp_parameter.unsharded_accumulated_grad = None
-                whole = getattr(fsdp_parameter, "_unsharded_param", None)
-                if whole is not None:
-                    whole.grad = None
-        for parameter in [*self.module.parameters(), *self._divided.values()]:
+        for parameter in self.module.parameters():  # some of which are gathered, and kept by FSDP2
             parameter.grad = None
+        if self._is_used:
+            self.module.reset_iter_state()  # type: ignore[operator]
+        self.clear_gradients()
 
-    def _make_room(self, part: nn.Module) -> None:
-        """Give parameters that are without memory some that FSDP2 can divide; what is in it does not matter."""
-        for parameter in part.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
+    def _note_use(self, *_: Any) -> None:
+        self._is_used = True
 
     def _take_apart(self) -> None:
-        """Take the module out of FSDP2. Its parameters are ordinary ones without memory then."""
+        """Take the module out of FSDP2, which has no function for that. Its own parameters are there again, without
+        memory."""
         self.reset()
-        for part in _wrapped(self.module):
-            state = part._get_fsdp_state()
-            for group in state._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter._post_load_hook_handle.remove()
-                    old = parameter.sharded_param
-                    empty = torch.empty(parameter._orig_size, dtype=old.dtype, device=self.device)
-                    empty.untyped_storage().resize_(0)
-                    parameter._setattr_on_modules(nn.Parameter(empty, requires_grad=old.requires_grad))
-                for handles in (
-                    group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle
-                ):  # fmt: skip
-                    for handle in handles.values():
-                        handle.remove()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-            module: nn.Module = part  # type: ignore[assignment]
-            module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
-            module.__dict__[STATE_KEY].pop(inspect.unwrap(fully_shard), None)
-            module.__dict__[REGISTRY_KEY].pop("fully_shard", None)
-            _composable_state._module_state_mapping.pop(module, None)
-        self.is_whole, self._divided = True, {}
+        self._note.remove()
+        for part, added in self._added:
+            kinds = (kind for kind in type(part).__mro__ if not issubclass(kind, FSDPModule))
+            part.__class__ = next(kinds)  # type: ignore[assignment]
+            for name in added & set(vars(part)):
+                delattr(part, name)
+            _module_state_mapping.pop(part, None)  # else it cannot be given to FSDP2 again
+        for part, name, parameter in self._whole:
+            parameter.requires_grad_(getattr(part, name).requires_grad)
+            setattr(part, name, parameter)
+        for part in self.module.modules():
+            hooks = [vars(part)[name] for name in _DICTIONARIES]
+            for key in [key for held in hooks for key, value in held.items() if _is_hook_of_fsdp(value)]:
+                for held in hooks:
+                    held.pop(key, None)
+        self.is_whole, self._is_used = True, False
+        self._divided, self.held, self._whole, self._added = {}, {}, [], []
+
+
+class ShardSynchronizer(GradientSync):
+    """The sums of a sharded model's gradients over the ranks of one world. The norm of the gradient has to be summed
+    before the step is committed, so that it is not committed with a bucket."""
+
+    def __init__(self, world: World, plan: ReplicaPlan, model: ShardedModel, faults: Faults, timer: StepTimer) -> None:
+        """``model`` holds its rows by this plan already."""
+        super().__init__(world, faults, timer)
+        self.plan, self.model = plan, model
+        self._collectives = ShardCollectives(world, plan, timer)
+        model.connect(self._collectives)
+
+    def unwrap(self) -> None:
+        """Make the model ready for another synchronizer, also where a pass has failed."""
+        self._collectives.discard()
+        self.model.reset()
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear the gradients before the first pass of a step."""
+        self.model.clear_gradients()
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return how many passes every rank makes for a global batch of this many samples."""
+        return count_passes(samples, micro_batches, self.world.world_size, at_once)
+
+    def begin_forward(self) -> None:
+        """Say that a forward pass begins."""
+        self._collectives.segment = "forward"
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass, after the forward pass: add up what the passes before have left."""
+        self._collect()  # here, since their sums had the forward pass's time to arrive
+        self._collectives.segment = "backward"
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
+        self.timer.mark("backward")
+        self.faults.reach("all_reduce", self.step)
+        self._collect()
+        self.timer.mark("exposed")
+
+    def flat_gradients(self) -> list[Tensor]:
+        """Return this rank's rows of the gradients."""
+        gradients = [held.grad for held in self.model.held.values() if held.grad is not None]
+        return [gradient for gradient in gradients if gradient.numel()]
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of whole gradients, from that of this rank's rows. A collective."""
+        square = norm.detach().double().cpu().square().reshape(1)
+        total = self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)
+        return total.sqrt()[0].to(norm)
+
+    def _collect(self) -> None:
+        self._collectives.finish()
+        self.model.collect_gradients()
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
 
 
 def _wrapped(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _fsdp_parameters(module: nn.Module) -> list[Any]:
-    return [
-        parameter
-        for part in _wrapped(module)
-        for group in part._get_fsdp_state()._fsdp_param_groups
-        for parameter in group.fsdp_params
-    ]
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, requires_grad=False)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+def _is_hook_of_fsdp(value: Any) -> bool:
+    return callable(value) and str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")

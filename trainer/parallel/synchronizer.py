@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,65 @@ from trainer.comm.group import CollectiveResult, CompletedCollective, Interrupti
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
-from trainer.parallel.auto_compression import AutoCompression
 from trainer.parallel.buckets import Bucket, Buckets, divide
 from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
-if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import TimingWindow
+
+class GradientSync:
+    """The way in which gradients of a step come together over the ranks of one world. Methods of a way that has nothing
+    to do there are here."""
+
+    def __init__(self, world: World, faults: Faults, timer: StepTimer) -> None:
+        self.world, self.faults, self.timer = world, faults, timer
+        self.step = 0
+        self.on_last_bucket: Callable[[], object] | None = None
+        """Called when the last bucket is handed over, where there are buckets: what it submits follows that bucket
+        without a wait. The missing gradients are known by then."""
+
+    def unwrap(self) -> None:
+        """Make the model ready for another one, also where a pass has failed."""
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear the gradients before the first backward pass of a step, also those of one that has failed."""
+        raise NotImplementedError
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return how many passes every rank makes for a global batch of this many samples, where each is a collective;
+        0 where ranks may make as many as they have work for."""
+        return 0
+
+    def begin_forward(self) -> None:
+        """Prepare a forward pass."""
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass, after the forward pass. ``is_last``: of the step."""
+        raise NotImplementedError
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
+        raise NotImplementedError
+
+    def flat_gradients(self) -> list[Tensor] | None:
+        """Return the tensors that hold all gradients of this rank after `finish`; None where parameters do."""
+        return None
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of the whole gradient, from that of what this rank holds. A collective where ranks hold
+        parts."""
+        return norm
+
+    def missing_flags(self) -> list[int]:
+        """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient
+        here. There are none where those count as having one of zeros."""
+        return []
+
+    def drop_unused(self, ranks_without: list[int]) -> None:
+        """Drop the gradients that no rank has, see `Buckets.drop_unused`."""
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(GradientSync):
     """The sums of gradients over the ranks of one world. They are sums, not averages: the loss is scaled by the global
     batch, so the sum is the gradient of the mean over it.
 
@@ -40,46 +88,30 @@ class GradientSynchronizer:
     def __init__(
         self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
     ) -> None:  # fmt: skip
-        self.world, self.faults, self.timer = world, faults, timer
+        super().__init__(world, faults, timer)
         self.config = config or DistributedTrainingConfig()
-        self.step = 0
-        self._nodes: list[int] = []
         self._hook: CommHook
-        self._automatic: AutoCompression | None = None
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
-        self._is_flat = False
-        """Whether all ranks can use gradients in one piece."""
         self._pass = -1
         """Autograd's number of the latest backward pass, for `sum_each_pass`."""
-        self.on_last_bucket: Callable[[], object] | None = None
-        """Called when the last bucket is handed over: what it submits follows that bucket without a wait. The missing
-        gradients are known by then."""
         check_compression(self.config)
 
-    def wrap(self, module: nn.Module, flat: bool = False) -> None:
+    def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
-        all ranks already. ``flat`` says that this rank can use gradients in one piece, so that they are kept so even
-        where there is nothing to sum. Waits for the group; raises `GroupError`."""
+        all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
         in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            self._is_flat = flat and group is None
-            if in_place or self._is_flat:
+            if in_place:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        found = self.world.all_gather_object([self.world.facts.node_rank, flat])
-        self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
-        kind: str = self.config.communication
-        if kind == "auto":
-            may_drop = self.config.precision != "fp16"
-            self._automatic = AutoCompression(self.world, self._nodes, self.config.topk_fraction, may_drop)
-            kind = self._automatic.present
-        self._hook = make_comm_hook(kind, self._nodes, self.config.topk_fraction)
+        nodes = self.world.all_gather_object(self.world.facts.node_rank)
+        self._hook = make_comm_hook(self.config.communication, nodes, self.config.topk_fraction)
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:
@@ -94,13 +126,6 @@ class GradientSynchronizer:
             return
         for parameter in parameters:
             parameter.grad = None
-
-    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
-        """Return 0: each rank makes as many passes as it has work for."""
-        return 0
-
-    def begin_forward(self) -> None:
-        """Nothing is communicated in a forward pass."""
 
     def require_sync(self, is_last: bool) -> None:
         """Prepare a backward pass: all but a step's last accumulate without communication."""
@@ -140,13 +165,6 @@ class GradientSynchronizer:
         if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
         return [bucket.buffer() for bucket in self.buckets.buckets]
-
-    def single_flat_gradient(self) -> Tensor | None:
-        """Return the one flat tensor of all gradients after `drop_unused`. Return None if there are several, if a
-        parameter has no gradient, or if some rank cannot use it, since the result differs in the last bits."""
-        if not self._is_flat or self.buckets is None or len(self.buckets.buckets) > 1 or not self.buckets.is_complete:
-            return None
-        return self.buckets.buckets[0].buffer()
 
     def missing_flags(self) -> list[int]:
         """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient
@@ -191,17 +209,6 @@ class GradientSynchronizer:
         for parameter in module.parameters():
             if self.world.rank > 0 and parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.zero_()  # what was summed before counts once
-
-    def review(self, window: TimingWindow) -> dict[str, Any] | None:
-        """Review the choice of ``auto`` after a window of `trainer.observability.comm_profiler`, between steps. Return
-        the fields of a ``communication`` event, None where there is nothing to report. All ranks must call it."""
-        if self._automatic is None or self.buckets is None:
-            return None
-        before = self._automatic.present
-        found = self._automatic.review(window, [bucket.buffer() for bucket in self.buckets.buckets])
-        if self._automatic.present != before:
-            self._hook = make_comm_hook(self._automatic.present, self._nodes, self.config.topk_fraction)
-        return found
 
     def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
         """Submit the sum of a bucket, on the thread of autograd, in the same order on all ranks."""

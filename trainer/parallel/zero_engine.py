@@ -1,9 +1,9 @@
-"""`ZeroEngine`: a model that DeepSpeed trains, and whose whole state can be taken out of it and put into it.
+"""`ZeroEngine`: a model that DeepSpeed trains, and whose whole state can be taken out of it and put into it; and
+`ZeroSynchronizer`, a step's gradients where DeepSpeed sums them, in place of `trainer.parallel.synchronizer`.
 
 With ZeRO each rank holds its part of the moments (stage 1), of the gradients too (2), and of the weights too (3). With
 stage 3, which takes the weights out of what it is given, the engine works on a copy of the model that shares its
-buffers. How ranks of a `trainer.comm.world.World` become the process group that DeepSpeed wants is
-`trainer.parallel.zero_group`.
+buffers. DeepSpeed wants torch's default process group, which is made beside that of the world, once in a process.
 """
 
 from __future__ import annotations
@@ -11,16 +11,28 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
+import secrets
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.checkpoint.parts import MOMENTS
+from trainer.comm.own_address import interface_of, own_address
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.static_rendezvous import open_listener
+from trainer.comm.torch_transport import prove_connections
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.parallel.replicas import count_passes
+from trainer.parallel.synchronizer import GradientSync
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments, as torch calls them."""
 MOST_IN_BUCKET = 50_000_000
 """The most gradients that DeepSpeed sums at once."""
 
@@ -178,6 +190,66 @@ class ZeroEngine:
             parameter.data = parameter.data.clone()
             for name in [name for name in vars(parameter) if name not in self._own]:
                 delattr(parameter, name)
+
+
+class ZeroSynchronizer(GradientSync):
+    """The passes of a step through DeepSpeed's engine, which sums gradients by itself and keeps them."""
+
+    def __init__(self, world: World, engine: ZeroEngine, faults: Faults, timer: StepTimer) -> None:
+        super().__init__(world, faults, timer)
+        self.engine = engine
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear what a step that failed has left."""
+        self.engine.discard()
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return the passes of every rank where each is a collective: with all stages but the first."""
+        if self.engine.config.zero_stage == 1:
+            return 0
+        return count_passes(samples, micro_batches, self.world.world_size, at_once)
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass."""
+        if is_last:
+            self.faults.reach("all_reduce", self.step)
+        self.engine.begin_pass(is_last)
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """The last backward pass has summed what was left."""
+        self.timer.mark("backward")
+
+
+def form_default_group(world: World, timeout: float) -> None:
+    """Make torch's default process group of the ranks of this world, unless there is one of the same ranks already. A
+    collective. ``timeout``: the seconds that a collective may wait for a peer.
+
+    Raise `trainer.comm.group.GroupError` or RuntimeError where that fails."""
+    os.environ.setdefault("LOCAL_RANK", str(world.facts.local_rank))  # which DeepSpeed reads, whatever the launcher
+    rank, size = world.rank, world.world_size
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise RuntimeError(
+                f"torch's default process group has rank {dist.get_rank()} of {dist.get_world_size()}, and this "
+                f"training is rank {rank} of {size}: call torch.distributed.destroy_process_group() first"
+            )
+        return
+    limit = timedelta(seconds=timeout)
+    if size == 1:
+        dist.init_process_group(_backend(world), store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        return
+    host = own_address(os.environ)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
+    listener = open_listener(host) if rank == 0 else None
+    mine: list[Any] = [host, listener.getsockname()[1] if listener else 0, secrets.token_hex(32)]
+    host, port, key = world.all_gather_object(mine)[0]
+    store = AuthenticatedStore((host, port), rank, size, bytes.fromhex(key), timeout, listener)
+    dist.init_process_group(_backend(world), store=store, rank=rank, world_size=size, timeout=limit)
+    prove_connections(dist.group.WORLD, rank, size, bytes.fromhex(key), timeout)
+
+
+def _backend(world: World) -> str:
+    return "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
 
 
 def _copied(module: nn.Module) -> nn.Module:

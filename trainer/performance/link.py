@@ -1,7 +1,4 @@
-"""The model of a link: a message or a sum over ranks takes its latency, and a time for each byte. Pure.
-
-Which sums there are and what hides them does not belong here, see `trainer.performance.step`.
-"""
+"""The model of a link: a message or a sum over ranks takes its latency, and a time for each byte. Pure."""
 
 from __future__ import annotations
 
@@ -60,19 +57,6 @@ class Link:
         )
 
 
-def link_of(times: Sequence[tuple[int, float]]) -> Link:
-    """Return the link that took these (bytes, network seconds) for collectives of several sizes. The smallest gives the
-    latency, the others the time per byte; where nothing larger was seen, bytes cost nothing.
-
-    It is for decisions during training: no library has to be loaded, and nothing iterates. `fit_link` is better for
-    noisy sizes.
-    """
-    least, latency = min(times)
-    moved = sum(bytes_ - least for bytes_, _ in times)
-    took = sum(max(0.0, seconds - latency) for _, seconds in times)
-    return Link(latency_seconds=latency, seconds_per_byte=took / moved if moved else 0.0)
-
-
 def fit_link(observed: Iterable[tuple[float, float, float]]) -> Link:
     """Return the link that comes closest to these (messages, bytes, seconds), neither of its parts below 0. Raise
     ValueError where nothing has a duration.
@@ -118,3 +102,10 @@ def ring_messages(ranks: int) -> float:
 def bytes_carried(ranks: int) -> float:
     """Return how many bytes each rank's link carries for each byte that a ring of this many ranks all-reduces."""
     return 2 * (ranks - 1) / ranks
+
+
+def exposed_seconds(network_times: Sequence[float], hiding_seconds: float) -> float:
+    """Return the seconds for which these sums hold a step up, given in order of sending, where the backward pass hides
+    up to ``hiding_seconds`` of them. The last never hides: with it the backward pass is done."""
+    hidden = min(hiding_seconds, sum(network_times[:-1]))
+    return sum(network_times) - hidden

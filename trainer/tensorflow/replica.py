@@ -28,7 +28,7 @@ LOST = (
 )  # fmt: skip
 """What a collective raises where a peer is lost."""
 BETA_1, BETA_2, EPSILON, CLIP_EPSILON = 0.9, 0.999, 1e-8, 1e-6
-"""Those of `trainer.parallel.flat_adamw` and `trainer.engine.step`."""
+"""Those of torch's AdamW and `trainer.engine.step`."""
 _SEED_STATE = "seed_generator_state"
 _made: tuple[str, Any] | None = None
 """The cluster and the strategy of this process: TensorFlow starts its server once."""

@@ -102,7 +102,7 @@ def thread_counts(config: DistributedTrainingConfig, facts: TuningContext) -> li
 
 
 def communications(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Return the ways to sum gradients that differ in this world, without ``auto``: here they are measured."""
+    """Return the ways to sum gradients that differ in this world."""
     if facts.world_size == 1:
         return []
     is_two_level = 1 < facts.local_world_size < facts.world_size

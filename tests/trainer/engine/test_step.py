@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: f
     before = digest_state_dict(dict(net.named_parameters()))
     bad = batch(4)
     bad.micro_batches[0].data[0][0, 0, 0] = poison
-    said = "a sample of the training split has (nan|inf) in its inputs: mend.*where that is meant, lower"
+    said = "a sample of the training split has (nan|inf) in its inputs: fix.*where that is meant, lower"
     with pytest.raises(NonFiniteError, match=f"not finite at step 13 .*{said if poison != 1e38 else 'lower'}"):
         step(bad, 12, 0.1, NOTHING)
     assert digest_state_dict(dict(net.named_parameters())) == before
@@ -142,6 +142,26 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
         step(batch(8), 3, 0.05, NOTHING)
     weights = [digest_state_dict(dict(step.model.named_parameters())) for step in (one, other)]
     assert weights[0] == weights[1]
+
+
+def test_moments_that_a_file_has_row_by_row_belong_to_weights_that_lie_otherwise() -> None:
+    def turned() -> nn.Module:
+        net = model()
+        net[2].weight = nn.Parameter(torch.arange(18.0).reshape(6, 3).t())
+        return net
+
+    net, other = turned(), turned()
+    step = step_of(net)
+    step(batch(4), 0, 0.1, NOTHING)
+    saved = copy.deepcopy(step.state_dict())
+    for moments in saved["optimizer"]["state"].values():
+        moments.update({name: value.contiguous() for name, value in moments.items()})
+    other.load_state_dict(net.state_dict())
+    resumed = step_of(other)
+    resumed.load_state_dict(saved)
+    for one in (step, resumed):
+        one(batch(4), 1, 0.1, NOTHING)
+    torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
 
 
 def test_a_step_tells_the_votes_and_which_samples_it_used() -> None:

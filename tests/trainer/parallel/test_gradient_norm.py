@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.parallel.gradient_norm import PIECE, gradient_norm
+from trainer.parallel.buckets import PIECE, gradient_norm
 
 CPU = torch.device("cpu")
 

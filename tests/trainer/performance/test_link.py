@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 
@@ -13,19 +11,13 @@ from trainer.performance.link import (
     SIZES_APART,
     Link,
     bytes_carried,
+    exposed_seconds,
     fit_collective,
     fit_link,
-    link_of,
     ring_messages,
 )
 
 MESSAGE = Link(latency_seconds=50e-6, seconds_per_byte=1 / 3e9)
-
-
-def test_latency_and_bandwidth_are_told_apart() -> None:
-    link = link_of([(56, 0.0003), (1_000_056, 0.1003), (56, 0.0003)])
-    assert (link.latency_seconds, link.seconds_per_byte) == pytest.approx((0.0003, 1e-7))
-    assert link_of([(56, 0.0003)]).seconds_per_byte == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 256])
@@ -84,9 +76,21 @@ def test_no_part_is_negative_and_sizes_that_are_alike_tell_nothing() -> None:
         fit_link([(1.0, 1000.0, 0.0)])
 
 
-def test_what_training_decides_from_loads_no_library() -> None:
-    code = (
-        "import sys; from trainer.performance.link import link_of; link_of([(1, 0.1), (2, 0.2)]).seconds(3); "
-        "sys.exit(sum(name in sys.modules for name in ('scipy', 'numpy', 'torch')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def play(network_times: list[float], hiding: float) -> float:
+    """Sums go one after the other; all but the last are ready at once, the last when the backward pass is done."""
+    clock = sum(network_times[:-1])
+    return max(clock, hiding) + network_times[-1] - hiding
+
+
+def test_what_is_exposed_is_what_is_left_when_the_backward_pass_is_done() -> None:
+    chance = random.Random(1)
+    for _ in range(500):
+        network_times = [chance.uniform(0, 0.1) for _ in range(chance.randint(1, 6))]
+        hiding = chance.choice([0.0, chance.uniform(0, 0.5)])
+        assert exposed_seconds(network_times, hiding) == pytest.approx(play(network_times, hiding), abs=1e-12)
+
+
+def test_the_last_sum_never_hides_and_without_sums_nothing_is_exposed() -> None:
+    assert exposed_seconds([3.0, 2.0, 1.0], 100.0) == 1.0
+    assert exposed_seconds([1.0], 100.0) == 1.0
+    assert exposed_seconds([], 100.0) == 0.0

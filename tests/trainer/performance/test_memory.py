@@ -26,8 +26,7 @@ from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.model.task import SupervisedTask
 from trainer.parallel.replicas import plan_replicas
 from trainer.parallel.shard_collectives import ShardCollectives
-from trainer.parallel.shard_synchronizer import ShardSynchronizer
-from trainer.parallel.sharding import ShardedModel
+from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
 from trainer.performance.memory import GIB, ModelBytes, count_sharing, most_samples, rank_bytes, zero_rank_bytes
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
@@ -135,12 +134,11 @@ def held_by(world: World, strategy: Any) -> int:
         step(Batch(16, parts, 0), at, 1e-3, StepFlags())
     if step.sharded is not None:
         assert isinstance(step.sync, ShardSynchronizer)
-        tensors = [*step.sharded.rows.values(), *step.sync.gradients.values()]
-        tensors += [row for rows in step.optimizer.moments.values() for row in rows.values()]  # type: ignore[union-attr]
+        tensors = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
     else:
         tensors = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
-        for state in step.optimizer.state.values():  # type: ignore[union-attr]
-            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+    for state in step.optimizer.state.values():
+        tensors += [state["exp_avg"], state["exp_avg_sq"]]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
@@ -156,7 +154,7 @@ def test_what_a_rank_gathers_at_once_is_about_what_the_formula_says() -> None:
 
     def run() -> None:
         network(torch.zeros(1, 128)).sum().backward()
-        sharded.take_gradients()
+        sharded.clear_gradients()
 
     run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:

@@ -14,8 +14,8 @@ from trainer.comm.horovod_env import horovod_variables
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.elastic.membership import NoGenerationError
-from trainer.parallel import horovod_world
-from trainer.parallel.horovod_world import form_horovod
+from trainer.parallel import horovod_synchronizer
+from trainer.parallel.horovod_synchronizer import form_horovod
 
 
 class StartingHorovod(types.ModuleType):
@@ -59,7 +59,7 @@ class AloneGroup:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("DTRAIN_HOST", "127.0.0.1")
     for name in ("_OURS", "_SPOILT"):
-        monkeypatch.setattr(horovod_world, name, False)
+        monkeypatch.setattr(horovod_synchronizer, name, False)
     for name in (*horovod_variables(1, [0, 0], ("", 0), ""), "HOROVOD_GLOO_TIMEOUT_SECONDS"):
         monkeypatch.setenv(name, "")  # what is set meanwhile is undone
     return World(RankFacts(rank=1, world_size=2), torch.device("cpu"), "gloo", group=AloneGroup())  # type: ignore[arg-type]
