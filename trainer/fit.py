@@ -275,20 +275,9 @@ class Trainer:
         return config if request.batch_size is None else replace(config, batch_size_per_gpu=request.batch_size)
 
     def _job(self, config: DistributedTrainingConfig, problem: _GivenProblem, number: int) -> JobConfig:
-        """Return the job as its run directory describes it: with the overrides of whoever has started the script."""
         run_dir = str(self._given_run_dir or _new_run_dir(self.model, number)).rstrip("/")
-        plain = DistributedTrainingConfig(**asdict(config))
-        job_id = _NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT
-        data_id = problem.data.dataset_id
-        job = JobConfig(
-            job_id=job_id, run_dir=run_dir, training=plain,
-            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
-            model=FactoryConfig(factory=SCRIPT, args=problem.model_name),
-            loss=FactoryConfig(factory=SCRIPT, args=problem.task_name),
-            tracking=self._tracking,
-        )  # fmt: skip
-        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
-        return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
+        names = problem.model_name, problem.task_name
+        return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking)
 
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
@@ -301,16 +290,46 @@ class Trainer:
             # A cluster reads the exit code, and knows what follows; so does whoever has sent SIGTERM.
             if "DTRAIN_LAUNCH" in os.environ or code == EVICTED:
                 sys.exit(leave_process(code))
-            why = str(result.get("error") or f"the training ended with exit code {code}")
-            if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) continues from the last checkpoint")
-            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+            raise failure_of(result.get("error") or f"the training ended with exit code {code}", code, rundir.uri)
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
         return FitResult(
             model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
             best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
         )  # fmt: skip
+
+
+def make_job(
+    run_dir: str, config: DistributedTrainingConfig, data_id: str, model: dict[str, str], loss: dict[str, str],
+    tracking: TrackingConfig,
+) -> JobConfig:  # fmt: skip
+    """Return the job as its run directory describes it: with the overrides of whoever has started the script. ``model``
+    and ``loss``: what they are, in words."""
+    job = JobConfig(
+        job_id=_NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT, run_dir=run_dir,
+        training=DistributedTrainingConfig(**asdict(config)),
+        dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
+        model=FactoryConfig(factory=SCRIPT, args=model), loss=FactoryConfig(factory=SCRIPT, args=loss),
+        tracking=tracking,
+    )  # fmt: skip
+    overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
+    return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
+
+
+def failure_of(why: str, code: int, run_dir: str) -> BaseException:
+    """Return what ``fit`` raises where a training ended otherwise than well."""
+    if why == INTERRUPTED:
+        return KeyboardInterrupt(f"Trainer(…, run_dir={run_dir!r}) continues from the last checkpoint")
+    return ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+
+
+def best_accuracy_in(run_dir: str | None) -> float:
+    """Return the best ``accuracy`` by validation of a run directory. Raise ValueError where none was measured."""
+    events = RunDir(run_dir).events("evaluation") if run_dir is not None else []
+    found = [(event.get("metrics") or {}).get("accuracy") for event in events]
+    if not (measured := [accuracy for accuracy in found if accuracy is not None]):
+        raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
+    return max(measured)
 
 
 @dataclass(frozen=True, slots=True)

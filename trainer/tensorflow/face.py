@@ -23,17 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainer.checkpoint.manager import CheckpointError
-from trainer.config import (
-    SCRIPT,
-    ConfigError,
-    DatasetRef,
-    DistributedTrainingConfig,
-    FactoryConfig,
-    JobConfig,
-    TrackingConfig,
-    parse_job,
-    settings_of,
-)
+from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.data.dataset_data import DatasetData
 from trainer.data.shards import DatasetError
 from trainer.data.user_loaders import join_requests, read_request
@@ -42,17 +32,35 @@ from trainer.engine.run_job import INTERRUPTED, leave_process
 from trainer.engine.signals import Stopped
 from trainer.errors import DamagedError
 from trainer.exit_codes import EVICTED, FAILED, LOST, UNUSABLE
-from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, TrainingFailedError
+from trainer.fit import (
+    DESCRIBE,
+    RUN_DIR,
+    DistributedConfig,
+    TrainingFailedError,
+    best_accuracy_in,
+    failure_of,
+    make_job,
+)
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RESULT, RunDir
 from trainer.storage.base import StorageError
 from trainer.tensorflow.cluster import Cluster, choose_facts, find_cluster
-from trainer.tensorflow.settings import explain_settings
 
 if TYPE_CHECKING:
     from trainer.tensorflow.loop import KerasTraining
     from trainer.tensorflow.replica import Figure
 
+_ONLY = {
+    "precision": ("fp32", "set a policy where the model is made: keras.mixed_precision"),
+    "compile": ("off", "TensorFlow compiles its graphs itself"),
+    "communication": ("allreduce", "TensorFlow sums gradients exactly"),
+    "strategy": ("ddp", "each rank of this strategy holds the whole model"),
+    "activation_checkpointing": (False, "use keras.RematScope where the model is made"),
+    "max_node_seconds": (None, "only trainings of PyTorch have a budget"),
+    "start_from": (None, "load the weights in make_model"),
+    "profile_steps": (None, "use TensorFlow's own profiler: tf.profiler.experimental"),
+}
+"""The one value of a setting that can be honoured, and what to do instead of another."""
 Data = Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
 _log = logging.getLogger(__name__)
 
@@ -103,16 +111,14 @@ class TensorFlowDistributedTrainer:
         self._tracking = settings_of(tracking, TrackingConfig, "tracking")
         self._given_run_dir = run_dir
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
-        self._accuracies: list[float] = []
+        self._fitted: str | None = None
         if why := explain_settings(self.config):
             raise ConfigError(why)
 
     @property
     def best_accuracy(self) -> float:
         """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where none was measured."""
-        if not self._accuracies:
-            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
-        return max(self._accuracies)
+        return best_accuracy_in(self._fitted)
 
     def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> KerasResult:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
@@ -173,30 +179,27 @@ class TensorFlowDistributedTrainer:
         try:
             from trainer.tensorflow.loop import KerasTraining
             from trainer.tensorflow.replica import LOST as COLLECTIVES
-            from trainer.tensorflow.replica import Replica, open_strategy
-            from trainer.tensorflow.task import choose_loss, choose_metrics, describe_layers, describe_loss
+            from trainer.tensorflow.replica import Replica, describe_layers, describe_loss, open_strategy
 
             lost = (*COLLECTIVES, StorageError)
-            replica = Replica(self.make_model, open_strategy(cluster, config), config)
+            strategy = open_strategy(cluster, config)
+            replica = Replica(self.make_model, strategy, config, self._loss, self._metrics)
             model = replica.model
-            loss, name = choose_loss(self._loss, model)
-            replica.set_task(loss, choose_metrics(self._metrics, name))
-            job = self._job(config, rundir, data, type(model).__qualname__, name)
+            names = {"class": f"keras.{type(model).__qualname__}"}, {"class": replica.loss_name}
+            job = make_job(rundir.uri, config, data.dataset_id, *names, self._tracking)
             if cluster.facts.rank == 0:
                 rundir.write_job(job)
             shapes = [[variable.name, list(variable.shape)] for variable in model.trainable_variables]
             identity = [data.dataset_id, data.count("train"), asdict(job.model), asdict(job.loss), shapes]
-            fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-            watch = line.take if self._shows_progress else None
             parts = {
                 "dataset": data.dataset_id,
                 "model": describe_layers(model),
-                "loss": describe_loss(loss),
+                "loss": describe_loss(replica.loss),
                 "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
             }
+            fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+            watch = line.take if self._shows_progress else None
             training = KerasTraining(job, replica, data, cluster.facts, fingerprint, parts, watch)
-            training.try_task()
-            training.begin()
             result, code = training.train(), 0
         except Stopped:
             code, result = EVICTED, {"status": "stopped", "steps": training.progress.step if training else 0}
@@ -227,31 +230,12 @@ class TensorFlowDistributedTrainer:
         if (rank == 0 or "error" in result) and not write_result(rundir, result, None) and code == 0:
             raise TrainingFailedError(f"could not write the result to {rundir.uri}: make room there, and resume", LOST)
 
-    def _job(
-        self, config: DistributedTrainingConfig, rundir: RunDir, data: DatasetData, model: str, loss: str
-    ) -> JobConfig:
-        """Return the job as its run directory describes it."""
-        name = "".join(sign if sign.isalnum() or sign in "._-" else "-" for sign in rundir.uri.rpartition("/")[2])
-        job = JobConfig(
-            job_id=name.lstrip("._-")[:200] or SCRIPT, run_dir=rundir.uri,
-            training=DistributedTrainingConfig(**asdict(config)),
-            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data.dataset_id),
-            model=FactoryConfig(factory=SCRIPT, args={"class": f"keras.{model}"}),
-            loss=FactoryConfig(factory=SCRIPT, args={"class": loss}), tracking=self._tracking,
-        )  # fmt: skip
-        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
-        return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job
-
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any], model: Any) -> KerasResult:
         if code == EVICTED:
             sys.exit(leave_process(code))
         if code != 0:
-            why = str(result["error"])
-            if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"run_dir={rundir.uri!r} continues from the last checkpoint")
-            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
-        found = (event.get("metrics") or {} for event in rundir.events("evaluation"))
-        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
+            raise failure_of(result["error"], code, rundir.uri)
+        self._fitted = rundir.uri
         return KerasResult(
             model=model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
             best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
@@ -271,6 +255,17 @@ def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
             "nor be used exactly once. Give a pair of arrays, or a map-style dataset (__getitem__ and __len__)"
         )
     return given  # type: ignore[return-value]
+
+
+def explain_settings(config: DistributedTrainingConfig, is_one_host: bool = True) -> str:
+    """Return why TensorFlow's loop cannot have these settings, and the remedy; "" if it can."""
+    for name, (only, remedy) in _ONLY.items():
+        if (given := getattr(config, name)) != only:
+            return f"training.{name} = {given!r} is not for TensorFlow: {remedy}, and leave the setting at {only!r}"
+    if not is_one_host and (config.tls is not None or config.encryption == "required"):
+        given = "training.tls" if config.tls is not None else "training.encryption = 'required'"
+        return f"{given}: TensorFlow sends gradients between hosts unencrypted. Encrypt the network, or leave it out"
+    return ""
 
 
 def _refuse_jobs_of_clusters() -> None:
