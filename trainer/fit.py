@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -293,10 +293,7 @@ class Trainer:
             raise failure_of(result.get("error") or f"the training ended with exit code {code}", code, rundir.uri)
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
-        return FitResult(
-            model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
-        )  # fmt: skip
+        return FitResult(model=self.model.cpu(), run_dir=rundir.uri, **figures_of(result))
 
 
 def make_job(
@@ -314,6 +311,18 @@ def make_job(
     )  # fmt: skip
     overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
     return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a `FitResult` that ``result.json`` has."""
+    return {name: result[name] for name in ("steps", "samples_seen", "best_valid_loss", "test", "train_seconds")}
+
+
+def refuse(why: str) -> NoReturn:
+    """Raise `ConfigError`; where the script is only described, the description says why."""
+    if describe := os.environ.get(DESCRIBE):
+        Path(describe).write_text(json.dumps({"error": why}))
+    raise ConfigError(why)
 
 
 def failure_of(why: str, code: int, run_dir: str) -> BaseException:

@@ -10,9 +10,7 @@ import difflib
 import hashlib
 import io
 import itertools
-import json
 import logging
-import math
 import os
 import secrets
 import sys
@@ -28,12 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.adapters.ray_worker import TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.comm.own_address import LOOPBACK
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.engine.result import write_result
 from trainer.errors import DamagedError
-from trainer.exit_codes import FAILED, LOST, UNUSABLE
-from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
+from trainer.exit_codes import FAILED, LOST
+from trainer.fit import (
+    DESCRIBE,
+    RUN_DIR,
+    DistributedConfig,
+    FitResult,
+    Trainer,
+    TrainingFailedError,
+    best_accuracy_in,
+    failure_of,
+    figures_of,
+    refuse,
+)
 from trainer.model.task import SupervisedTask, Task
 from trainer.rundir import MODEL, RESULT, WEIGHTS, RunDir
 
@@ -135,16 +145,14 @@ class RayTrainer:
         self.resources_per_worker = resources_per_worker
         self.run_dir = None if run_dir is None else str(run_dir)
         self._parts = {"loss": loss, "task": task, "metrics": metrics, "name": name, "tracking": tracking}
-        self._accuracies: list[float] = []
+        self._fitted: str | None = None
         Trainer(self.model, self.config, **self._options())
 
     @property
     def best_accuracy(self) -> float:
         """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where no such metric was
         measured."""
-        if not self._accuracies:
-            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
-        return max(self._accuracies)
+        return best_accuracy_in(self._fitted)
 
     def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> FitResult:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result, as
@@ -160,8 +168,7 @@ class RayTrainer:
         place, trial = find_worker_place(), find_trial_folder()
         is_in_place = place is not None or trial is not None
         result = self._fit_here(given, trial) if is_in_place else self._fit_group(given)
-        found = (event.get("metrics") or {} for event in RunDir(result.run_dir).events("evaluation"))
-        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
+        self._fitted = result.run_dir
         return result
 
     # Helpers of the methods above, in the order of their use.
@@ -173,17 +180,16 @@ class RayTrainer:
         """Raise `ConfigError` where another launcher has started this process as one of its ranks."""
         if find_worker_place() is not None:
             return
-        why = ""
         if RUN_DIR in os.environ or DESCRIBE in os.environ:
-            why = "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            why = "WORLD_SIZE says that a launcher has started several processes, and RayTrainer starts its own: use "
-        if not why:
-            return
-        why += "python FILE.PY"
-        if describe := os.environ.get(DESCRIBE):
-            Path(describe).write_text(json.dumps({"error": why}))
-        raise ConfigError(why)
+            refuse(
+                "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
+                "python FILE.PY"
+            )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            refuse(
+                "WORLD_SIZE says that a launcher has started several processes, and RayTrainer starts its own: use "
+                "python FILE.PY"
+            )
 
     def _fit_here(self, given: Mapping[str, Data | None], trial: str | None) -> FitResult:
         """Train in this process, which Ray has started."""
@@ -259,17 +265,12 @@ class RayTrainer:
         result = rundir.read_result()
         if result is None or result["status"] != "succeeded":
             said = str((result or {}).get("error") or "the workers ended without a result")
-            raise ConfigError(said) if code == UNUSABLE else TrainingFailedError(said, code or FAILED)
+            raise failure_of(said, code or FAILED, rundir.uri)
         data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
         if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
             raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it does not match its description")
         self.model.cpu().load_state_dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
-        best = result["best_valid_loss"]
-        return FitResult(
-            model=self.model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=None if best is None or not math.isfinite(best) else best, test=result["test"],
-            train_seconds=result["train_seconds"],
-        )  # fmt: skip
+        return FitResult(model=self.model, run_dir=rundir.uri, **figures_of(result))
 
 
 def _import_ray() -> None:

@@ -36,10 +36,13 @@ from trainer.fit import (
     DESCRIBE,
     RUN_DIR,
     DistributedConfig,
+    FitResult,
     TrainingFailedError,
     best_accuracy_in,
     failure_of,
+    figures_of,
     make_job,
+    refuse,
 )
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RESULT, RunDir
@@ -66,18 +69,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KerasResult:
+class KerasResult(FitResult):
     """How a training ended, the same on all ranks."""
 
     model: Any
     """The Keras model with the best weights by validation, the last where there was no validation."""
-    run_dir: str
-    steps: int
-    samples_seen: int
-    best_valid_loss: float | None
-    test: Mapping[str, float | None]
-    """``loss`` and metrics on the test split; on the validation split where there is no test split."""
-    train_seconds: float
 
 
 class TensorFlowDistributedTrainer:
@@ -127,7 +123,11 @@ class TensorFlowDistributedTrainer:
         together. Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the training ends otherwise
         than well, and KeyboardInterrupt where a person ends it; a process that was told to end (SIGTERM) leaves with
         its exit code (SystemExit)."""
-        _refuse_jobs_of_clusters()
+        if RUN_DIR in os.environ or DESCRIBE in os.environ:
+            refuse(
+                "`dtrain train --script` trains models of PyTorch: start this script by "
+                "`dtrain launch --engine tensorflow`"
+            )
         data, config = self._read_data({"train": train, "valid": valid, "test": test})
         facts, _ = choose_facts(os.environ, config)
         if config.world_size == 1 and facts.world_size > 1:
@@ -236,10 +236,7 @@ class TensorFlowDistributedTrainer:
         if code != 0:
             raise failure_of(result["error"], code, rundir.uri)
         self._fitted = rundir.uri
-        return KerasResult(
-            model=model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
-        )  # fmt: skip
+        return KerasResult(model=model, run_dir=rundir.uri, **figures_of(result))
 
 
 def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
@@ -266,13 +263,3 @@ def explain_settings(config: DistributedTrainingConfig, is_one_host: bool = True
         given = "training.tls" if config.tls is not None else "training.encryption = 'required'"
         return f"{given}: TensorFlow sends gradients between hosts unencrypted. Encrypt the network, or leave it out"
     return ""
-
-
-def _refuse_jobs_of_clusters() -> None:
-    """Raise `ConfigError` under `dtrain train --script`, which trains PyTorch's models only."""
-    if RUN_DIR not in os.environ and DESCRIBE not in os.environ:
-        return
-    why = "`dtrain train --script` trains models of PyTorch: start this script by `dtrain launch --engine tensorflow`"
-    if describe := os.environ.get(DESCRIBE):
-        Path(describe).write_text(json.dumps({"error": why}))
-    raise ConfigError(why)
