@@ -275,7 +275,9 @@ class Trainer:
         return config if request.batch_size is None else replace(config, batch_size_per_gpu=request.batch_size)
 
     def _job(self, config: DistributedTrainingConfig, problem: _GivenProblem, number: int) -> JobConfig:
-        run_dir = str(self._given_run_dir or _new_run_dir(self.model, number)).rstrip("/")
+        run_dir = str(self._given_run_dir or new_run_dir(type(self.model).__name__, _launcher_facts(), number)).rstrip(
+            "/"
+        )
         names = problem.model_name, problem.task_name
         return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking)
 
@@ -419,19 +421,18 @@ def _leave_at_once() -> None:
         leave_process(1 if getattr(sys, "last_value", None) is not None else DONE)
 
 
-def _new_run_dir(model: nn.Module, number: int) -> str:
+def new_run_dir(model: str, facts: RankFacts, number: int) -> str:
     """Return a folder that no other training of this machine has; the same on all ranks of a launch, and again when
-    torchrun starts them again. Raise `ConfigError` for ranks that cannot choose the same. ``number``: of the training
-    in this process."""
+    torchrun starts them again. Raise `ConfigError` for ranks that cannot choose the same. ``model``: what it is called;
+    ``number``: of the training in this process."""
     if folder := os.environ.get(SCRIPT_FOLDER):
         return f"{folder}/fit-{number}"
-    facts, name = _launcher_facts(), type(model).__name__.lower()
     if facts.world_size == 1:
-        wanted = str(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        wanted = str(Path("runs") / f"{model.lower()}-{time.strftime('%Y%m%d-%H%M%S')}")
         further = (f"{wanted}-{count}" for count in itertools.count(2))
         return next(folder for folder in itertools.chain([wanted], further) if not Path(folder).exists())
     if facts.local_world_size < facts.world_size or "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError("several ranks need Trainer(…, run_dir=…): a folder that all of them can reach")
     launcher = psutil.Process(os.getppid())
     began = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
-    return str(Path("runs") / f"{name}-{began}-{launcher.pid}-{number}")
+    return str(Path("runs") / f"{model.lower()}-{began}-{launcher.pid}-{number}")

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.adapters.ray_worker import TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import LOOPBACK
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.engine.result import write_result
@@ -42,6 +42,7 @@ from trainer.fit import (
     best_accuracy_in,
     failure_of,
     figures_of,
+    new_run_dir,
     refuse,
 )
 from trainer.model.task import SupervisedTask, Task
@@ -218,7 +219,9 @@ class RayTrainer:
         import ray.train
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-        rundir = RunDir(self._choose_run_dir())
+        run_dir = self.run_dir or new_run_dir(type(self.model).__name__, RankFacts(), next(_FITS))
+        # The workers have other working folders.
+        rundir = RunDir(run_dir.rstrip("/") if "://" in run_dir else str(Path(run_dir).absolute()))
         rundir.make()
         rundir.storage.delete(RESULT)
         if not ray.is_initialized():
@@ -249,17 +252,6 @@ class RayTrainer:
             write_result(rundir, {"status": "failed", "error": str(failure)}, None)
             raise failure from error
         return self._read_result(rundir, FAILED if ended.return_value is None else int(ended.return_value))
-
-    def _choose_run_dir(self) -> str:
-        """Return the address of the run directory, the same for processes with other working folders."""
-        chosen = self.run_dir or f"runs/{type(self.model).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if "://" in chosen:
-            return chosen.rstrip("/")
-        path = Path(chosen).absolute()
-        others = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
-        while self.run_dir is None and path.exists():
-            path = next(others)
-        return str(path)
 
     def _read_result(self, rundir: RunDir, code: int) -> FitResult:
         result = rundir.read_result()

@@ -14,7 +14,7 @@ from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.own_address import is_loopback
 from trainer.comm.static_rendezvous import join_world
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.frameworks.tensorflow import TF_CONFIG, describe_workers, gather_workers
+from trainer.frameworks.tensorflow import TF_CONFIG, gather_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,6 @@ class Cluster:
         """Whether all workers are on this machine, as far as their addresses tell."""
         hosts = {worker.rpartition(":")[0].strip("[]") for worker in self.workers}
         return len(hosts) == 1 or all(map(is_loopback, hosts))
-
-    def variable(self) -> str:
-        """Return the value of ``TF_CONFIG``."""
-        return describe_workers(self.facts.rank, self.workers)
 
 
 _MET: dict[RankFacts, Cluster] = {}

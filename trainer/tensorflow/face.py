@@ -7,15 +7,14 @@ What is asked for, and how a training that ends otherwise than well is told, bel
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +41,7 @@ from trainer.fit import (
     failure_of,
     figures_of,
     make_job,
+    new_run_dir,
     refuse,
 )
 from trainer.observability.progress_line import ProgressLine
@@ -64,6 +64,8 @@ _ONLY = {
     "profile_steps": (None, "use TensorFlow's own profiler: tf.profiler.experimental"),
 }
 """The one value of a setting that can be honoured, and what to do instead of another."""
+_FITS = itertools.count(1)
+"""Numbers the trainings of this process."""
 Data = Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
 _log = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ class TensorFlowDistributedTrainer:
         facts, _ = choose_facts(os.environ, config)
         if config.world_size == 1 and facts.world_size > 1:
             config = replace(config, world_size=facts.world_size)
-        run_dir = self._choose_run_dir(facts.world_size)
+        run_dir = str(self._given_run_dir or new_run_dir("keras", facts, next(_FITS))).rstrip("/")
         cluster = find_cluster(config, os.environ)
         if why := explain_settings(config, cluster.is_one_host):
             raise ConfigError(why)
@@ -159,15 +161,6 @@ class TensorFlowDistributedTrainer:
         if config.early_stopping_patience is not None and given["valid"] is None:
             raise ConfigError("training.early_stopping_patience needs a validation split: call fit(train, valid)")
         return join_requests(requests, self._name), config if size is None else replace(config, batch_size_per_gpu=size)
-
-    def _choose_run_dir(self, world_size: int) -> str:
-        if self._given_run_dir is not None:
-            return str(self._given_run_dir).rstrip("/")
-        if world_size > 1:
-            raise ConfigError(
-                "several ranks need TensorFlowDistributedTrainer(…, run_dir=…): a folder that all of them can reach"
-            )
-        return str(Path("runs") / f"keras-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
     def _train(
         self, data: DatasetData, config: DistributedTrainingConfig, cluster: Cluster, rundir: RunDir, line: ProgressLine

@@ -21,7 +21,6 @@ from torch import Tensor
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import choose_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.frameworks.tensorflow import TF_CONFIG
 from trainer.tensorflow.cluster import Cluster
 
 Figure = Callable[[Any, Any], Any]
@@ -36,16 +35,16 @@ BETA_1, BETA_2, EPSILON, CLIP_EPSILON = 0.9, 0.999, 1e-8, 1e-6
 RESERVED = ("loss", "samples")
 _CLASSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 _SEED_STATE = "seed_generator_state"
-_made: tuple[str, Any] | None = None
-"""The cluster and the strategy of this process: TensorFlow starts its server once."""
+_made: tuple[tuple[str, ...], Any] | None = None
+"""The workers and the strategy of this process: TensorFlow starts its server once."""
 
 
 def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
     """Return the strategy of this process. A collective. Raise `ConfigError` where TensorFlow has begun without it, or
-    for another cluster."""
+    for other workers."""
     global _made
     if _made is not None:
-        if _made[0] != cluster.variable():
+        if _made[0] != cluster.workers:
             raise ConfigError("TensorFlow has joined other workers in this process: start a new one for each training")
         return _made[1]
     _use_one_gpu(cluster.facts)
@@ -54,22 +53,21 @@ def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=kind, timeout_seconds=config.collective_timeout_seconds
     )
-    given = os.environ.get(TF_CONFIG)
-    if cluster.facts.world_size > 1:
-        os.environ[TF_CONFIG] = cluster.variable()
+    workers = {"worker": list(cluster.workers)} if cluster.facts.world_size > 1 else {}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(workers), task_type="worker", task_id=cluster.facts.rank, rpc_layer="grpc",
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+    )  # fmt: skip
     try:
         if config.threads_per_rank is not None:
             tf.config.threading.set_intra_op_parallelism_threads(config.threads_per_rank)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as error:
         raise ConfigError(
             "TensorFlow has already computed in this process, and can join other workers only before that: make "
             f"tensors and models in make_model ({error})"
         ) from None
-    finally:
-        if given is None:
-            os.environ.pop(TF_CONFIG, None)
-    _made = cluster.variable(), strategy
+    _made = cluster.workers, strategy
     return strategy
 
 

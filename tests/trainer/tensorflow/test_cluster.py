@@ -78,7 +78,7 @@ def test_ranks_tell_each_other_their_addresses() -> None:
         rank.join(60)
     assert found[0].workers == found[1].workers
     assert len(set(found[0].workers)) == 2
-    assert json.loads(found[1].variable())["task"] == {"type": "worker", "index": 1}
+    assert found[1].facts.rank == 1
 
 
 def test_hosts_are_told_by_their_addresses() -> None:
