@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -275,20 +275,11 @@ class Trainer:
         return config if request.batch_size is None else replace(config, batch_size_per_gpu=request.batch_size)
 
     def _job(self, config: DistributedTrainingConfig, problem: _GivenProblem, number: int) -> JobConfig:
-        """Return the job as its run directory describes it: with the overrides of whoever has started the script."""
-        run_dir = str(self._given_run_dir or _new_run_dir(self.model, number)).rstrip("/")
-        plain = DistributedTrainingConfig(**asdict(config))
-        job_id = _NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT
-        data_id = problem.data.dataset_id
-        job = JobConfig(
-            job_id=job_id, run_dir=run_dir, training=plain,
-            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
-            model=FactoryConfig(factory=SCRIPT, args=problem.model_name),
-            loss=FactoryConfig(factory=SCRIPT, args=problem.task_name),
-            tracking=self._tracking,
-        )  # fmt: skip
-        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
-        return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
+        run_dir = str(self._given_run_dir or new_run_dir(type(self.model).__name__, _launcher_facts(), number)).rstrip(
+            "/"
+        )
+        names = problem.model_name, problem.task_name
+        return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking)
 
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
@@ -301,16 +292,55 @@ class Trainer:
             # A cluster reads the exit code, and knows what follows; so does whoever has sent SIGTERM.
             if "DTRAIN_LAUNCH" in os.environ or code == EVICTED:
                 sys.exit(leave_process(code))
-            why = str(result.get("error") or f"the training ended with exit code {code}")
-            if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"Trainer(…, run_dir={rundir.uri!r}) continues from the last checkpoint")
-            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+            raise failure_of(result.get("error") or f"the training ended with exit code {code}", code, rundir.uri)
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
-        return FitResult(
-            model=self.model.cpu(), run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
-        )  # fmt: skip
+        return FitResult(model=self.model.cpu(), run_dir=rundir.uri, **figures_of(result))
+
+
+def make_job(
+    run_dir: str, config: DistributedTrainingConfig, data_id: str, model: dict[str, str], loss: dict[str, str],
+    tracking: TrackingConfig,
+) -> JobConfig:  # fmt: skip
+    """Return the job as its run directory describes it: with the overrides of whoever has started the script. ``model``
+    and ``loss``: what they are, in words."""
+    job = JobConfig(
+        job_id=_NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT, run_dir=run_dir,
+        training=DistributedTrainingConfig(**asdict(config)),
+        dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
+        model=FactoryConfig(factory=SCRIPT, args=model), loss=FactoryConfig(factory=SCRIPT, args=loss),
+        tracking=tracking,
+    )  # fmt: skip
+    overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
+    return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a `FitResult` that ``result.json`` has."""
+    return {name: result[name] for name in ("steps", "samples_seen", "best_valid_loss", "test", "train_seconds")}
+
+
+def refuse(why: str) -> NoReturn:
+    """Raise `ConfigError`; where the script is only described, the description says why."""
+    if describe := os.environ.get(DESCRIBE):
+        Path(describe).write_text(json.dumps({"error": why}))
+    raise ConfigError(why)
+
+
+def failure_of(why: str, code: int, run_dir: str) -> BaseException:
+    """Return what ``fit`` raises where a training ended otherwise than well."""
+    if why == INTERRUPTED:
+        return KeyboardInterrupt(f"Trainer(…, run_dir={run_dir!r}) continues from the last checkpoint")
+    return ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
+
+
+def best_accuracy_in(run_dir: str | None) -> float:
+    """Return the best ``accuracy`` by validation of a run directory. Raise ValueError where none was measured."""
+    events = RunDir(run_dir).events("evaluation") if run_dir is not None else []
+    found = [(event.get("metrics") or {}).get("accuracy") for event in events]
+    if not (measured := [accuracy for accuracy in found if accuracy is not None]):
+        raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
+    return max(measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,19 +421,18 @@ def _leave_at_once() -> None:
         leave_process(1 if getattr(sys, "last_value", None) is not None else DONE)
 
 
-def _new_run_dir(model: nn.Module, number: int) -> str:
+def new_run_dir(model: str, facts: RankFacts, number: int) -> str:
     """Return a folder that no other training of this machine has; the same on all ranks of a launch, and again when
-    torchrun starts them again. Raise `ConfigError` for ranks that cannot choose the same. ``number``: of the training
-    in this process."""
+    torchrun starts them again. Raise `ConfigError` for ranks that cannot choose the same. ``model``: what it is called;
+    ``number``: of the training in this process."""
     if folder := os.environ.get(SCRIPT_FOLDER):
         return f"{folder}/fit-{number}"
-    facts, name = _launcher_facts(), type(model).__name__.lower()
     if facts.world_size == 1:
-        wanted = str(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        wanted = str(Path("runs") / f"{model.lower()}-{time.strftime('%Y%m%d-%H%M%S')}")
         further = (f"{wanted}-{count}" for count in itertools.count(2))
         return next(folder for folder in itertools.chain([wanted], further) if not Path(folder).exists())
     if facts.local_world_size < facts.world_size or "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError("several ranks need Trainer(…, run_dir=…): a folder that all of them can reach")
     launcher = psutil.Process(os.getppid())
     began = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
-    return str(Path("runs") / f"{name}-{began}-{launcher.pid}-{number}")
+    return str(Path("runs") / f"{model.lower()}-{began}-{launcher.pid}-{number}")

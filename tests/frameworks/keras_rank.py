@@ -6,9 +6,9 @@ import json
 import sys
 from typing import Any
 
+from tests.frameworks.keras_twin import copy_weights, stock_twin, student_t
 from tests.frameworks.small_windows import FIGURES, MARKET, QUIET, SETTINGS, stock_model, windows
 from trainer import DistributedConfig, TensorFlowDistributedTrainer
-from trainer.tensorflow.stock_twin import copy_weights, stock_twin, student_t
 
 
 def main() -> None:

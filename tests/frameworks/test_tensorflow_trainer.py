@@ -198,7 +198,7 @@ def test_the_example_trains_in_one_process(tmp_path: Path) -> None:
         [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "test loss -" in done.stdout
+    assert "test loss " in done.stdout
     assert read(tmp_path / "run")["status"] == "succeeded"
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_trained_is_refused_by_name(make: str, message: str, tmp_
 
 
 def test_the_twin_computes_what_the_stock_model_does() -> None:
-    from trainer.tensorflow.stock_twin import copy_back, copy_weights, stock_twin, student_t
+    from tests.frameworks.keras_twin import copy_weights, stock_twin, student_t
 
     module = stock_model(0.0)
     for parameter in module.parameters():
@@ -293,8 +293,5 @@ def test_the_twin_computes_what_the_stock_model_does() -> None:
 
     losses_of_twin = np.asarray(student_t(MARKET.spec)(target.numpy(), outputs.detach().numpy()))
     assert np.abs(losses_of_twin - stock_loss()(outputs, target).detach().numpy()).max() <= 1e-5
-    fresh = stock_model(0.0)
-    copy_back(twin, fresh)
-    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), module.parameters(), strict=True))
     with pytest.raises(ConfigError, match="is not the stock model tcn"):
         copy_weights(torch.nn.Linear(2, 2), twin)

@@ -10,13 +10,10 @@ import difflib
 import hashlib
 import io
 import itertools
-import json
 import logging
-import math
 import os
 import secrets
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -28,12 +25,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.adapters.ray_worker import LOOPBACK, TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.adapters.ray_worker import TrainerInRay, be_rank, find_trial_folder, find_worker_place, work
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.own_address import LOOPBACK
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.engine.result import write_result
 from trainer.errors import DamagedError
-from trainer.exit_codes import FAILED, LOST, UNUSABLE
-from trainer.fit import DESCRIBE, RUN_DIR, DistributedConfig, FitResult, Trainer, TrainingFailedError
+from trainer.exit_codes import FAILED, LOST
+from trainer.fit import (
+    DESCRIBE,
+    RUN_DIR,
+    DistributedConfig,
+    FitResult,
+    Trainer,
+    TrainingFailedError,
+    best_accuracy_in,
+    failure_of,
+    figures_of,
+    new_run_dir,
+    refuse,
+)
 from trainer.model.task import SupervisedTask, Task
 from trainer.rundir import MODEL, RESULT, WEIGHTS, RunDir
 
@@ -135,16 +146,14 @@ class RayTrainer:
         self.resources_per_worker = resources_per_worker
         self.run_dir = None if run_dir is None else str(run_dir)
         self._parts = {"loss": loss, "task": task, "metrics": metrics, "name": name, "tracking": tracking}
-        self._accuracies: list[float] = []
+        self._fitted: str | None = None
         Trainer(self.model, self.config, **self._options())
 
     @property
     def best_accuracy(self) -> float:
         """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where no such metric was
         measured."""
-        if not self._accuracies:
-            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
-        return max(self._accuracies)
+        return best_accuracy_in(self._fitted)
 
     def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> FitResult:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result, as
@@ -160,8 +169,7 @@ class RayTrainer:
         place, trial = find_worker_place(), find_trial_folder()
         is_in_place = place is not None or trial is not None
         result = self._fit_here(given, trial) if is_in_place else self._fit_group(given)
-        found = (event.get("metrics") or {} for event in RunDir(result.run_dir).events("evaluation"))
-        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
+        self._fitted = result.run_dir
         return result
 
     # Helpers of the methods above, in the order of their use.
@@ -173,17 +181,16 @@ class RayTrainer:
         """Raise `ConfigError` where another launcher has started this process as one of its ranks."""
         if find_worker_place() is not None:
             return
-        why = ""
         if RUN_DIR in os.environ or DESCRIBE in os.environ:
-            why = "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            why = "WORLD_SIZE says that a launcher has started several processes, and RayTrainer starts its own: use "
-        if not why:
-            return
-        why += "python FILE.PY"
-        if describe := os.environ.get(DESCRIBE):
-            Path(describe).write_text(json.dumps({"error": why}))
-        raise ConfigError(why)
+            refuse(
+                "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
+                "python FILE.PY"
+            )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            refuse(
+                "WORLD_SIZE says that a launcher has started several processes, and RayTrainer starts its own: use "
+                "python FILE.PY"
+            )
 
     def _fit_here(self, given: Mapping[str, Data | None], trial: str | None) -> FitResult:
         """Train in this process, which Ray has started."""
@@ -212,7 +219,9 @@ class RayTrainer:
         import ray.train
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-        rundir = RunDir(self._choose_run_dir())
+        run_dir = self.run_dir or new_run_dir(type(self.model).__name__, RankFacts(), next(_FITS))
+        # The workers have other working folders.
+        rundir = RunDir(run_dir.rstrip("/") if "://" in run_dir else str(Path(run_dir).absolute()))
         rundir.make()
         rundir.storage.delete(RESULT)
         if not ray.is_initialized():
@@ -244,32 +253,16 @@ class RayTrainer:
             raise failure from error
         return self._read_result(rundir, FAILED if ended.return_value is None else int(ended.return_value))
 
-    def _choose_run_dir(self) -> str:
-        """Return the address of the run directory, the same for processes with other working folders."""
-        chosen = self.run_dir or f"runs/{type(self.model).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if "://" in chosen:
-            return chosen.rstrip("/")
-        path = Path(chosen).absolute()
-        others = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
-        while self.run_dir is None and path.exists():
-            path = next(others)
-        return str(path)
-
     def _read_result(self, rundir: RunDir, code: int) -> FitResult:
         result = rundir.read_result()
         if result is None or result["status"] != "succeeded":
             said = str((result or {}).get("error") or "the workers ended without a result")
-            raise ConfigError(said) if code == UNUSABLE else TrainingFailedError(said, code or FAILED)
+            raise failure_of(said, code or FAILED, rundir.uri)
         data, described = rundir.storage.read(WEIGHTS), rundir.read_json(MODEL) or {}
         if hashlib.sha256(data).hexdigest() != described.get("file_sha256"):
             raise DamagedError(f"{rundir.uri}/{WEIGHTS}", "it does not match its description")
         self.model.cpu().load_state_dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
-        best = result["best_valid_loss"]
-        return FitResult(
-            model=self.model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=None if best is None or not math.isfinite(best) else best, test=result["test"],
-            train_seconds=result["train_seconds"],
-        )  # fmt: skip
+        return FitResult(model=self.model, run_dir=rundir.uri, **figures_of(result))
 
 
 def _import_ray() -> None:

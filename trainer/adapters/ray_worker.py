@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_FILE
+from trainer.comm.launcher_env import RankFacts, rank_variables
+from trainer.comm.own_address import LOOPBACK, hold_ports
 from trainer.config import ConfigError
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
@@ -30,29 +31,9 @@ from trainer.rundir import RunDir
 
 Report = Callable[[dict[str, Any]], object]
 """Tells Ray of figures, by name."""
-LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerPlace:
-    """This process's place in a group of Ray Train's workers."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-
-    def variables(self, address: str, port: int) -> dict[str, str]:
-        """Return the place as the variables of a launcher, with the address at which rank 0 listens. Pure."""
-        return {
-            "RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size), "NODE_RANK": str(self.node_rank), "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
-
-
-def find_worker_place() -> WorkerPlace | None:
+def find_worker_place() -> RankFacts | None:
     """Return the place of this process among the workers of Ray Train; None where it is no such worker."""
     if "ray.train" not in sys.modules:
         return None
@@ -62,7 +43,7 @@ def find_worker_place() -> WorkerPlace | None:
         context = ray.train.get_context()
     except (RuntimeError, DeprecationWarning):  # of a driver, and of a trial of Ray Tune
         return None
-    return WorkerPlace(
+    return RankFacts(
         rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
         local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank(),
     )  # fmt: skip
@@ -105,20 +86,10 @@ class Reporter:
 class TrainerInRay(Trainer):
     """A trainer in a process that Ray has started, and ends."""
 
-    report: Report | None = None
+    report: Report
 
-    def _watch(self, line: ProgressLine) -> Watch | None:
-        watch = super()._watch(line)
-        if self.report is None:
-            return watch
-        reporter = Reporter(self.report)
-
-        def take(kind: str, fields: Mapping[str, Any]) -> None:
-            if watch is not None:
-                watch(kind, fields)
-            reporter.take(kind, fields)
-
-        return take
+    def _watch(self, line: ProgressLine) -> Watch:
+        return Reporter(self.report).take
 
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
         if code == EVICTED:
@@ -127,7 +98,7 @@ class TrainerInRay(Trainer):
 
 
 @contextlib.contextmanager
-def be_rank(place: WorkerPlace) -> Iterator[None]:
+def be_rank(place: RankFacts) -> Iterator[None]:
     """Give this worker the variables of a rank while the block runs. Rank 0 chooses address, port and a new secret,
     which Ray hands to all. A collective."""
     from ray.train.collective import broadcast_from_rank_zero
@@ -137,15 +108,24 @@ def be_rank(place: WorkerPlace) -> Iterator[None]:
     if place.rank == 0:
         is_one_host = place.local_world_size == place.world_size
         host = LOOPBACK if is_one_host else get_node_ip_address()
-        offer = {"address": host, "port": _free_port(host), "secret": secrets.token_hex(SECRET_BYTES)}
+        with hold_ports(host) as [port]:
+            offer = {"address": host, "port": port, "secret": secrets.token_hex(SECRET_BYTES)}
     offer = broadcast_from_rank_zero(offer)
     assert offer is not None
     with tempfile.TemporaryDirectory(prefix="dtrain-ray-") as folder:  # this user's alone
         path = Path(folder) / "secret"
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(offer["secret"])
-        with _variables({**place.variables(offer["address"], offer["port"]), SECRET_FILE: str(path)}):
+        place = replace(place, master_addr=offer["address"], master_port=offer["port"])
+        before = dict(os.environ)
+        os.environ.update(rank_variables(place), **{SECRET_FILE: str(path)})
+        try:
             yield
+        finally:
+            for name in (*rank_variables(place), SECRET_FILE):
+                os.environ.pop(name)
+                if name in before:
+                    os.environ[name] = before[name]
 
 
 def work(order: dict[str, Any]) -> int:
@@ -176,24 +156,3 @@ def work(order: dict[str, Any]) -> int:
                 raise
             return error.code
     return DONE
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process while the block runs."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

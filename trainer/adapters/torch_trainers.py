@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.comm.own_address import own_address
+from trainer.comm.launcher_env import RankFacts, rank_variables
+from trainer.comm.own_address import hold_ports, own_address
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
 from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, FitResult, Trainer
 from trainer.rundir import RunDir
@@ -193,15 +193,14 @@ def take_ranks_of_horovod() -> None:
     import horovod.torch as hvd
 
     hvd.init()
-    with socket.socket() as free:
-        host = own_address(os.environ, os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
-        free.bind((host, 0))
-        mine = [host, free.getsockname()[1]]
-    host, port = hvd.broadcast_object(mine, root_rank=0)
-    names = {"RANK": hvd.rank(), "WORLD_SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank()}
-    names |= {"LOCAL_WORLD_SIZE": hvd.local_size(), "NODE_RANK": hvd.cross_rank()}
-    names |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    host = own_address(os.environ, os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+    with hold_ports(host) as [port]:
+        host, port = hvd.broadcast_object([host, port], root_rank=0)
+    facts = RankFacts(
+        rank=hvd.rank(), world_size=hvd.size(), local_rank=hvd.local_rank(), local_world_size=hvd.local_size(),
+        node_rank=hvd.cross_rank(), master_addr=host, master_port=port,
+    )  # fmt: skip
+    os.environ.update(rank_variables(facts))
 
 
 def _planned_ranks(config: DistributedTrainingConfig) -> int:

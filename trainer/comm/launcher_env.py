@@ -100,6 +100,12 @@ def rank_facts(environment: Mapping[str, str], config: DistributedTrainingConfig
     )
 
 
+def rank_variables(facts: RankFacts) -> dict[str, str]:
+    """Return the facts as the variables of torchrun. Pure."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: str(getattr(facts, name.lower())) for name in names}
+
+
 def _tasks_of_nodes(environment: Mapping[str, str], world_size: int) -> list[int]:
     """Return the number of ranks of each node as SLURM tells it; empty where it does not, or tells of another step."""
     for name in _TASKS_PER_NODE:

@@ -1,7 +1,7 @@
 """The address under which other nodes reach this one.
 
-The decision, a pure function, and the probe of this host's interfaces and routes belong here. Who listens at the
-address does not, and neither does the port.
+The decision, a pure function, and the probe of this host's interfaces, routes and free ports belong here. Who listens
+at the address does not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -96,6 +97,17 @@ def interface_of(address: str) -> str:
         f"no interface of this host has the address {wanted}, which other nodes are told to use: set {HOST} to one "
         f"that it has, or {INTERFACE} to one of {', '.join(sorted(found))}"
     )
+
+
+@contextmanager
+def hold_ports(address: str, count: int = 1) -> Iterator[list[int]]:
+    """Hold so many free ports at an address of this host while the block runs: nobody else finds the same ones."""
+    with ExitStack() as stack:
+        held = []
+        for _ in range(count):
+            held.append(stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)))
+            held[-1].bind((address, 0))
+        yield [int(one.getsockname()[1]) for one in held]
 
 
 def is_loopback(address: str) -> bool:

@@ -77,7 +77,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
             leave(leaving.code)
         added: dict[str, str] = doing.prepare(facts, meeting, environment)
     signal.signal(signal.SIGTERM, before)
-    run_or_become(command, {**environment, **added}, facts)
+    run_or_become(command, {**environment, **added}, facts, serves=framework.serves and facts.rank == 0)
 
 
 def refuse_missing(command: Sequence[str]) -> None:
@@ -92,20 +92,19 @@ def refuse_missing(command: Sequence[str]) -> None:
         )
 
 
-def run_or_become(command: Sequence[str], environment: Mapping[str, str], facts: RankFacts) -> NoReturn:
-    """Run the command, where this process has to record the presence of its node meanwhile; else become it."""
-    if environment.get(PRESENCE) != "1" or facts.local_rank or SCRIPT_FOLDER not in environment:
-        become(command, environment)
-    with record_presence_in(environment[SCRIPT_FOLDER], facts, environment) as leaving:
+def run_or_become(
+    command: Sequence[str], environment: Mapping[str, str], facts: RankFacts, serves: bool = False
+) -> NoReturn:
+    """Run the command, where this process serves others meanwhile, or has to record the presence of its node; else
+    become it: the command then keeps this process's number, its output and what it is sent."""
+    records = environment.get(PRESENCE) == "1" and not facts.local_rank and SCRIPT_FOLDER in environment
+    if not records and not serves:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvpe(command[0], list(command), dict(environment))
+    with record_presence_in(environment.get(SCRIPT_FOLDER, ""), facts, environment if records else {}) as leaving:
         leaving.code = Child(command, environment).wait()
     leave(leaving.code)
-
-
-def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the command: it keeps its number, its output and what it is sent."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvpe(command[0], list(command), dict(environment))
 
 
 def leave(code: int) -> NoReturn:

@@ -29,6 +29,8 @@ class Framework:
     """Whether one process of it takes all GPUs of a node."""
     runs_once: bool = False
     """Whether its program runs once, on the first node, and not once per rank."""
+    serves: bool = False
+    """Whether the process that starts its first rank serves the others while the program runs."""
     open_ports: str = ""
     """What of it listens beyond loopback even where all nodes are on this machine; empty where nothing does."""
 
@@ -39,7 +41,7 @@ FRAMEWORKS: dict[str, Framework] = {
     for framework in (
         Framework(name=TORCHRUN, words="torchrun"),
         Framework(
-            name="horovod", words="Horovod", package="horovod",
+            name="horovod", words="Horovod", package="horovod", serves=True,
             remedy="it is built for the installed torch: deploy/frameworks/build_horovod.sh PYTHON, about six minutes",
         ),
         Framework(name="deepspeed", words="DeepSpeed", package="deepspeed", remedy=_EXTRA),

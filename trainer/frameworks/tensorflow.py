@@ -6,26 +6,32 @@ no setting for either.
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.own_address import own_address
-from trainer.comm.tf_config import TF_CONFIG, describe_workers
+from trainer.comm.own_address import hold_ports, own_address
 from trainer.frameworks.meeting import Meeting
 
+TF_CONFIG = "TF_CONFIG"
+"""TensorFlow's variable: the addresses of all workers as JSON, and which of them this process is."""
 
-def variables(facts: RankFacts, workers: Sequence[str]) -> dict[str, str]:
-    """Return the variables of one rank. ``workers``: HOST:PORT of each rank, in order. Pure."""
-    return {TF_CONFIG: describe_workers(facts.rank, workers)}
+
+def describe_workers(rank: int, workers: Sequence[str]) -> str:
+    """Return the variable's value for one rank. ``workers``: HOST:PORT of each rank, in order; the first of them is the
+    chief, which writes what only one writes. Pure."""
+    return json.dumps({"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": rank}})
+
+
+def gather_workers(
+    facts: RankFacts, environment: Mapping[str, str], gather: Callable[[str], Sequence[str]]
+) -> Sequence[str]:
+    """Return HOST:PORT of each rank, in order. ``gather`` tells all ranks what each says, a collective."""
+    host = own_address(environment, facts.master_addr)
+    with hold_ports(host) as [port]:  # until all have theirs: no two of one host get the same
+        return gather(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to run a rank with."""
-    host = own_address(environment, facts.master_addr)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:  # until all have theirs: no two of one host get the same
-        held.bind((host, 0))
-        place = f"[{host}]" if family == socket.AF_INET6 else host
-        workers = meeting.gather(f"{place}:{held.getsockname()[1]}")
-    return variables(facts, workers)
+    return {TF_CONFIG: describe_workers(facts.rank, gather_workers(facts, environment, meeting.gather))}

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.group import CollectiveResult, CompletedCollective, GroupError, InterruptibleGroup, shorten_error
-from trainer.comm.horovod_env import horovod_variables
+from trainer.comm.horovod import horovod_variables, serve_rendezvous
 from trainer.comm.own_address import interface_of, is_loopback, own_address
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
@@ -97,7 +96,7 @@ def form_horovod(world: World, timeout: float) -> None:
     fits = is_mine and (hvd.rank(), hvd.size()) == (world.rank, world.world_size)
     server, host, port = None, own_address(os.environ), 0
     if world.rank == 0:
-        server = _serve(host)
+        server = serve_rendezvous(host)
         port = int(server.server_address[1])
     try:
         found: list[Any] = world.all_gather_object([fits, world.node_rank, host, port])
@@ -143,14 +142,3 @@ def _start(hvd: Any, variables: dict[str, str]) -> None:
         _SPOILT = True  # until it has started
         hvd.init()
         _OURS, _SPOILT = True, False
-
-
-def _serve(host: str) -> Any:
-    """Return a server for Horovod's rendezvous that listens at this address only."""
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
-    server.daemon_threads = True
-    work: Callable[[], None] = server.serve_forever
-    threading.Thread(target=work, name="Horovod's rendezvous", daemon=True).start()
-    return server

@@ -2,5 +2,5 @@
 
 A loop of its own belongs here, with its model, its optimizer and its way to sum over ranks, which TensorFlow's
 `MultiWorkerMirroredStrategy` does. Data, the order of samples, the learning rate, checkpoints and events are those of
-the loop for PyTorch. TensorFlow is imported by `replica`, `losses` and `stock_twin` alone.
+the loop for PyTorch. TensorFlow is imported by `replica` alone.
 """

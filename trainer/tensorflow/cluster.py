@@ -6,16 +6,15 @@ Reading them, and the exchange of addresses where a launcher tells ranks only, b
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.comm.launcher_env import RankFacts, rank_facts
-from trainer.comm.own_address import is_loopback, own_address
+from trainer.comm.own_address import is_loopback
 from trainer.comm.static_rendezvous import join_world
-from trainer.comm.tf_config import TF_CONFIG, describe_workers
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.frameworks.tensorflow import TF_CONFIG, gather_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,6 @@ class Cluster:
         hosts = {worker.rpartition(":")[0].strip("[]") for worker in self.workers}
         return len(hosts) == 1 or all(map(is_loopback, hosts))
 
-    def variable(self) -> str:
-        """Return the value of ``TF_CONFIG``."""
-        return describe_workers(self.facts.rank, self.workers)
-
 
 _MET: dict[RankFacts, Cluster] = {}
 """The clusters that this process has met: TensorFlow listens at one address as long as it runs."""
@@ -45,21 +40,16 @@ def read_tf_config(text: str) -> tuple[tuple[str, ...], int]:
     """Return the workers' addresses and this one's rank. Raise `ConfigError` for what is no such cluster. Pure."""
     try:
         given: Any = json.loads(text)
-        cluster, task = given["cluster"], given["task"]
-        kinds = sorted(cluster)
-        workers = tuple(map(str, cluster.get("chief", []))) + tuple(map(str, cluster.get("worker", [])))
-        index = int(task["index"]) + (len(cluster.get("chief", [])) if task["type"] == "worker" else 0)
-        kind = str(task["type"])
+        cluster, kind, index = given["cluster"], str(given["task"]["type"]), int(given["task"]["index"])
+        chief = [str(place) for place in cluster.get("chief", [])]
+        workers = (*chief, *(str(place) for place in cluster.get("worker", [])))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f'{TF_CONFIG} is not valid: it needs {{"cluster": {{"worker": ["HOST:PORT", …]}}, "task": {{"type": '
-            '"worker", '
-            f'"index": 0}}}} ({type(error).__name__}: {error})'
-        ) from None
-    if other := [name for name in kinds if name not in ("chief", "worker")] or (
-        [kind] if kind not in ("chief", "worker") else []
-    ):
+        example = '{"cluster": {"worker": ["HOST:PORT", …]}, "task": {"type": "worker", "index": 0}}'
+        raise ConfigError(f"{TF_CONFIG} is not valid: it needs {example} ({type(error).__name__}: {error})") from None
+    if other := [name for name in (*sorted(cluster), kind) if name not in ("chief", "worker")]:
         raise ConfigError(f"{TF_CONFIG} has tasks of the type {other[0]!r}: all ranks of this strategy are workers")
+    if kind == "worker":
+        index += len(chief)
     if not 0 <= index < len(workers):
         raise ConfigError(f"{TF_CONFIG} has {len(workers)} workers and says that this one is number {index}")
     return workers, index
@@ -95,16 +85,10 @@ def find_cluster(config: DistributedTrainingConfig, environment: Mapping[str, st
 
 
 def _meet(facts: RankFacts, config: DistributedTrainingConfig, environment: Mapping[str, str]) -> Cluster:
-    host = own_address(environment, facts.master_addr)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:  # until all have theirs: no two of a host get the same
-        held.bind((host, 0))
-        mine = f"[{host}]" if family == socket.AF_INET6 else host
-        mine += f":{held.getsockname()[1]}"
-        if facts.world_size == 1:
-            return Cluster(facts, (mine,))
-        world = join_world(replace(config, backend="gloo"), environment)
-        try:
-            return Cluster(facts, tuple(world.all_gather_object(mine)))
-        finally:
-            world.close()
+    if facts.world_size == 1:
+        return Cluster(facts, tuple(gather_workers(facts, environment, lambda mine: [mine])))
+    world = join_world(replace(config, backend="gloo"), environment)
+    try:
+        return Cluster(facts, tuple(gather_workers(facts, environment, world.all_gather_object)))
+    finally:
+        world.close()

@@ -7,15 +7,14 @@ What is asked for, and how a training that ends otherwise than well is told, bel
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainer.checkpoint.manager import CheckpointError
-from trainer.config import (
-    SCRIPT,
-    ConfigError,
-    DatasetRef,
-    DistributedTrainingConfig,
-    FactoryConfig,
-    JobConfig,
-    TrackingConfig,
-    parse_job,
-    settings_of,
-)
+from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.data.dataset_data import DatasetData
 from trainer.data.shards import DatasetError
 from trainer.data.user_loaders import join_requests, read_request
@@ -42,34 +31,51 @@ from trainer.engine.run_job import INTERRUPTED, leave_process
 from trainer.engine.signals import Stopped
 from trainer.errors import DamagedError
 from trainer.exit_codes import EVICTED, FAILED, LOST, UNUSABLE
-from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, TrainingFailedError
+from trainer.fit import (
+    DESCRIBE,
+    RUN_DIR,
+    DistributedConfig,
+    FitResult,
+    TrainingFailedError,
+    best_accuracy_in,
+    failure_of,
+    figures_of,
+    make_job,
+    new_run_dir,
+    refuse,
+)
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import RESULT, RunDir
 from trainer.storage.base import StorageError
 from trainer.tensorflow.cluster import Cluster, choose_facts, find_cluster
-from trainer.tensorflow.settings import explain_settings
 
 if TYPE_CHECKING:
     from trainer.tensorflow.loop import KerasTraining
     from trainer.tensorflow.replica import Figure
 
+_ONLY = {
+    "precision": ("fp32", "set a policy where the model is made: keras.mixed_precision"),
+    "compile": ("off", "TensorFlow compiles its graphs itself"),
+    "communication": ("allreduce", "TensorFlow sums gradients exactly"),
+    "strategy": ("ddp", "each rank of this strategy holds the whole model"),
+    "activation_checkpointing": (False, "use keras.RematScope where the model is made"),
+    "max_node_seconds": (None, "only trainings of PyTorch have a budget"),
+    "start_from": (None, "load the weights in make_model"),
+    "profile_steps": (None, "use TensorFlow's own profiler: tf.profiler.experimental"),
+}
+"""The one value of a setting that can be honoured, and what to do instead of another."""
+_FITS = itertools.count(1)
+"""Numbers the trainings of this process."""
 Data = Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KerasResult:
+class KerasResult(FitResult):
     """How a training ended, the same on all ranks."""
 
     model: Any
     """The Keras model with the best weights by validation, the last where there was no validation."""
-    run_dir: str
-    steps: int
-    samples_seen: int
-    best_valid_loss: float | None
-    test: Mapping[str, float | None]
-    """``loss`` and metrics on the test split; on the validation split where there is no test split."""
-    train_seconds: float
 
 
 class TensorFlowDistributedTrainer:
@@ -103,16 +109,14 @@ class TensorFlowDistributedTrainer:
         self._tracking = settings_of(tracking, TrackingConfig, "tracking")
         self._given_run_dir = run_dir
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
-        self._accuracies: list[float] = []
+        self._fitted: str | None = None
         if why := explain_settings(self.config):
             raise ConfigError(why)
 
     @property
     def best_accuracy(self) -> float:
         """The best ``accuracy`` by validation of the latest `fit`. Raise ValueError where none was measured."""
-        if not self._accuracies:
-            raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
-        return max(self._accuracies)
+        return best_accuracy_in(self._fitted)
 
     def fit(self, train: Data, valid: Data | None = None, test: Data | None = None) -> KerasResult:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
@@ -121,12 +125,16 @@ class TensorFlowDistributedTrainer:
         together. Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the training ends otherwise
         than well, and KeyboardInterrupt where a person ends it; a process that was told to end (SIGTERM) leaves with
         its exit code (SystemExit)."""
-        _refuse_jobs_of_clusters()
+        if RUN_DIR in os.environ or DESCRIBE in os.environ:
+            refuse(
+                "`dtrain train --script` trains models of PyTorch: start this script by "
+                "`dtrain launch --engine tensorflow`"
+            )
         data, config = self._read_data({"train": train, "valid": valid, "test": test})
         facts, _ = choose_facts(os.environ, config)
         if config.world_size == 1 and facts.world_size > 1:
             config = replace(config, world_size=facts.world_size)
-        run_dir = self._choose_run_dir(facts.world_size)
+        run_dir = str(self._given_run_dir or new_run_dir("keras", facts, next(_FITS))).rstrip("/")
         cluster = find_cluster(config, os.environ)
         if why := explain_settings(config, cluster.is_one_host):
             raise ConfigError(why)
@@ -154,15 +162,6 @@ class TensorFlowDistributedTrainer:
             raise ConfigError("training.early_stopping_patience needs a validation split: call fit(train, valid)")
         return join_requests(requests, self._name), config if size is None else replace(config, batch_size_per_gpu=size)
 
-    def _choose_run_dir(self, world_size: int) -> str:
-        if self._given_run_dir is not None:
-            return str(self._given_run_dir).rstrip("/")
-        if world_size > 1:
-            raise ConfigError(
-                "several ranks need TensorFlowDistributedTrainer(…, run_dir=…): a folder that all of them can reach"
-            )
-        return str(Path("runs") / f"keras-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-
     def _train(
         self, data: DatasetData, config: DistributedTrainingConfig, cluster: Cluster, rundir: RunDir, line: ProgressLine
     ) -> tuple[int, dict[str, Any], Any]:
@@ -173,30 +172,27 @@ class TensorFlowDistributedTrainer:
         try:
             from trainer.tensorflow.loop import KerasTraining
             from trainer.tensorflow.replica import LOST as COLLECTIVES
-            from trainer.tensorflow.replica import Replica, open_strategy
-            from trainer.tensorflow.task import choose_loss, choose_metrics, describe_layers, describe_loss
+            from trainer.tensorflow.replica import Replica, describe_layers, describe_loss, open_strategy
 
             lost = (*COLLECTIVES, StorageError)
-            replica = Replica(self.make_model, open_strategy(cluster, config), config)
+            strategy = open_strategy(cluster, config)
+            replica = Replica(self.make_model, strategy, config, self._loss, self._metrics)
             model = replica.model
-            loss, name = choose_loss(self._loss, model)
-            replica.set_task(loss, choose_metrics(self._metrics, name))
-            job = self._job(config, rundir, data, type(model).__qualname__, name)
+            names = {"class": f"keras.{type(model).__qualname__}"}, {"class": replica.loss_name}
+            job = make_job(rundir.uri, config, data.dataset_id, *names, self._tracking)
             if cluster.facts.rank == 0:
                 rundir.write_job(job)
             shapes = [[variable.name, list(variable.shape)] for variable in model.trainable_variables]
             identity = [data.dataset_id, data.count("train"), asdict(job.model), asdict(job.loss), shapes]
-            fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-            watch = line.take if self._shows_progress else None
             parts = {
                 "dataset": data.dataset_id,
                 "model": describe_layers(model),
-                "loss": describe_loss(loss),
+                "loss": describe_loss(replica.loss),
                 "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
             }
+            fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+            watch = line.take if self._shows_progress else None
             training = KerasTraining(job, replica, data, cluster.facts, fingerprint, parts, watch)
-            training.try_task()
-            training.begin()
             result, code = training.train(), 0
         except Stopped:
             code, result = EVICTED, {"status": "stopped", "steps": training.progress.step if training else 0}
@@ -227,35 +223,13 @@ class TensorFlowDistributedTrainer:
         if (rank == 0 or "error" in result) and not write_result(rundir, result, None) and code == 0:
             raise TrainingFailedError(f"could not write the result to {rundir.uri}: make room there, and resume", LOST)
 
-    def _job(
-        self, config: DistributedTrainingConfig, rundir: RunDir, data: DatasetData, model: str, loss: str
-    ) -> JobConfig:
-        """Return the job as its run directory describes it."""
-        name = "".join(sign if sign.isalnum() or sign in "._-" else "-" for sign in rundir.uri.rpartition("/")[2])
-        job = JobConfig(
-            job_id=name.lstrip("._-")[:200] or SCRIPT, run_dir=rundir.uri,
-            training=DistributedTrainingConfig(**asdict(config)),
-            dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data.dataset_id),
-            model=FactoryConfig(factory=SCRIPT, args={"class": f"keras.{model}"}),
-            loss=FactoryConfig(factory=SCRIPT, args={"class": loss}), tracking=self._tracking,
-        )  # fmt: skip
-        overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
-        return parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job
-
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any], model: Any) -> KerasResult:
         if code == EVICTED:
             sys.exit(leave_process(code))
         if code != 0:
-            why = str(result["error"])
-            if why == INTERRUPTED:
-                raise KeyboardInterrupt(f"run_dir={rundir.uri!r} continues from the last checkpoint")
-            raise ConfigError(why) if code == UNUSABLE else TrainingFailedError(why, code)
-        found = (event.get("metrics") or {} for event in rundir.events("evaluation"))
-        self._accuracies = [metrics["accuracy"] for metrics in found if metrics.get("accuracy") is not None]
-        return KerasResult(
-            model=model, run_dir=rundir.uri, steps=result["steps"], samples_seen=result["samples_seen"],
-            best_valid_loss=result["best_valid_loss"], test=result["test"], train_seconds=result["train_seconds"],
-        )  # fmt: skip
+            raise failure_of(result["error"], code, rundir.uri)
+        self._fitted = rundir.uri
+        return KerasResult(model=model, run_dir=rundir.uri, **figures_of(result))
 
 
 def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
@@ -273,11 +247,12 @@ def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
     return given  # type: ignore[return-value]
 
 
-def _refuse_jobs_of_clusters() -> None:
-    """Raise `ConfigError` under `dtrain train --script`, which trains PyTorch's models only."""
-    if RUN_DIR not in os.environ and DESCRIBE not in os.environ:
-        return
-    why = "`dtrain train --script` trains models of PyTorch: start this script by `dtrain launch --engine tensorflow`"
-    if describe := os.environ.get(DESCRIBE):
-        Path(describe).write_text(json.dumps({"error": why}))
-    raise ConfigError(why)
+def explain_settings(config: DistributedTrainingConfig, is_one_host: bool = True) -> str:
+    """Return why TensorFlow's loop cannot have these settings, and the remedy; "" if it can."""
+    for name, (only, remedy) in _ONLY.items():
+        if (given := getattr(config, name)) != only:
+            return f"training.{name} = {given!r} is not for TensorFlow: {remedy}, and leave the setting at {only!r}"
+    if not is_one_host and (config.tls is not None or config.encryption == "required"):
+        given = "training.tls" if config.tls is not None else "training.encryption = 'required'"
+        return f"{given}: TensorFlow sends gradients between hosts unencrypted. Encrypt the network, or leave it out"
+    return ""

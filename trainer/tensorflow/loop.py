@@ -6,13 +6,17 @@ The order of things belongs here: steps, evaluations, checkpoints, the end. What
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,6 @@ from trainer.data.batches import Batch
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import micro_batch_seed
-from trainer.documents.events import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.reports import RankReports, Watch
@@ -36,14 +39,15 @@ from trainer.engine.step import NonFiniteError
 from trainer.engine.workload import count_steps, make_sampler, needs_evaluation
 from trainer.evaluation.shared_work import SharedWork
 from trainer.observability.reporter import StepWindow
-from trainer.rundir import EVALUATION, RunDir
+from trainer.rundir import EVALUATION, MODEL, RunDir
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 from trainer.tensorflow.replica import Replica
-from trainer.tensorflow.weights_file import write_model
 
 CPU = torch.device("cpu")
 """Where samples are read; TensorFlow takes them from there."""
+WEIGHTS = "model/model.weights.h5"
+"""The weights of the trained model, for ``keras.Model.load_weights``."""
 State = dict[str, Any]
 
 
@@ -68,9 +72,8 @@ class KerasTraining:
         self.window = StepWindow()
         self._world = World(facts, CPU, "gloo")  # of this process alone: TensorFlow knows the others
         self._checkpoints = CheckpointManager(
-            self.rundir, self.config.keep_checkpoints, fingerprint, lambda kind, **fields: self._emit(kind, **fields),
-            parts,
-        )  # fmt: skip
+            self.rundir, self.config.keep_checkpoints, fingerprint, self.reports.emit, parts
+        )
         self._is_asked_to_stop = False
         self._old_handler: Any = None
         self._generation = 1
@@ -80,29 +83,12 @@ class KerasTraining:
         """Whether all steps are done, or early stopping has ended the training."""
         return self.progress.step >= self.total_steps or self.progress.early_stopped
 
-    def try_task(self) -> None:
-        """Judge the first samples. Raise `ConfigError` for a loss or a metric that is not one figure per sample; errors
-        of the caller's own code are raised as they are."""
-        positions = np.arange(min(2, self.data.count("train")), dtype=np.int64)
-        self.replica.judge(*split_pair(self.data.read("train", positions, CPU)))
-
-    def begin(self) -> None:
-        """Agree with the others on what is trained, load the checkpoint, and report from now on. A collective."""
-        self._refuse_differences()
-        [self._generation, *_] = self.replica.gather(self.facts, self.rundir.last_generation() + 1)
-        if self.facts.rank == 0:
-            self.reports.enter_world(replace(self._world, generation=self._generation))
-            self.reports.wait_until_open()
-            self._checkpoints.fence(self._generation)
-        if self.config.resume:
-            self._resume()
-        if threading.current_thread() is threading.main_thread():
-            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self.reports.end_phase("startup")
-
     def train(self) -> dict[str, Any]:
-        """Train to the end, and return the fields of ``result.json``. A collective. Raise `Stopped` when asked to end,
-        and one of `trainer.tensorflow.replica.LOST` when a peer is lost."""
+        """Train from the latest checkpoint to the end, and return the fields of ``result.json``. A collective. Raise
+        `ConfigError` for what cannot be trained, `Stopped` when asked to end, and one of
+        `trainer.tensorflow.replica.LOST` when a peer is lost."""
+        self._try_task()
+        self._begin()
         reader = self.data.make_reader(CPU, self.config.prefetch_batches)
         loader = BatchLoader(reader, self.sampler, CPU, self.faults, StepTimer(False, CPU))
         self._catch_up()
@@ -127,8 +113,15 @@ class KerasTraining:
 
     # The beginning
 
-    def _refuse_differences(self) -> None:
-        """Raise `ConfigError` on all ranks unless they train on the same samples."""
+    def _try_task(self) -> None:
+        """Judge the first samples. Raise `ConfigError` for a loss or a metric that is not one figure per sample; errors
+        of the caller's own code are raised as they are."""
+        positions = np.arange(min(2, self.data.count("train")), dtype=np.int64)
+        self.replica.judge(*split_pair(self.data.read("train", positions, CPU)))
+
+    def _begin(self) -> None:
+        """Agree with the others on what is trained, load the checkpoint, and report from now on. A collective. Raise
+        `ConfigError` on all ranks unless they train on the same samples."""
         mine = int(self.fingerprint[:15], 16)
         for rank, found in enumerate(self.replica.gather(self.facts, mine)):
             if found != mine:
@@ -137,6 +130,16 @@ class KerasTraining:
                     "ranks must read the same samples in the same order. Data that differ from process to process "
                     "need one seed"
                 )
+        [self._generation, *_] = self.replica.gather(self.facts, self.rundir.last_generation() + 1)
+        if self.facts.rank == 0:
+            self.reports.enter_world(replace(self._world, generation=self._generation))
+            self.reports.wait_until_open()
+            self._checkpoints.fence(self._generation)
+        if self.config.resume:
+            self._resume()
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.reports.end_phase("startup")
 
     def _resume(self) -> None:
         """Load the latest checkpoint, the same on all ranks. Raise `ConfigError` for one of another training."""
@@ -149,17 +152,16 @@ class KerasTraining:
         folder, state = found
         changes = describe_changes(state, self.progress)
         take_up(state, self.progress)
-        check_fits(state["model"], _as_tensors(self.replica.state()))
+        check_fits(state["model"], self.replica.weights_by_name())
         self.progress = read_progress(state["progress"])
         self.total_steps = count_steps(self.config, self.sampler, self.progress)
-        self.replica.load(_as_arrays(state["model"]))
-        moments = {kind: _as_arrays(state["optimizer"][kind]) for kind in ("mean", "square")}
-        self.replica.load_moments(moments, state["optimizer"]["updates"])
-        self.best = _as_arrays(state["best"]) if "best" in state else None
+        self.replica.load(state["model"])
+        self.replica.load_optimizer(state["optimizer"])
+        self.best = state.get("best")
         if self.best is None and self.progress.best_step == self.progress.step > 0:
-            self.best = self.replica.state()
+            self.best = self.replica.weights_by_name()
         self.saved_step = self.progress.step
-        self._emit("resume", path=folder, step=self.progress.step, changes=changes)
+        self.reports.emit("resume", path=folder, step=self.progress.step, changes=changes)
 
     def _on_sigterm(self, *_: object) -> None:
         self._is_asked_to_stop = True  # the others are told in the next step
@@ -213,7 +215,7 @@ class KerasTraining:
         loss_sum, samples = self.replica.sum_floats([window.loss_sum, window.samples])
         seconds = (self.window.began - window.began) / window.steps
         step = self.progress.step
-        self._emit(
+        self.reports.emit(
             "step", step=step, epoch=epoch, loss=loss_sum / samples, learning_rate=rate, grad_norm=norm,
             samples_per_second=samples / (seconds * window.steps), step_seconds=seconds,
             eta_seconds=seconds * (self.total_steps - step),
@@ -232,15 +234,14 @@ class KerasTraining:
         self.reports.end_phase("training")
         began, progress = time.monotonic(), self.progress
         found = self._judge("valid")
-        loss = found.pop("loss")
-        seconds = time.monotonic() - began
-        self._emit("evaluation", step=progress.step, split="valid", loss=loss, metrics=found, seconds=seconds)
+        loss, seconds = found.pop("loss"), time.monotonic() - began
+        self.reports.emit("evaluation", step=progress.step, split="valid", loss=loss, metrics=found, seconds=seconds)
         self.reports.end_phase("evaluation")
         progress.evaluated_step = progress.step
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step = loss, progress.step
             progress.evaluations_without_improvement = 0
-            self.best = self.replica.state()
+            self.best = self.replica.weights_by_name()
             self._save(is_best=True)
             return
         progress.evaluations_without_improvement += 1
@@ -270,15 +271,12 @@ class KerasTraining:
                 self._checkpoints.wait(COMMIT_SECONDS)
             self.faults.reach("save", self.progress.step)
             state: State = {
-                "model": _as_tensors(self.replica.state()),
-                "optimizer": {
-                    "updates": self.replica.updates,
-                    **{kind: _as_tensors(part) for kind, part in self.replica.moments().items()},
-                },
+                "model": self.replica.weights_by_name(),
+                "optimizer": self.replica.optimizer_state(),
                 "progress": asdict(self.progress),
             }
             if self.best is not None and self.progress.best_step != self.progress.step:
-                state["best"] = _as_tensors(self.best)
+                state["best"] = self.best
             if self._checkpoints.save(state, self.progress.step, self._generation, is_best, self.is_over):
                 self.saved_step = self.progress.step
         self.reports.end_phase("checkpoint")
@@ -290,15 +288,14 @@ class KerasTraining:
         if self.best is not None:
             self.replica.load(self.best)
         digest = self.replica.digest()
-        digests = self.replica.gather(self.facts, int(digest[:15], 16))
-        if len(set(digests)) > 1:
+        if len(set(self.replica.gather(self.facts, int(digest[:15], 16)))) > 1:
             raise RuntimeError("the final weights of the ranks differ: they must not be used")
         report = self._report()
         if self.facts.rank == 0:
-            self._begin_stage("model")
-            write_model(self.rundir, self.replica.model, self.job, digest)
+            self.reports.emit("finish", stage="model")
+            self._write_model(digest)
             if not self._checkpoints.wait(COMMIT_SECONDS):
-                self._emit("error", message="the last checkpoint is still being written", fatal=False)
+                self.reports.emit("error", message="the last checkpoint is still being written", fatal=False)
         self.reports.end_phase("finalise")
         progress, phases = self.progress, self.reports.seconds
         return {
@@ -315,7 +312,7 @@ class KerasTraining:
     def _report(self) -> dict[str, Any]:
         """Judge the model on the test split, or on the validation split where there is none, and write the report. A
         collective. Raise ValueError where the loss is not finite."""
-        self._begin_stage("test split")
+        self.reports.emit("finish", stage="test split")
         split = next((name for name in ("test", "valid") if self.data.count(name)), None)
         report: dict[str, Any] = {"model": {}, "baselines": {}, "notes": ["there is no test or validation split"]}
         if split is not None:
@@ -326,30 +323,33 @@ class KerasTraining:
             notes = ["the weights were chosen on this very split: there is no test split"] if split == "valid" else []
             model = {**figures, "samples": self.data.count(split)}
             report = {"model": model, "baselines": {}, "split": split, "notes": notes}
-        self._begin_stage("report")
+        self.reports.emit("finish", stage="report")
         if self.facts.rank == 0:
             self.rundir.write_json(EVALUATION, report)
         return report
 
-    def _begin_stage(self, stage: FinishStage) -> None:
-        self._emit("finish", stage=stage)
-
-    def _emit(self, kind: str, **fields: Any) -> None:
-        """Report an event of rank 0; the others report none."""
-        self.reports.emit(kind, **fields)
+    def _write_model(self, digest: str) -> None:
+        """Write the weights as Keras does, and what they are of: the class of the model, its layers as Keras' JSON
+        where they can be, and the file's sha256."""
+        model = self.replica.model
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.weights.h5"
+            model.save_weights(path)
+            data = path.read_bytes()
+        self.rundir.storage.write(WEIGHTS, data)
+        try:
+            layers = json.loads(model.to_json())
+        except (NotImplementedError, TypeError, ValueError):  # of a class that does not say how it is made
+            layers = None
+        description = {
+            "model": asdict(self.job.model), "loss": asdict(self.job.loss), "keras": layers, "weights_sha256": digest,
+            "file_sha256": hashlib.sha256(data).hexdigest(),
+        }  # fmt: skip
+        self.rundir.write_json(MODEL, description)
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and target of a batch as arrays. Raise `ConfigError` for a batch that is no such pair. Pure."""
+    """Return inputs and target of a batch. Raise `ConfigError` for a batch that is no such pair. Pure."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ConfigError("samples must be pairs (inputs, target), each a tensor or a structure of tensors")
-    inputs, target = torch.utils._pytree.tree_map(lambda part: part.numpy(), list(batch))
-    return inputs, target
-
-
-def _as_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(value).copy()) for name, value in arrays.items()}
-
-
-def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    return batch[0], batch[1]

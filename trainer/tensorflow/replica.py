@@ -1,10 +1,12 @@
 """`Replica`: a Keras model in this rank under `MultiWorkerMirroredStrategy`: gradients, sums over ranks, the update.
 
-What TensorFlow computes belongs here; which samples, when and at which rate is `trainer.tensorflow.loop`.
+What TensorFlow computes, with loss and metrics in Keras' own terms, belongs here; which samples, when and at which rate
+is `trainer.tensorflow.loop`. `keras.Model.fit` does not run under this strategy with several workers (Keras 3.15).
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +15,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import choose_gpu
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tensorflow.cluster import TF_CONFIG, Cluster
+from trainer.tensorflow.cluster import Cluster
 
 Figure = Callable[[Any, Any], Any]
 """``figure(target, outputs)``, in Keras' order: one number per sample."""
@@ -29,17 +32,19 @@ LOST = (
 """What a collective raises where a peer is lost."""
 BETA_1, BETA_2, EPSILON, CLIP_EPSILON = 0.9, 0.999, 1e-8, 1e-6
 """Those of torch's AdamW and `trainer.engine.step`."""
+RESERVED = ("loss", "samples")
+_CLASSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 _SEED_STATE = "seed_generator_state"
-_made: tuple[str, Any] | None = None
-"""The cluster and the strategy of this process: TensorFlow starts its server once."""
+_made: tuple[tuple[str, ...], Any] | None = None
+"""The workers and the strategy of this process: TensorFlow starts its server once."""
 
 
 def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
     """Return the strategy of this process. A collective. Raise `ConfigError` where TensorFlow has begun without it, or
-    for another cluster."""
+    for other workers."""
     global _made
     if _made is not None:
-        if _made[0] != cluster.variable():
+        if _made[0] != cluster.workers:
             raise ConfigError("TensorFlow has joined other workers in this process: start a new one for each training")
         return _made[1]
     _use_one_gpu(cluster.facts)
@@ -48,22 +53,21 @@ def open_strategy(cluster: Cluster, config: DistributedTrainingConfig) -> Any:
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=kind, timeout_seconds=config.collective_timeout_seconds
     )
-    given = os.environ.get(TF_CONFIG)
-    if cluster.facts.world_size > 1:
-        os.environ[TF_CONFIG] = cluster.variable()
+    workers = {"worker": list(cluster.workers)} if cluster.facts.world_size > 1 else {}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(workers), task_type="worker", task_id=cluster.facts.rank, rpc_layer="grpc",
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+    )  # fmt: skip
     try:
         if config.threads_per_rank is not None:
             tf.config.threading.set_intra_op_parallelism_threads(config.threads_per_rank)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as error:
         raise ConfigError(
             "TensorFlow has already computed in this process, and can join other workers only before that: make "
             f"tensors and models in make_model ({error})"
         ) from None
-    finally:
-        if given is None:
-            os.environ.pop(TF_CONFIG, None)
-    _made = cluster.variable(), strategy
+    _made = cluster.workers, strategy
     return strategy
 
 
@@ -87,10 +91,12 @@ class Replica:
     """This rank's model, its moments, and its part in sums over ranks."""
 
     def __init__(
-        self, make_model: Callable[[], Any], strategy: Any, config: DistributedTrainingConfig,
+        self, make_model: Callable[[], Any], strategy: Any, config: DistributedTrainingConfig, loss: Any = None,
+        metrics: Mapping[str, Figure] | None = None,
     ) -> None:  # fmt: skip
-        """Make the model under the strategy, from the seed of the training; rank 0's weights count. A collective. Raise
-        `ConfigError` for a model that cannot be trained so."""
+        """Make the model under the strategy, from the seed of the training; rank 0's weights count. ``loss`` and
+        ``metrics``: see `choose_loss` and `choose_metrics`. A collective. Raise `ConfigError` for a model, a loss or
+        metrics that cannot be used."""
         self.config, self.strategy = config, strategy
         if keras.backend.backend() != "tensorflow":
             raise ConfigError(
@@ -104,23 +110,19 @@ class Replica:
             self._moments = [
                 [tf.Variable(tf.zeros(weight.shape), trainable=False) for weight in self.weights] for _ in range(2)
             ]
-        self.updates = 0
+        self._updates = 0
+        self.loss, self.loss_name = choose_loss(loss, self.model)
+        self.metrics = choose_metrics(metrics, self.loss_name)
         self._seeds = [item for item in self.model.non_trainable_variables if _SEED_STATE in item.path]
         self._sizes = [int(np.prod(weight.shape)) for weight in self.weights]
         self._judge = tf.function(self._judged, autograph=False, reduce_retracing=True)
         self._differentiate = tf.function(self._differentiated, autograph=False, reduce_retracing=True)
         self._update = tf.function(self._updated, autograph=False)
-        self.loss: Figure = lambda target, outputs: tf.constant(0.0)
-        self.metrics: Mapping[str, Figure] = {}
 
     @property
     def device(self) -> str:
         """The kind of device that computes."""
         return "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
-
-    def set_task(self, loss: Figure, metrics: Mapping[str, Figure]) -> None:
-        """Set what is minimised and what is judged beside it, before the first batch."""
-        self.loss, self.metrics = loss, metrics
 
     # A step
 
@@ -143,10 +145,10 @@ class Replica:
         limit, scale = self.config.clip_norm, 1.0
         if limit is not None and norm + CLIP_EPSILON > limit:
             scale = limit / (norm + CLIP_EPSILON)
-        self.updates += 1
+        self._updates += 1
         decay = 1 - learning_rate * self.config.weight_decay
-        rate = learning_rate / (1 - BETA_1**self.updates)
-        root = (1 - BETA_2**self.updates) ** 0.5
+        rate = learning_rate / (1 - BETA_1**self._updates)
+        root = (1 - BETA_2**self._updates) ** 0.5
         self._update(gradient, *(tf.constant(value, tf.float32) for value in (scale, decay, rate, root)))
         return norm
 
@@ -177,34 +179,33 @@ class Replica:
 
     # The state
 
-    def state(self) -> dict[str, NDArray[Any]]:
+    def weights_by_name(self) -> dict[str, Tensor]:
         """Return copies of the weights by name, those that are not trained included."""
-        return {name: np.array(variable.numpy()) for name, variable in self._named()}
+        return {name: _copy(variable) for name, variable in self._named()}
 
-    def moments(self) -> dict[str, dict[str, NDArray[np.float32]]]:
-        """Return copies of the optimizer's moments by name."""
-        names = [name for name, variable in self._named() if variable.trainable]
-        return {
-            kind: {name: np.array(moment.numpy()) for name, moment in zip(names, moments, strict=True)}
-            for kind, moments in zip(("mean", "square"), self._moments, strict=True)
-        }
-
-    def load(self, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Take over weights that `state` has returned."""
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights that `weights_by_name` has returned."""
         for name, variable in self._named():
-            variable.assign(weights[name])
+            variable.assign(weights[name].numpy())
 
-    def load_moments(self, moments: Mapping[str, Mapping[str, NDArray[Any]]], updates: int) -> None:
-        """Take over moments that `moments` has returned after so many updates."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the number of updates, and copies of the optimizer's moments by the names of the weights."""
+        names = [name for name, variable in self._named() if variable.trainable]
+        mean, square = ({name: _copy(one) for name, one in zip(names, all_, strict=True)} for all_ in self._moments)
+        return {"updates": self._updates, "mean": mean, "square": square}
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Take over what `optimizer_state` has returned."""
         for kind, mine in zip(("mean", "square"), self._moments, strict=True):
-            for variable, value in zip(mine, moments[kind].values(), strict=True):
-                variable.assign(value)
-        self.updates = updates
+            for variable, value in zip(mine, state[kind].values(), strict=True):
+                variable.assign(value.numpy())
+        self._updates = state["updates"]
 
     def digest(self) -> str:
         """Return the sha256 of all weights, their names and shapes."""
         result = hashlib.sha256()
-        for name, value in self.state().items():
+        for name, tensor in self.weights_by_name().items():
+            value = tensor.numpy()
             result.update(f"{name}{value.shape}{value.dtype}".encode() + value.tobytes())
         return result.hexdigest()
 
@@ -269,6 +270,70 @@ def check_model(model: Any) -> None:
             )
 
 
+def choose_loss(given: Any, model: Any) -> tuple[Figure, str]:
+    """Return the loss with one figure per sample, and its name. Raise `ConfigError` where there is none."""
+    chosen = given if given is not None else getattr(model, "loss", None)
+    if isinstance(chosen, str):
+        chosen = keras.losses.get(chosen)
+    if isinstance(chosen, keras.losses.Loss):
+        _refuse_other_means(chosen)
+        unreduced = copy.copy(chosen)
+        unreduced.reduction = "none"
+        return unreduced, getattr(getattr(chosen, "fn", None), "__name__", type(chosen).__name__)
+    if not callable(chosen):
+        raise ConfigError(
+            "no loss was given: TensorFlowDistributedTrainer(…, loss=…), such as "
+            "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+        )
+    return chosen, getattr(chosen, "__name__", type(chosen).__name__)
+
+
+def _refuse_other_means(loss: Any) -> None:
+    """Raise `ConfigError` for a loss whose mean is none over samples."""
+    if getattr(loss, "ignore_class", None) is not None:
+        raise ConfigError(
+            f"{type(loss).__name__} has ignore_class = {loss.ignore_class}, and the trainer takes means over all "
+            "samples: leave samples of that class out of the dataset"
+        )
+    if loss.reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight", "none", None):
+        raise ConfigError(
+            f"{type(loss).__name__} has reduction={loss.reduction!r}, and the trainer takes means over samples: leave "
+            "it out, and scale the losses yourself"
+        )
+
+
+def describe_loss(loss: Any) -> dict[str, Any]:
+    """Return the arguments of a loss of Keras; of a function none are known."""
+    return dict(loss.get_config()) if isinstance(loss, keras.losses.Loss) else {}
+
+
+def describe_layers(model: Any) -> dict[str, Any]:
+    """Return class and arguments of each layer of a model, by its place: names count what this process has made."""
+    layers = [layer for layer in model._flatten_layers(include_self=False) if not hasattr(layer, "layers")]
+    return {
+        f"{number:04d}": [type(layer).__name__, {name: str(each) for name, each in _arguments(layer).items()}]
+        for number, layer in enumerate(layers)
+    }
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    try:
+        found = dict(layer.get_config())
+    except NotImplementedError:  # a layer of the user's own, which does not say
+        return {}
+    return {name: each for name, each in found.items() if name not in ("name", "seed", "build_config")}
+
+
+def choose_metrics(given: Mapping[str, Figure] | None, loss: str) -> Mapping[str, Figure]:
+    """Return the metrics; of classes without any, the accuracy. Raise `ConfigError` for a name that is taken."""
+    if given is None:
+        return {"accuracy": keras.metrics.sparse_categorical_accuracy} if loss in _CLASSES else {}
+    for name in given:
+        if name in RESERVED:
+            raise ConfigError(f"a metric is named {name!r}, which every report already uses: give it another name")
+    return given
+
+
 def per_sample(values: Any, target: Any, what: str) -> Any:
     """Return one figure per sample (B,): the mean over all other dimensions. Raise `ConfigError` if there is not one
     for each."""
@@ -284,5 +349,9 @@ def per_sample(values: Any, target: Any, what: str) -> Any:
     return values
 
 
+def _copy(variable: Any) -> Tensor:
+    return torch.from_numpy(np.array(variable.numpy()))
+
+
 def _tensors(parts: Any) -> Any:
-    return tf.nest.map_structure(tf.convert_to_tensor, parts)
+    return tf.nest.map_structure(lambda part: tf.convert_to_tensor(part.numpy()), parts)

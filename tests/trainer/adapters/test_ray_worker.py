@@ -11,8 +11,8 @@ from fit_jobs import network, points
 
 from trainer import DistributedConfig, RayTrainer
 from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
-from trainer.adapters.ray_worker import Reporter, WorkerPlace
-from trainer.comm.launcher_env import rank_facts
+from trainer.adapters.ray_worker import Reporter
+from trainer.comm.launcher_env import RankFacts, rank_facts, rank_variables
 from trainer.config import ConfigError
 from trainer.engine.signals import Stopped
 from trainer.fit import DESCRIBE
@@ -51,10 +51,10 @@ def test_workers_without_work_are_refused(world: int, workers: tuple[int, int], 
 
 
 def test_a_worker_is_the_rank_that_its_variables_say() -> None:
-    place = WorkerPlace(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1)
-    facts = rank_facts(place.variables("10.0.0.7", 1234), DistributedConfig(world_size=4))
-    assert (facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == (3, 4, 1, 2)
-    assert (facts.node_rank, facts.master_addr, facts.master_port) == (1, "10.0.0.7", 1234)
+    place = RankFacts(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, master_addr="10.0.0.7", master_port=1234
+    )
+    assert rank_facts(rank_variables(place), DistributedConfig(world_size=4)) == place
 
 
 STEP = {"step": 4, "epoch": 0, "loss": 0.5, "learning_rate": 0.1, "grad_norm": 1.0}

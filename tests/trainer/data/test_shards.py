@@ -169,7 +169,7 @@ def test_another_dataset_than_asked_for_is_refused(dataset: Path, cache: Path) -
     ("manifest", "message"),
     [
         (None, "holds no manifest.json.*interrupted"),
-        ("{", "manifest.json is not JSON"),
+        ("{", "manifest.json is not valid JSON"),
         ("[]", "does not describe a dataset"),
         ('{"schema_version": 9, "dataset_id": "x"}', "schema version 9, this trainer reads 1"),
     ],

@@ -37,6 +37,31 @@ def test_tensorflow_of_one_rank_needs_nobody(tmp_path: Path):
     assert done.stdout.startswith('{"cluster": {"worker": ["')
 
 
+def test_the_first_rank_of_horovod_serves_while_its_program_runs(tmp_path: Path):
+    """With the rendezvous server of Horovod's that is pure Python, as a stand-in."""
+    lib = tmp_path / "lib" / "horovod" / "runner"
+    for folder in (lib / "http", lib / "common" / "util"):
+        folder.mkdir(parents=True)
+    (lib / "http" / "http_server.py").write_text(
+        "from http.server import HTTPServer, SimpleHTTPRequestHandler as RendezvousHandler\n"
+        "class RendezvousHTTPServer(HTTPServer):\n"
+        "    __init__ = lambda self, address, handler, verbose: HTTPServer.__init__(self, address, handler)\n"
+        "    init = lambda self, plan: print('serves', plan, flush=True)\n"
+    )
+    (lib / "common" / "util" / "hosts.py").write_text(
+        "parse_hosts = str\nget_host_assignments = lambda *given: given\n"
+    )
+    (lib.parent / "__init__.py").touch()
+    script = tmp_path / "s.py"
+    script.write_text(
+        "import os, socket; name = 'HOROVOD_GLOO_RENDEZVOUS_'\n"
+        "socket.create_connection((os.environ[name + 'ADDR'], int(os.environ[name + 'PORT']))); raise SystemExit(9)"
+    )
+    path = f"{Path(__file__).parents[3]}:{tmp_path / 'lib'}"
+    done = start("--engine", "horovod", "--", sys.executable, str(script), PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (9, "serves ('node-0:1', 1)\n"), done.stderr
+
+
 def test_it_imports_no_torch():
     code = "import sys, trainer.frameworks.__main__, trainer.frameworks.horovod, trainer.frameworks.ray;"
     code += "import trainer.frameworks.deepspeed, trainer.frameworks.tensorflow;"

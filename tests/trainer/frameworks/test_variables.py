@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.comm.horovod_env import horovod_variables
-from trainer.comm.launch_secret import LaunchSecret
+from trainer.comm.horovod import horovod_variables
 from trainer.comm.launcher_env import RankFacts
 from trainer.frameworks import deepspeed, horovod, ray, tensorflow
 from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing, explain_size
@@ -27,14 +26,13 @@ def ranks(nodes: int, per_node: int) -> list[RankFacts]:
 
 
 def test_horovods_server_knows_the_nodes_by_the_names_of_the_ranks():
-    facts = ranks(2, 2)[0]
-    assert horovod.hosts(facts) == "node-0:2,node-1:2"
+    assert horovod.hosts(ranks(2, 2)[0]) == "node-0:2,node-1:2"
     assert horovod_variables(3, [0, 0, 1, 1], ("10.0.0.1", 4000), "eth0")["HOROVOD_HOSTNAME"] == "node-1"
 
 
 def test_tensorflow_gets_all_workers_and_its_own_place():
     workers = ["10.0.0.1:4000", "10.0.0.2:4001"]
-    told = [json.loads(tensorflow.variables(facts, workers)["TF_CONFIG"]) for facts in ranks(2, 1)]
+    told = [json.loads(tensorflow.describe_workers(rank, workers)) for rank in range(2)]
     assert [each["task"] for each in told] == [{"type": "worker", "index": 0}, {"type": "worker", "index": 1}]
     assert all(each["cluster"] == {"worker": workers} for each in told)
 
@@ -66,21 +64,15 @@ def test_what_a_killed_compilation_left_is_taken_away_only_while_nobody_compiles
 
 
 def test_a_machine_of_loopback_has_one_node_of_ray_with_all_its_gpus():
-    here = [ray.RankPlace(host="127.0.0.1", gpus="0,1"), ray.RankPlace(host="127.0.0.1", gpus="2,3")]
-    assert ray.share_machine(here)
-    assert ray.join_gpus([*here, here[0]]) == "0,1,2,3"
-    assert not ray.share_machine([here[0], ray.RankPlace(host="10.0.0.2", gpus="")])
-    assert ray.cpus_of(ranks(50, 4)[0], is_one_machine=True) == 200, "each process of dtrain may be a worker"
+    assert ray.join_gpus(["0,1", "2,3", "0,1", ""]) == "0,1,2,3"
 
 
-def test_ray_asks_for_a_token_of_this_launch_and_stays_on_loopback_where_it_can():
-    token = ray.token_of(LaunchSecret(b"x" * 32))
-    assert token != ray.token_of(LaunchSecret(b"y" * 32))
-    told = ray.ray_variables(token, is_one_machine=True)
-    assert (told["RAY_AUTH_MODE"], told["RAY_AUTH_TOKEN"]) == ("token", token)
+def test_ray_asks_for_a_token_and_stays_on_loopback_where_it_can():
+    told = ray.ray_variables("secret", is_one_machine=True)
+    assert (told["RAY_AUTH_MODE"], told["RAY_AUTH_TOKEN"]) == ("token", "secret")
     assert told["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
-    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray.ray_variables(token, is_one_machine=False)
-    options = ray.head_options({"port": 4000}, "/tmp/x")
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray.ray_variables("secret", is_one_machine=False)
+    options = ray.head_options(4000, 4001, 4002)
     assert options[options.index("--include-dashboard") + 1] == "false"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.comm.group import CompletedCollective, GroupError
-from trainer.comm.horovod_env import horovod_variables
+from trainer.comm.horovod import horovod_variables
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.elastic.membership import NoGenerationError

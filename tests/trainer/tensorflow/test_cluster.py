@@ -32,9 +32,9 @@ def test_workers_are_ranks_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "TF_CONFIG is none"),
-        ('{"cluster": {"worker": ["a:1"]}}', "TF_CONFIG is none"),
-        ("[]", "TF_CONFIG is none"),
+        ("{", "TF_CONFIG is not valid"),
+        ('{"cluster": {"worker": ["a:1"]}}', "TF_CONFIG is not valid"),
+        ("[]", "TF_CONFIG is not valid"),
         (tf_config(worker=["a:1"], ps=["b:2"]), "type 'ps'"),
         (tf_config("evaluator", 0), "type 'evaluator'"),
         (tf_config(index=2), "2 workers and says that this one is number 2"),
@@ -78,7 +78,7 @@ def test_ranks_tell_each_other_their_addresses() -> None:
         rank.join(60)
     assert found[0].workers == found[1].workers
     assert len(set(found[0].workers)) == 2
-    assert json.loads(found[1].variable())["task"] == {"type": "worker", "index": 1}
+    assert found[1].facts.rank == 1
 
 
 def test_hosts_are_told_by_their_addresses() -> None:

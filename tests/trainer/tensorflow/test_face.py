@@ -11,8 +11,7 @@ import pytest
 from trainer import DistributedConfig, TensorFlowDistributedTrainer
 from trainer.config import ConfigError, TLSConfig
 from trainer.fit import RUN_DIR
-from trainer.tensorflow.face import as_dataset
-from trainer.tensorflow.settings import explain_settings
+from trainer.tensorflow.face import as_dataset, explain_settings
 
 
 def never() -> Any:
@@ -29,6 +28,7 @@ def never() -> Any:
         {"activation_checkpointing": True},
         {"max_node_seconds": 60.0},
         {"profile_steps": 5},
+        {"start_from": "/models/a"},
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused_by_name(settings: dict[str, Any]) -> None:

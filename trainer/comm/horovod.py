@@ -1,12 +1,24 @@
-"""The variables from which Horovod reads the place of a rank among those that it sums over. Pure; no torch.
+"""What Horovod's ranks need to find each other: the variables that it reads, and the small web server that they ask.
 
-Who runs the server at which its ranks find each other is `trainer.frameworks.horovod` for a program of a user's own,
-and `trainer.parallel.horovod_synchronizer` for the strategy ``horovod`` of a training.
+Neither that server nor Horovod's connections are encrypted or authenticated. A program of a user's own gets them from
+`trainer.frameworks.horovod`, a training with the strategy ``horovod`` from `trainer.parallel.horovod_synchronizer`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
+
+
+def serve_rendezvous(address: str) -> Any:
+    """Return a server for Horovod's rendezvous that listens at this address only, on threads of this process."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="Horovod's rendezvous", daemon=True).start()
+    return server
 
 
 def horovod_variables(

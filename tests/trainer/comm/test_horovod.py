@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.comm.horovod_env import horovod_variables
+from trainer.comm.horovod import horovod_variables
 
 
 def places(nodes: list[int]) -> list[tuple[int, ...]]:

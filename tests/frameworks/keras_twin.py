@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-import torch
 from torch import nn
 
 from trainer.config import ConfigError
@@ -47,16 +46,6 @@ def copy_weights(module: nn.Module, twin: keras.Model) -> None:
         if layer.bias is not None:
             weights.append(layer.bias.detach().cpu().numpy())
         twin.get_layer(name).set_weights(weights)
-
-
-def copy_back(twin: keras.Model, module: nn.Module) -> None:
-    """Give the stock model the weights of its twin. Raise `ConfigError` for another module."""
-    with torch.no_grad():
-        for name, layer in _linear_layers(module):
-            weight, *bias = (torch.from_numpy(np.array(part)) for part in twin.get_layer(name).get_weights())
-            layer.weight.copy_(weight.T)
-            if layer.bias is not None:
-                layer.bias.copy_(bias[0])
 
 
 def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
