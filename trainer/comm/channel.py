@@ -210,7 +210,7 @@ def run_flows(
             except StopIteration:
                 continue
             except OSError as error:
-                if called_off is not None and select.select([called_off], [], [], 0)[0]:  # which closed it
+                if called_off is not None and _is_readable(called_off):  # which closed it
                     raise PeerError(None, "it was called off") from error
                 raise PeerError(channel.peer, f"{error or type(error).__name__} (rank {channel.peer})") from error
             left.append((channel, flow))
@@ -236,6 +236,12 @@ def run_flows(
         if not ready and not is_ready:
             late = sorted({channel.peer for channel, _ in flows})
             raise PeerError(late[0], f"no data arrived from ranks {late} in time")
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def connect(
