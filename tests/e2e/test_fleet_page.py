@@ -34,7 +34,7 @@ TOLD = [  # name, priority, state, launches as (from minute, to minute, nodes), 
     ("short", 1, FleetState.SUCCEEDED, [(6, 21, 1)], ""),
     ("final", 5, FleetState.RUNNING, [(15, None, 2)], ""),
     ("seed-2", 1, FleetState.RUNNING, [(22, None, 1)], ""),
-    ("long", 0, FleetState.ENDED, [], "not begun: it would cost $14.20 to its end, and of the budget $11.57 is left"),
+    ("long", 0, FleetState.ENDED, [], "not begun: it would cost $14.20 to its end, and $11.57 of the budget is left"),
     ("seed-3", 0, FleetState.WAITING, [], ""),
 ]
 WIDE = ("wide-lr3", "seed-3")

@@ -95,6 +95,6 @@ def test_what_is_expected_of_a_fleet_is_told_from_where_it_stands():
     assert (next_end.state, next_end.begun_at) == ("succeeded", pytest.approx(now + 250))
     assert next_end.ended_at == pytest.approx(now + 250 + 420), "its promises are raised in time"
     assert (poor_end.state, poor_end.begun_at) == ("ended", None)
-    assert "of the budget $0.2800 is left" in poor_end.reason
+    assert "$0.2800 of the budget is left" in poor_end.reason
     assert play_on(facts, now, most_moves=9) == (), "what is too far away is not told"
     assert play_on(FleetFacts(limits=limits, jobs=()), now) == ()
