@@ -84,7 +84,7 @@ def launch(
         node_count, processes, cluster.node_env(project), master_port,
     )  # fmt: skip
     if runs_already(manager, job_id):
-        raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
+        raise Refusal(f"job {job_id} is already running: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
     for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)

@@ -50,7 +50,7 @@ from tests.webhook import web_hook
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.secrets.addresses import secret_in
 
-REMEDIES = ("env:NAME", "without", "identity", "give the address alone")
+REMEDIES = ("env:NAME", "without", "identity", "give the address alone", "read it from a variable")
 
 
 @pytest.mark.parametrize("border", BORDERS, ids=lambda border: f"{border[0].__name__} {border[1]}")

@@ -219,7 +219,7 @@ def test_a_job_of_a_shell_fails_in_words_where_there_is_not_one_node(stage: Stag
     manager, spec = stage.run(run=None, chain=(), queue_deadline_seconds=1.0)
     status = end(manager, spec)
     assert status.state is JobState.FAILED
-    assert "waits for nodes" in status.message
+    assert "waiting for nodes" in status.message
     assert "no capacity" in status.message
     assert len(stage.jobs()) == 1
 

@@ -152,7 +152,7 @@ def test_a_workspace_of_another_name_is_told_with_its_setting(stage: Stage) -> N
         ("subscription_id", "00000000-0000-4000-8000-0000000000ff", "DTRAIN_AZURE_SUBSCRIPTION_ID"),
     ):
         manager = stage.manager(**{name: wrong})
-        with pytest.raises(ScopeMissing, match=f"'{wrong}' is not found .*Look at {setting}"):
+        with pytest.raises(ScopeMissing, match=f"'{wrong}' is not found .*Check {setting}"):
             manager.jobs.get("any-job")
         with pytest.raises(ClusterError, match=setting):
             manager.provision_cluster(1, V100)

@@ -102,12 +102,6 @@ class FinishEvent(Event):
     stage: str
 
 
-START = "start"
-"""The reason of the first generation of a launch."""
-LEAVING = "a node was asked to leave"
-"""The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent(Event):
     """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""

@@ -181,6 +181,11 @@ _candidate_more: dict[str, Check] = {
 }  # fmt: skip
 CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))
 """``membership/g000007/<member>.json``"""
+START = "start"
+"""The reason of the first generation of a launch."""
+LEAVING = "a node was asked to leave"
+"""The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
+
 GENERATION = record(
     {
         "number": whole(1), "launch": count,

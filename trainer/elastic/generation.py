@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trainer.documents.events import START
+from trainer.documents.schemas import START
 from trainer.elastic.overlay import is_partial
 from trainer.errors import ConfigError
 

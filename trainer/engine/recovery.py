@@ -15,7 +15,7 @@ import torch
 
 from trainer.checkpoint.manager import BEST, CheckpointError, FencedError
 from trainer.comm.group import GroupError
-from trainer.documents.events import LEAVING, START
+from trainer.documents.schemas import LEAVING, START
 from trainer.elastic.generation import Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS

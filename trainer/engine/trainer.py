@@ -22,7 +22,7 @@ from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
-from trainer.documents.events import LEAVING, START
+from trainer.documents.schemas import LEAVING, START
 from trainer.engine.finalize import finalize
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,7 +44,13 @@ class _SpreadSamples:
         return min(self._data.count(split), JUDGED_SAMPLES)
 
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
-        return self._data.read(split, positions * self._data.count(split) // self.count(split), device)
+        return self._data.read(split, self._spread(split, positions), device)
+
+    def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
+        return self._data.read_each(split, [self._spread(split, positions) for positions in parts], device)
+
+    def _spread(self, split: str, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return positions * self._data.count(split) // self.count(split)
 
 
 class TuningTrial:

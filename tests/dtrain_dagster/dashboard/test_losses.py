@@ -9,8 +9,8 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.losses import Change, changes_to_mark, losses_of, missing_nodes, tell_losses
 from dtrain_dagster.jobs.progress import news
 from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
-from trainer.documents.events import LEAVING
 from trainer.documents.presences import NodePresence
+from trainer.documents.schemas import LEAVING
 
 LOST = Change(time=100.0, step=40, lost=(2,), joined=(), seconds=0.17, was_asked=False)
 BACK = Change(time=110.0, step=60, lost=(), joined=(2,), seconds=0.2, was_asked=False)

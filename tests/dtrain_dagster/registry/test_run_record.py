@@ -11,7 +11,7 @@ import pytest
 from dtrain_dagster.jobs.source_tags import source_tags
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, nested_in, note_of
 from tests.tables import copy_tables
-from trainer.documents.events import LEAVING
+from trainer.documents.schemas import LEAVING
 from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir, event
 

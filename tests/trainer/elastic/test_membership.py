@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from crowd import Node, cut, look_until, names_of, together
 
-from trainer.documents.events import START
+from trainer.documents.schemas import START
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
 from trainer.elastic.membership import NoGenerationError
