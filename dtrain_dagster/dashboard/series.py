@@ -29,7 +29,6 @@ from dtrain_dagster.monitoring.throughput import Throughput
 from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
-    START,
     CheckpointEvent,
     CollectiveTiming,
     EndEvent,
@@ -41,6 +40,7 @@ from trainer.documents.events import (
     TimingEvent,
     read_event,
 )
+from trainer.documents.schemas import START
 from trainer.secrets.redaction import redact
 
 VALUES = 60_000

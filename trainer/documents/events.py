@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from trainer.documents.schemas import LEAVING
+
 _E = TypeVar("_E", bound="Event")
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Figure = Annotated[float, Field(strict=True)]
