@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainer.runtime.nested import map_leaves
 
 
 class Stage:
@@ -48,23 +49,10 @@ class Stage:
             return buffer
 
         with torch.no_grad():
-            result = _map(state, take)
-            if copies:
-                torch._foreach_copy_(copies, sources, non_blocking=True)
+            result = map_leaves(lambda part: take(part) if isinstance(part, Tensor) else copy.deepcopy(part), state)
+            for buffer, source in zip(copies, sources, strict=True):
+                buffer.copy_(source, non_blocking=True)
             for device in {source.device for source in sources if source.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
         self._buffers = copies
         return result
-
-
-def _map(value: Any, leaf: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return leaf(value)
-    if isinstance(value, dict):
-        new = copy.copy(value)  # of the same kind, with what a module's state_dict carries besides its items
-        for key, item in value.items():
-            new[key] = _map(item, leaf)
-        return new
-    if type(value) in (list, tuple):
-        return type(value)(_map(item, leaf) for item in value)
-    return copy.deepcopy(value)

@@ -30,6 +30,7 @@ from trainer.data.loader import PlannedStep, TrainingData
 from trainer.data.loader_workers import ReadOptions, WorkerPool
 from trainer.data.sampler import micro_batch_seed
 from trainer.errors import ConfigError
+from trainer.runtime.nested import leaves_of
 
 _PROBED, _PROBED_WELL = 4, 32
 """Samples whose content goes into a dataset's name, and into that of a split that scores are compared on."""
@@ -303,7 +304,7 @@ def _name_of(dataset: Any, probed: int = _PROBED) -> str:
     with _own_random_state():
         for position in np.unique(np.linspace(0, count - 1, min(count, probed)).astype(np.int64)).tolist():
             _seed_all(position)
-            for part in torch.utils._pytree.tree_leaves(dataset[position]):
+            for part in leaves_of(dataset[position]):
                 if isinstance(part, Tensor) and part.layout is torch.strided:
                     part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
                 if isinstance(part, np.ndarray | np.generic) and not part.dtype.hasobject:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
@@ -26,6 +25,7 @@ from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
 from trainer.runtime.host_memory import allocatable_bytes, give_back_freed_memory, machine_bytes
+from trainer.runtime.nested import leaves_of
 
 SAFETY = 0.05
 """The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""
@@ -284,10 +284,8 @@ class _LiveStorages(TorchDispatchMode):
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = {
-            part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)
-        }
-        for part in tree_leaves(result):
+        given = {part.untyped_storage()._cdata for part in leaves_of((args, kwargs)) if isinstance(part, torch.Tensor)}
+        for part in leaves_of(result):
             if isinstance(part, torch.Tensor):
                 storage = part.untyped_storage()
                 if storage._cdata not in self._known | given and storage.nbytes():

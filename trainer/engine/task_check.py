@@ -28,6 +28,7 @@ from trainer.data.sampler import spread_positions
 from trainer.evaluation.judge import Judging
 from trainer.model.sizes import model_bytes
 from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, mean_of, per_sample, weigher
+from trainer.runtime.nested import map_leaves
 
 _TRIED = 3
 """Samples on which a task is tried."""
@@ -176,7 +177,7 @@ def _map_tensors(given: Any, count: int) -> Any:
             changed[1] = second == 0 if torch.equal(first, second) else first
         return changed
 
-    return torch.utils._pytree.tree_map_only(Tensor, change, given)
+    return map_leaves(lambda part: change(part) if isinstance(part, Tensor) else part, given)
 
 
 def _refuse_other_mean(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainer.comm.group import CollectiveResult, CompletedCollective, InterruptibleGroup
 from trainer.comm.torch_transport import Transport
@@ -23,6 +22,7 @@ from trainer.config import DistributedTrainingConfig
 from trainer.parallel.buckets import Bucket, Buckets, divide
 from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.nested import leaves_of
 from trainer.runtime.step_timer import StepTimer
 
 
@@ -183,7 +183,7 @@ class GradientSynchronizer(GradientSync):
             return
 
         def mind(_: nn.Module, __: Any, outputs: Any) -> None:
-            for output in tree_leaves(outputs):
+            for output in leaves_of(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(begin)
 
