@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trainer.comm.channel import (
     AGAIN,
+    HEAD_BYTES,
     TURN_BYTES,
     WAIT,
     Channel,
@@ -42,6 +43,8 @@ NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
 would not send less; the second otherwise."""
 SMALL_BYTES = 1 << 16
 """The most bytes that a rank sends in one exchange with several others; with one other: `NEAR_BYTES`."""
+_PAD_BYTES = 64
+"""Before the data of a small message, for its head: data stay aligned."""
 BLOCK_BYTES = 1 << 26
 """The most bytes of a tensor that are summed at a time: the parts of all peers are in memory then."""
 UNSHARED = 32768
@@ -124,6 +127,7 @@ class MeshGroup(SocketGroup):
         super().__init__(rank, channels, len(channels) + 1, timeout, awake_seconds)
         small = (NEAR_BYTES if self.size == 2 else SMALL_BYTES) if small is None else small
         self._small = small // max(1, len(channels))
+        self._small_buffers: dict[Any, tuple[dict[int, Tensor], dict[int, memoryview]]] = {}
 
     def takes_at_once(self, tensor: Tensor) -> bool:
         return tensor.nbytes <= self._small and not tensor.is_cuda
@@ -241,9 +245,27 @@ class MeshGroup(SocketGroup):
 
     def _sum_at_once(self, flat: Tensor, ranks: Sequence[int]) -> None:
         """Send the whole to each rank, and add up what comes."""
-        theirs, mine = self._buffers(flat, [rank for rank in ranks if rank != self.rank]), view_bytes(flat)
-        self._exchange(sum_code(flat), {peer: (mine, view_bytes(buffer)) for peer, buffer in theirs.items()})
+        peers = [rank for rank in ranks if rank != self.rank]
+        theirs, into = self._buffers_with_heads(flat, peers)
+        code, mine = sum_code(flat), view_bytes(flat)
+        self._run([(channel := self._channels[peer], channel.exchange(code, mine, into[peer])) for peer in peers])
         add_up(flat, [theirs.get(rank, flat) for rank in ranks])
+
+    def _buffers_with_heads(
+        self, like: Tensor, peers: Sequence[int]
+    ) -> tuple[dict[int, Tensor], dict[int, memoryview]]:
+        """Return a tensor of the type and size of ``like`` for each peer, and its memory with the head of a message
+        before it. Sums of few sizes come again and again, so these are kept."""
+        key = like.nbytes, like.dtype, tuple(peers)
+        if key not in self._small_buffers:
+            if len(self._small_buffers) > 8:
+                self._small_buffers.clear()
+            raw = {peer: torch.empty(_PAD_BYTES + like.nbytes, dtype=torch.uint8) for peer in peers}
+            self._small_buffers[key] = (
+                {peer: one[_PAD_BYTES:].view(like.dtype) for peer, one in raw.items()},
+                {peer: view_bytes(one)[_PAD_BYTES - HEAD_BYTES :] for peer, one in raw.items()},
+            )
+        return self._small_buffers[key]
 
     def _sum_in_parts(self, flat: Tensor, ranks: Sequence[int]) -> None:
         """Add up this rank's part of the tensor and pass it on, while the other parts come."""
@@ -394,7 +416,9 @@ def receive_into(channel: Channel, code: bytes, into: memoryview) -> Flow:
 def add_up(into: Tensor, ordered: Sequence[Tensor]) -> None:
     """Put the sum of tensors, of which ``into`` is one, into it: in this order, so that rounding is the same on all
     ranks. On this thread alone: see `UNSHARED`."""
-    for target, total, *rest in zip(into.split(UNSHARED), *(one.split(UNSHARED) for one in ordered), strict=True):
+    rows = [into, *ordered]
+    parts = [rows] if len(into) <= UNSHARED else zip(*(one.split(UNSHARED) for one in rows), strict=True)
+    for target, total, *rest in parts:
         for part in rest:
             total += part
         if total.data_ptr() != target.data_ptr():
