@@ -226,13 +226,9 @@ class MeshGroup(SocketGroup):
 
     def _exchange(self, code: bytes, data: Mapping[int, tuple[memoryview, memoryview]]) -> None:
         """Send each of these ranks the first, and receive the second from it."""
-        coming: Flows = [
-            (self._channels[peer], receive_into(self._channels[peer], code, into)) for peer, (_, into) in data.items()
-        ]
-        going: Flows = [
-            (self._channels[peer], self._channels[peer].send(code, sent)) for peer, (sent, _) in data.items()
-        ]
-        self._run(coming + going)
+        ends = [(self._channels[peer], sent, into) for peer, (sent, into) in data.items()]
+        coming: Flows = [(channel, receive_into(channel, code, into)) for channel, _, into in ends]
+        self._run(coming + [(channel, channel.send(code, sent)) for channel, sent, _ in ends])
 
     def _all_reduce(self, flat: Tensor, ranks: Sequence[int]) -> None:
         """Sum over these ranks, of which this is one."""
@@ -359,10 +355,13 @@ def exchange_places(store: dist.Store, rank: int, size: int, host: str) -> tuple
         place = host, listener.getsockname()[1]
     finally:
         store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
-    places = [json.loads(store.get(str(peer))) for peer in range(size)]
-    if None in places:
+    try:
+        places = [json.loads(store.get(str(peer))) for peer in range(size)]
+        if None in places:
+            raise OSError(f"rank {places.index(None)} does not listen at any address")
+    except BaseException:
         listener.close()
-        raise OSError(f"rank {places.index(None)} does not listen at any address")
+        raise
     return listener, [(address, port) for address, port in places]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer.comm.gloo_listeners import deafen, find_listeners
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
-from trainer.runtime.cores import yield_to_senders
+from trainer.runtime.cores import available_cores, yield_to_senders
 
 MOST_RANKS = 8
 """The most ranks with channels for small sums: in larger worlds too few sums are small enough."""
@@ -249,7 +249,7 @@ def _join_small_sums(
         channels = connect_mesh(places, rank, listener, key, min(FORMING_SECONDS, timeout / 2))
         here = sum(address == host for address, _ in places)
         small = NEAR_BYTES if size == 2 or here == size else FAR_BYTES
-        has_cores = here * torch.get_num_threads() <= len(os.sched_getaffinity(0))
+        has_cores = here * torch.get_num_threads() <= available_cores()
         links = MeshGroup(rank, channels, timeout, small, AWAKE_SECONDS if has_cores else 0.0)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
         _log.warning("rank %d has no channels to all others: %s; small sums go through gloo", rank, error)

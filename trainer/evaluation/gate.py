@@ -90,7 +90,7 @@ def gate(report: Mapping[str, Any]) -> Gate:
     return Gate(not said and not reasons, (*said, *reasons))
 
 
-_NO_SCORE = "the loss knows neither probabilities nor a forecast: there is nothing to compare with the baselines"
+_NO_SCORE = "the loss gives neither probabilities nor a forecast: there is nothing to compare with the baselines"
 
 
 def gate_document(report: Mapping[str, Any]) -> dict[str, Any]:
