@@ -131,11 +131,3 @@ class _HashingWriter:
 
     def flush(self) -> None:
         self.file.flush()
-
-
-def _digest(file: IO[bytes]) -> tuple[int, str]:
-    size, sha256 = 0, hashlib.sha256()
-    while piece := file.read(_CHUNK):
-        size += len(piece)
-        sha256.update(piece)
-    return size, sha256.hexdigest()

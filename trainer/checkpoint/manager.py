@@ -41,7 +41,6 @@ LATEST = f"{CHECKPOINTS}/LATEST.json"
 BEST = f"{CHECKPOINTS}/BEST.json"
 LITTER_SECONDS = 3600.0
 """The age from which half-written files are removed: no process writes them any more."""
-_CHUNK = 4 << 20
 _FOLDER = re.compile(r"g(\d+)-s(\d+)$")
 _log = logging.getLogger(__name__)
 

@@ -57,6 +57,16 @@ class Progress:
         last.samples += samples
         last.digest = add(last.digest, digest)
 
+    def note_evaluation(self, loss: float, patience: int | None) -> bool:
+        """Count an evaluation after the steps so far, and return whether it is the best. Without a better one in
+        ``patience`` evaluations the training stops early."""
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.evaluations_without_improvement = loss, self.step, 0
+            return True
+        self.evaluations_without_improvement += 1
+        self.early_stopped = patience is not None and self.evaluations_without_improvement >= patience
+        return False
+
     def position(self, count: int) -> tuple[int, int]:
         """Return the epoch and the position in its order at which the next step begins. ``count``: the samples of the
         training split. It follows from the samples used, not from the steps, whose batches may have had other sizes."""

@@ -401,15 +401,9 @@ class DistributedTrainer:
             return
         if not math.isfinite(result.loss):
             self._tell_unjudged(result)
-        if result.loss < progress.best_loss:
-            progress.best_loss, progress.best_step = result.loss, progress.step
-            progress.evaluations_without_improvement = 0
+        if progress.note_evaluation(result.loss, self.config.early_stopping_patience):
             session.state.keep_best()
             session.save(is_best=True)
-        else:
-            progress.evaluations_without_improvement += 1
-            patience = self.config.early_stopping_patience
-            progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
 
     def _tell_unjudged(self, result: Evaluation) -> None:
         """Say why a validation loss is no number. Raise `ConfigError` where a sample is none, after a checkpoint: no

@@ -238,15 +238,9 @@ class KerasTraining:
         self.reports.emit("evaluation", step=progress.step, split="valid", loss=loss, metrics=found, seconds=seconds)
         self.reports.end_phase("evaluation")
         progress.evaluated_step = progress.step
-        if loss < progress.best_loss:
-            progress.best_loss, progress.best_step = loss, progress.step
-            progress.evaluations_without_improvement = 0
+        if progress.note_evaluation(loss, self.config.early_stopping_patience):
             self.best = self.replica.weights_by_name()
             self._save(is_best=True)
-            return
-        progress.evaluations_without_improvement += 1
-        patience = self.config.early_stopping_patience
-        progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
 
     def _judge(self, split: str) -> dict[str, float]:
         """Return the means of loss and metrics over a split, each sample once. A collective."""
