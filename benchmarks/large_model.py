@@ -131,9 +131,9 @@ class Ours:
         from trainer.comm.torch_transport import make_torch_transport
         from trainer.comm.world import World
         from trainer.config import DistributedTrainingConfig
-        from trainer.engine.sharded_recovery import bring_rows, plan_world
-        from trainer.engine.state import TrainingState
-        from trainer.engine.step import StepFlags, TrainingStep
+        from trainer.engine.state import Entry
+        from trainer.engine.step import StepFlags
+        from trainer.engine.workload import kinds_of
         from trainer.model.task import SupervisedTask
         from trainer.runtime.fault_injection import Faults
 
@@ -150,13 +150,10 @@ class Ours:
         config = DistributedTrainingConfig(
             strategy=side, world_size=ranks, gradient_accumulation_steps=MICRO_BATCHES, batch_size_per_gpu=data.batch
         )
-        self.step = TrainingStep(model, SupervisedTask(nn.MSELoss(reduction="none")), config, cpu, Faults({}, 0))
-        if side == "ddp":
-            self.step.adopt(self.world)
-        else:
-            plan = plan_world(self.world, side)
-            bring_rows(TrainingState(model, self.step), self.world, plan, True, lambda: None)
-            self.step.adopt_replicas(self.world, plan)
+        make_step, make_state = kinds_of(side)
+        self.step = make_step(model, SupervisedTask(nn.MSELoss(reduction="none")), config, cpu, Faults({}, 0))
+        make_state(self.step).enter(self.world, Entry(), lambda _: None)
+        self.step.adopt(self.world)
 
     def train(self, number: int) -> float:
         """Do a step; return the global loss."""
@@ -171,12 +168,11 @@ class Ours:
 
     def bytes_held(self) -> int:
         """Return the bytes of parameters, gradients and moments on this rank, after a step."""
-        from trainer.parallel.sharding import ShardSynchronizer
+        from trainer.engine.sharded_step import ShardedStep
 
         step = self.step
-        if step.sharded is not None:
-            assert isinstance(step.sync, ShardSynchronizer)
-            held = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
+        if isinstance(step, ShardedStep):
+            held = [*step.sharded.rows.values(), *(step.sync.flat_gradients() or ())]
         else:
             held = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
         for of_one in step.optimizer.state.values():

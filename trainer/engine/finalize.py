@@ -15,11 +15,10 @@ import torch
 from trainer.comm.group import GroupError
 from trainer.documents.events import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.module_state import copy_state_dict, digest_state_dict, load_state_dict
+from trainer.engine.module_state import digest_state_dict
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
-from trainer.engine.sharded_recovery import hold_best, hold_rows_again
 from trainer.rundir import MODEL, WEIGHTS
 
 
@@ -31,17 +30,11 @@ def finalize(session: Session) -> dict[str, Any]:
     once they have nothing more to do; rank 0 then writes alone what is left."""
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
-    session.step.take_whole()
-    module, last = session.state.module, None
-    world, plan = session.world, session.workload.plan
-    rows: dict[str, Any] | None = None
-    if plan is not None:
-        rows = hold_best(session.state, world, plan)
-    elif session.state.best is not None:  # it is None where no validation loss was ever finite
-        last = copy_state_dict(module)
-        load_state_dict(module, session.state.best)
+    world = session.world
+    go_back = session.state.hold_best(world)
     try:
-        digests = [str(value) for value in world.all_gather_object(digest_state_dict(module.state_dict()))]
+        weights = session.state.module.state_dict()
+        digests = [str(value) for value in world.all_gather_object(digest_state_dict(weights))]
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
@@ -56,10 +49,7 @@ def finalize(session: Session) -> dict[str, Any]:
                 session.elastic.require_current()
             _write_model(session, digests[0], report.get("correction", {}))
     except GroupError:
-        if last is not None:
-            load_state_dict(module, last)
-        if rows is not None:
-            hold_rows_again(session.state, rows)
+        go_back()
         raise
     session.reports.end_phase("finalise")
     best = None

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -23,9 +23,8 @@ from trainer.engine.memory_need import explain_need, explain_sharded, may_move_t
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
-from trainer.engine.sharded_recovery import bring_rows, plan_world
 from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
-from trainer.engine.state import describe_changes, take_up
+from trainer.engine.state import Entry, Loaded, describe_changes, take_up
 from trainer.model.sizes import model_bytes
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import LONGEST_REMOTE_FLUSH, RunDir
@@ -63,7 +62,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     # A leaving node may be writing a checkpoint, and the one that stays last writes how the job ended.
     patience = STOP_SECONDS + COMMIT_SECONDS * (reason == LEAVING)
     old = elastic.generation
-    if old is not None and session.step.has_parts:
+    if old is not None and not session.step.can_regroup:
         raise NoGenerationError(f"{reason}; with DeepSpeed all ranks start again from the latest checkpoint")
     if old is not None:
         session.reports.end_phase("training")
@@ -93,13 +92,14 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
     session.reports.enter_world(session.world)
     session.reports.wait_until_open()
-    if session.step.sharded is not None:
-        is_needed = new.has_state or session.config.resume or new.reason != START
-        rebuild_sharded(session, is_fresh=not new.members[session.world.rank].was_in, from_checkpoint=is_needed)
-    elif new.has_state:
-        rebuild(session, new.source if new.behind else None, from_checkpoint=False, takers=new.behind)
-    else:
-        rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
+    entry = Entry(
+        has_state=new.has_state,
+        is_fresh=not new.members[session.world.rank].was_in,
+        source=new.source if new.behind else None,
+        takers=new.behind,
+        resumes=session.config.resume or new.reason != START,
+    )
+    enter_world(session, entry)
     elastic.has_state_of = new.number
     while session.recent_steps and session.recent_steps[-1]["step"] > session.progress.step:
         session.recent_steps.pop()  # that step will be done, and reported, again
@@ -107,8 +107,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         session.best_saved_step = best_pointer(session.rundir)["step"]
         _fence(session, new.number)
         _report_membership(session, old, new, time.monotonic() - began)
-    if session.step.sharded is not None and session.progress.step == 0:
-        save_start(session)
+    save_start(session)
     if old is not None:
         session.reports.end_phase("regroup")
 
@@ -131,72 +130,28 @@ def _fence(session: Session, generation: int) -> None:
         raise GroupError(str(error), communication=False) from error
 
 
-def rebuild(
-    session: Session, source: int | None, from_checkpoint: bool, takers: Collection[int] | None = None
-) -> None:  # fmt: skip
-    """Work in the present world, with the state of rank ``source``, as `Workload.enter_world`."""
-    world = session.world
-    found: tuple[str | None, list[str]] = None, []
-    if from_checkpoint and world.rank == source:
-        found = _load_checkpoint(session)
-    session.workload.enter_world(world, source, takers=takers)
+def enter_world(session: Session, entry: Entry) -> None:
+    """Work in the present world, with the furthest state that is to be had. A collective."""
+    world, before = session.world, session.progress.step
+    taken = session.workload.enter_world(world, entry, partial(_read_checkpoint, session))
     session.window = StepWindow()
-    if from_checkpoint:
-        [(folder, changes), *_] = world.all_gather_object(found)
+    if taken is not None:
         session.saved_step = session.progress.step
-        if folder:
-            _report_resume(session, folder, changes)
-    where = world.generation, world.rank, world.world_size, session.progress.step
-    _log.info("generation %d: rank %d of %d trains from step %d on", *where)
-
-
-def rebuild_sharded(session: Session, is_fresh: bool, from_checkpoint: bool) -> None:
-    """Work in the present world, with this rank's rows of the furthest state; ``is_fresh``: this rank has none. Where
-    rows are lost, all go back to the latest checkpoint, if that is allowed."""
-    world, now, folders = session.world, session.progress, list[str]()
-    changes = list[str]()
-
-    def load() -> dict[str, Any] | None:
-        found = _find_checkpoint(session) if from_checkpoint and world.rank == 0 else None
-        mine = (found[0], describe_changes(found[1], now)) if found else (None, [])
-        [(folder, told), *_] = world.all_gather_object(mine)
-        if folder is None:
-            return None
-        folders.append(folder)
-        state = found[1] if found else _retry_load(session, lambda: session.checkpoints.load(folder))
-        changes.extend(told)
-        take_up(state, now)
-        progress = state["progress"]
-        if progress["best_step"] not in (0, progress["step"]) and "best" not in state:
-            best = _load_best(session, progress["best_step"])
-            if all(world.all_gather_object(best is not None)):
-                assert best is not None
-                state["best"] = best["model"]
-            else:
-                progress["best_loss"], progress["best_step"] = math.inf, 0
-        return state
-
-    plan = plan_world(world, session.config.strategy)
-    before = session.progress.step
-    is_loaded = bring_rows(session.state, world, plan, is_fresh, load)
-    session.workload.enter_world(world, None, plan)
-    session.window = StepWindow()
-    if not is_loaded:  # a part of what was saved may be lost with its rank, and a newcomer has saved nothing
-        session.saved_step = min(world.all_gather_object(session.saved_step))
-    else:
-        session.saved_step = session.progress.step
-        _report_resume(session, folders[0], changes)
-        if not is_fresh:
+        _report_resume(session, *taken)
+        if not entry.is_fresh:
             _log.warning("rows of the model were lost: going back from step %d to %d", before, session.progress.step)
+    elif session.step.is_divided:
+        # A part of what was saved may be lost with its rank, and a newcomer has saved nothing.
+        session.saved_step = min(world.all_gather_object(session.saved_step))
     where = world.generation, world.rank, world.world_size, session.progress.step
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
-    if session.elastic is None and session.progress.step == 0:
-        session.save()
 
 
 def save_start(session: Session) -> None:
-    """Save the model before its first step, so that there is a checkpoint to go back to, however early rows are lost.
-    Until it counts, each rank keeps what it began with; where storage fails, for good."""
+    """Save a model whose rows may be lost before its first step, so that there is a checkpoint to go back to, however
+    early that is. Until it counts, each rank keeps what it began with; where storage fails, for good."""
+    if not session.step.divides_parameters or session.progress.step:
+        return
     session.save()
     if not any(session.world.any(session.state.start is not None)):  # a newcomer has none, and waits with the others
         return
@@ -266,7 +221,7 @@ def use_less_memory(session: Session, error: Exception) -> None:
 
 
 def _is_world_fixed(session: Session) -> bool:
-    return (session.elastic is None or session.step.has_parts) and session.world.world_size > 1
+    return (session.elastic is None or not session.step.can_regroup) and session.world.world_size > 1
 
 
 def _give_up_memory(session: Session, error: Exception) -> NoReturn:
@@ -280,14 +235,14 @@ def _give_up_memory(session: Session, error: Exception) -> NoReturn:
             session.save_at_end(agreed=False)
     if may_move_to_cpu(error, config, _is_world_fixed(session)):
         raise GPUTooSmall(f'{what}: it may continue on the CPU (training.backend = "gloo")') from error
-    if session.step.sharded is not None:  # one rank cannot make a pass by itself
-        sharded, model = session.step.sharded, model_bytes(session.step.module)
-        told = explain_sharded(config, session.world.world_size, max(2, sharded.size), model)
+    if session.step.divides_parameters:  # one rank cannot make a pass by itself
+        model = model_bytes(session.step.module)
+        told = explain_sharded(config, session.world.world_size, max(2, session.step.sharing), model)
         raise OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {}) from error
     need = measure_memory(session.step, session.problem.data, now.max_samples)
     _log.info("what a pass takes: %s", need)
     together = ""
-    if session.step.has_parts and session.world.world_size > 1:
+    if not session.step.can_regroup and session.world.world_size > 1:
         together = (
             "; with DeepSpeed its ranks cannot agree on smaller parts of a micro-batch: lower "
             "training.batch_size_per_gpu"
@@ -309,31 +264,33 @@ def _report_resume(session: Session, folder: str, changes: list[str]) -> None:
         _log.warning("going on from step %d: %s", session.progress.step, "; ".join(changes))
 
 
-def _load_checkpoint(session: Session) -> tuple[str | None, list[str]]:
-    """Restore the latest checkpoint in this process, and return its folder, None if there is none, and what was told
-    of changes."""
-    found = _find_checkpoint(session)
-    if found is None:
-        return None, []
-    folder, state = found
-    changes = describe_changes(state, session.progress)
-    take_up(state, session.progress)
-    session.state.restore(state)
-    progress = session.progress
-    if progress.best_step and session.state.best is None:
-        best = _load_best(session, progress.best_step)
-        if best is not None:
-            session.state.best = best["model"]
+def _read_checkpoint(session: Session, together: bool) -> Loaded | None:
+    """Return the latest checkpoint, with its best weights, as training goes on from it; None where there is none.
+    ``together``: on all ranks, the one that rank 0 finds.
+
+    `LOAD_RETRIES` gives failing storage time to recover: until it does, it is unknown whether there is one, and to
+    start over would waste what was paid for. Raise `NoGenerationError` where it does not."""
+    world, now = session.world, session.progress
+    found = _retry_load(session, session.checkpoints.load_latest) if not together or world.rank == 0 else None
+    told: Any = (found[0], describe_changes(found[1], now)) if found else None
+    if together:
+        told = world.all_gather_object(told)[0]
+    if told is None:
+        return None
+    folder, changes = told
+    state = found[1] if found else _retry_load(session, lambda: session.checkpoints.load(folder))
+    take_up(state, now)
+    progress = state["progress"]
+    if progress["best_step"] not in (0, progress["step"]) and "best" not in state:
+        best = _load_best(session, progress["best_step"])
+        is_there = best is not None
+        if together:
+            is_there = all(world.all_gather_object(is_there))
+        if best is not None and is_there:
+            state["best"] = best["model"]
         else:
-            progress.best_loss, progress.best_step = math.inf, 0
-    return folder, changes
-
-
-def _find_checkpoint(session: Session) -> tuple[str, dict[str, Any]] | None:
-    """Return the latest checkpoint. `LOAD_RETRIES` gives failing storage time to recover: until it does, it is unknown
-    whether there is one, and to start over would waste what was paid for. Raise `NoGenerationError` where it does
-    not."""
-    return _retry_load(session, session.checkpoints.load_latest)
+            progress["best_loss"], progress["best_step"] = math.inf, 0
+    return Loaded(state, folder, changes)
 
 
 def _retry_load(session: Session, load: Callable[[], _T]) -> _T:

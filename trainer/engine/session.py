@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,6 @@ from trainer.comm.world import World
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.out_of_memory import limit_evaluation
 from trainer.engine.participant import Participant
-from trainer.engine.sharded_recovery import as_whole
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
 from trainer.evaluation.judge import JudgeRequest
@@ -87,15 +86,6 @@ class Session:
             before_batch=before_batch,
         )  # fmt: skip
 
-    def as_whole(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is a whole on every rank, for evaluations. A collective of a sharded
-        model, and of DeepSpeed's; of another, nothing changes."""
-        plan = self.workload.plan
-        if plan is not None:
-            return as_whole(self.state, self.world, plan)
-        self.step.take_whole()
-        return nullcontext()
-
     @property
     def is_budget_due(self) -> bool:
         """Whether it is time to stop for the budget, as rank 0 sees it; False on the other ranks, which are told."""
@@ -109,66 +99,38 @@ class Session:
         self.reports.end_phase("training")
         self.step.timer.mark("other")
         step, generation = self.progress.step, self.world.generation
-        taken = True
-        if self.workload.plan is not None:
-            taken = self._save_part(is_best, wait)
-        elif self.step.has_parts and self._is_left_out(is_best, wait):
-            taken = False
-        elif self.world.rank == 0:
+        taken, writes = True, self.state.writes(self.world)
+        best_is_saved = self.progress.best_step in (step, self.best_saved_step)
+        if self.step.is_divided:
+            taken, best_is_saved = self._agree_to_save(writes, wait or is_best or self.is_over, best_is_saved)
+        if writes and taken:
             self.faults.reach("save", step)
-            state = self._capture()
-            taken = self.checkpoints.save(state, step, generation, is_best, self.is_over)
-            if wait and self.checkpoints.wait(COMMIT_SECONDS) and not taken:
+        if taken and (writes or self.step.is_divided):
+            state = self.state.capture(best_is_saved)
+            if writes:
+                taken = self.checkpoints.save(state, step, generation, is_best, self.is_over)
+            if writes and wait and self.checkpoints.wait(COMMIT_SECONDS) and not taken:
                 taken = self.checkpoints.save(state, step, generation, is_best)
                 self.checkpoints.wait(COMMIT_SECONDS)
-        elif self.step.has_parts:
-            self._capture()
         if taken:
             self.saved_step = step
         self.step.timer.mark("checkpoint")
         self.reports.end_phase("checkpoint")
 
-    def _is_left_out(self, is_best: bool, wait: bool) -> bool:
-        """Return whether rank 0 still writes others, so that this checkpoint is left out on all ranks: taking it is a
-        collective, which none may enter alone. Waits for those others where it is not to be left out. A collective."""
-        writes = self.world.rank == 0
-        if writes and (wait or is_best or self.is_over):
+    def _agree_to_save(self, writes: bool, is_needed: bool, best_is_saved: bool) -> tuple[bool, bool]:
+        """Return whether a checkpoint is taken, which no rank may do alone: unless another is still being written and
+        this one is not needed. And whether the best weights are saved, as rank 0 knows it. A collective."""
+        if writes and is_needed:
             self.checkpoints.wait(COMMIT_SECONDS)
-        [is_full] = self.world.any(writes and not self.checkpoints.has_room)
-        return is_full
-
-    def _capture(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint. A collective where ranks hold parts of it."""
-        best_is_saved = self.progress.best_step in (self.progress.step, self.best_saved_step)
-        self.step.take_whole()
-        return self.state.capture(best_is_saved)
-
-    def _save_part(self, is_best: bool, wait: bool) -> bool:
-        """Save this rank's part of a sharded model's checkpoint, on all ranks of the first replica or on none. Return
-        whether that was done. A collective."""
-        plan = self.workload.plan
-        assert plan is not None
-        is_writer = self.world.rank in plan.replicas[0]
-        if is_writer and (wait or is_best or self.is_over):  # these are not left out
-            self.checkpoints.wait(COMMIT_SECONDS)
-        best_is_saved = self.world.rank == 0 and self.progress.best_step in (self.progress.step, self.best_saved_step)
-        is_full, best_is_saved = self.world.any(is_writer and not self.checkpoints.has_room, best_is_saved)
-        if is_full:
-            return False
-        if is_writer:
-            self.faults.reach("save", self.progress.step)
-            self.checkpoints.save(
-                self.state.capture(best_is_saved), self.progress.step, self.world.generation, is_best, self.is_over
-            )
-            if wait:
-                self.checkpoints.wait(COMMIT_SECONDS)
-        return True
+        is_full, best_is_saved = self.world.any(
+            writes and not self.checkpoints.has_room, self.world.rank == 0 and best_is_saved
+        )
+        return not is_full, best_is_saved
 
     def save_at_end(self, agreed: bool) -> None:
         """Save the checkpoint to resume from once the budget is raised, or memory suffices. ``agreed``: all ranks take
         part."""
-        is_apart = self.workload.plan is not None or self.step.has_parts
-        is_possible = agreed or not is_apart or self.world.world_size == 1
+        is_possible = agreed or not self.step.is_divided or self.world.world_size == 1
         if self.saved_step < self.progress.step and is_possible:  # parts of a checkpoint are of one step
             self.save(wait=True)
         self.checkpoints.wait(COMMIT_SECONDS)
@@ -183,7 +145,7 @@ class Session:
 
     def _note_checkpoint(self, kind: str, **fields: Any) -> None:
         """Record a checkpoint event; called by the thread that writes checkpoints."""
-        if kind == "checkpoint" and self.workload.plan is not None and self.world.rank != 0:
+        if kind == "checkpoint" and self.step.is_divided and self.world.rank != 0:
             return  # a part: rank 0 makes the checkpoint count
         if fields.get("is_best"):
             self.best_saved_step = fields["step"]

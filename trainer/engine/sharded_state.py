@@ -1,4 +1,5 @@
-"""The state of a sharded training: the rows of this rank, their part of a checkpoint, and their way into another world.
+"""The state of a training whose ranks share the model: the rows of this rank, their part of a checkpoint, their way
+into another world, and the model as a whole.
 
 A rank holds rows of four kinds: weights, two moments, and the best weights so far. When ranks are divided otherwise, or
 a newcomer has none, each whole parameter passes by all ranks, one after the other, from the ranks that hold its rows;
@@ -7,34 +8,26 @@ no rank needs the memory of a whole model for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.checkpoint.parts import MOMENTS
 from trainer.comm.world import World
 from trainer.engine.module_state import share_module_state, take_buffers
+from trainer.engine.sharded_step import ShardedStep
+from trainer.engine.state import Entry, Loaded, TrainingState, read_progress
 from trainer.engine.state_passing import pass_state
-from trainer.engine.step import TrainingStep
-from trainer.parallel.replicas import row_range
-from trainer.parallel.sharding import ShardedModel
+from trainer.parallel.replicas import plan_replicas, row_range
 
 WEIGHTS, BEST = "weights", "best"
 KINDS = (WEIGHTS, *MOMENTS, BEST)
-
-
-class RowState(Protocol):
-    """What `trainer.engine.state.TrainingState` has that belongs to rows."""
-
-    step: TrainingStep
-    progress: Any
-    best: dict[str, Tensor] | None
-    start: dict[str, Tensor] | None
-
-    def grown(self) -> dict[str, list[str] | None]: ...
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,148 +95,218 @@ def is_behind(item: Holding, furthest: int) -> bool:
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
 
 
-def sharded_of(state: RowState) -> ShardedModel:
-    """Return the model of a training whose ranks share it."""
-    assert state.step.sharded is not None
-    return state.step.sharded
+class ShardedState(TrainingState):
+    """Everything that changes during training, of which this rank holds its rows."""
 
+    def __init__(self, step: ShardedStep) -> None:
+        super().__init__(step)
+        self.step: ShardedStep = step
+        self.sharded, self._rank = step.sharded, 0
 
-def rows_of(state: RowState) -> dict[str, dict[str, Tensor]]:
-    """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
-    sharded = sharded_of(state)
-    moments, _ = state.step.moments_of_rows()
-    found = {WEIGHTS: sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
-    if state.best is not None:
-        found[BEST] = {name: state.best[name] for name in sharded.shapes}
-    return found
+    def enter(self, world: World, entry: Entry, load: Callable[[bool], Loaded | None]) -> tuple[str, list[str]] | None:
+        """Hold this rank's rows of the furthest state that ranks have. Where none has one, or rows of it are lost, take
+        those of the latest checkpoint; where there is none either, of a rank's model at the start."""
+        nodes = world.all_gather_object(world.node_rank)
+        plan = plan_replicas(self.step.config.strategy, nodes, can_divide=world.topology == "mesh")
+        if world.rank == 0:
+            _log.info("%d ranks hold %d copies of the model, each over %d", len(nodes), len(plan.replicas), plan.size)
+        mine = Holding(
+            is_fresh=entry.is_fresh,
+            size=self.sharded.size,
+            place=self.sharded.place,
+            step=self.progress.step,
+            awaits_commit=self.step.awaits_commit == self.progress.step,
+            evaluated=self.progress.evaluated_step,
+            has_start=self.sharded.is_whole or self.start is not None,
+        )
+        self.step.plan, self._rank = plan, world.rank
+        holdings = [Holding(**item) for item in world.all_gather_object(asdict(mine))]
+        sources = find_sources(holdings)
+        if sources is None:
+            loaded = load(True) if entry.has_state or entry.resumes else None
+            if loaded is not None:
+                self.restore(loaded.state)
+                return loaded.folder, loaded.changes
+            self._begin(world, find_start(holdings))
+            return None
+        if is_behind(mine, sources.step):
+            self.step.update()
+        progress = read_progress(world.all_gather_object(asdict(self.progress))[sources.reader])
+        is_best = progress.best_step != self.progress.best_step and progress.best_step == progress.step
+        if is_best and not entry.is_fresh:
+            self.keep_best()  # the others have just found these weights to be the best
+        self.progress = progress
+        if any(
+            item.is_fresh or (item.size, item.place) != (plan.size, plan.place_of(rank))
+            for rank, item in enumerate(holdings)
+        ):
+            self._move_rows(world, sources)
+        return None
 
+    def writes(self, world: World) -> bool:
+        """Return whether this rank writes to checkpoints: those of the first replica do."""
+        return world.rank in self.step.plan.replicas[0]
 
-def keep_best_rows(state: RowState) -> dict[str, Tensor]:
-    """Return copies of the present rows and buffers, on the CPU."""
-    sharded = sharded_of(state)
-    kept = sharded.rows | buffers_of(sharded.module)
-    return {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
+    def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
+        rows, (_, updates) = self._rows(), self.step.moments_of_rows()
+        if best_is_saved:
+            rows.pop(BEST, None)
+        names = set(self.sharded.shapes)
+        [group] = self.step.optimizer.state_dict()["param_groups"]
+        return {
+            "place": self.sharded.place,
+            "size": self.sharded.size,
+            "rows": {**{kind: {} for kind in MOMENTS}, **rows},
+            "aliases": self.sharded.aliases,
+            "updates": updates,
+            "groups": [{**group, "params": list(range(len(names)))}],
+            "buffers": self._buffers(),
+            "best_buffers": {name: value for name, value in (self.best or {}).items() if name not in names},
+            "order": list(self.module.state_dict()),
+            "grown": self.grown(),
+            "progress": asdict(self.progress),
+        }
 
+    def keep_best(self) -> None:
+        """Keep copies of the present rows and buffers as the best so far."""
+        kept = self.sharded.rows | self._buffers()
+        self.best = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
-def keep_start(state: RowState) -> None:
-    """Keep the whole model as it is before the first step, until its first checkpoint counts: when ranks are lost
-    before that, it is given out again."""
-    sharded = sharded_of(state)
-    if state.start is None:
-        state.start = {name: rows.cpu().clone() for name, rows in sharded.rows.items()}
+    @contextmanager
+    def whole(self, world: World) -> Iterator[None]:
+        """Let the model be a whole, with all its weights, on every rank. Afterwards each rank holds its rows as before.
+        A collective."""
+        try:
+            undo = self._hold_whole(world, WEIGHTS)
+            try:
+                yield
+            finally:
+                undo()
+        finally:
+            self.step.adopt(world)
 
+    def hold_best(self, world: World) -> Callable[[], None]:
+        """Let the model be a whole of the best weights on every rank, of the last where there are no best ones. Return
+        what lets each rank hold its rows again; passes need `ShardedStep.adopt` then. A collective."""
+        return self._hold_whole(world, WEIGHTS if self.best is None else BEST)
 
-def give_start(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
-    """Hold the rows of this place of the model as it was before the first step. A collective."""
-    sharded = sharded_of(state)
-    if world.rank == sources.reader and not sharded.is_whole:
-        assert state.start is not None
-        sharded.make_whole(state.start)
-    if sharded.is_whole:
-        keep_start(state)
-    move_rows(state, world, sources, place, size)
+    def _begin(self, world: World, start: Sources | None) -> None:
+        """Hold this rank's rows of the model as it was before the first step. A collective."""
+        if start is None:
+            raise RuntimeError("rows of the model are lost with their ranks, and there is no checkpoint to go back to")
+        if world.rank == start.reader and not self.sharded.is_whole:
+            assert self.start is not None
+            self.sharded.make_whole(self.start)
+        if self.sharded.is_whole and self.start is None:
+            self.start = {name: rows.cpu().clone() for name, rows in self.sharded.rows.items()}
+        self._move_rows(world, start)
 
+    def _forms(self) -> dict[str, Any]:
+        sharded, names = self.sharded, {name: name for name in self.sharded.shapes} | self.sharded.aliases
+        like = {name: value for name, value in self.module.state_dict().items() if name not in names}
+        return like | {
+            name: torch.empty(sharded.shapes[first], dtype=sharded.dtype, device="meta")
+            for name, first in names.items()
+        }
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a module that belong to its state, by name."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in module.state_dict().items() if name not in parameters}
+    def _take(self, state: dict[str, Any]) -> None:
+        moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
+        updates = 0.0
+        for number, name in enumerate(self.sharded.shapes):
+            of_one = state["step"]["optimizer"]["state"].get(number)
+            if of_one:
+                updates = max(updates, float(of_one["step"]))
+                for kind in MOMENTS:
+                    moments[kind][name] = self._cut(name, of_one[kind])
+        take_buffers(self.module, state["model"])
+        self._hold({name: self._cut(name, state["model"][name]) for name in self.sharded.shapes})
+        self.step.hold_rows(moments, round(updates))
+        self.best = self.start = None
+        if best := state.get("best"):
+            self.best = {name: self._cut(name, best[name]).cpu() for name in self.sharded.shapes}
+            self.best |= {name: best[name].cpu().clone() for name in self._buffers()}
 
+    def _rows(self) -> dict[str, dict[str, Tensor]]:
+        """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
+        moments, _ = self.step.moments_of_rows()
+        found = {WEIGHTS: self.sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
+        if self.best is not None:
+            found[BEST] = {name: self.best[name] for name in self.sharded.shapes}
+        return found
 
-def capture_part(state: RowState, best_is_saved: bool) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
-    sharded = sharded_of(state)
-    rows = rows_of(state)
-    _, updates = state.step.moments_of_rows()
-    if best_is_saved:
-        rows.pop(BEST, None)
-    names = set(sharded.shapes)
-    [group] = state.step.optimizer.state_dict()["param_groups"]
-    return {
-        "place": sharded.place,
-        "size": sharded.size,
-        "rows": {**{kind: {} for kind in MOMENTS}, **rows},
-        "aliases": sharded.aliases,
-        "updates": updates,
-        "groups": [{**group, "params": list(range(len(names)))}],
-        "buffers": buffers_of(sharded.module),
-        "best_buffers": {name: value for name, value in (state.best or {}).items() if name not in names},
-        "order": list(sharded.module.state_dict()),
-        "grown": state.grown(),
-        "progress": asdict(state.progress),
-    }
+    def _buffers(self) -> dict[str, Tensor]:
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return {name: value for name, value in self.module.state_dict().items() if name not in parameters}
 
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's rows, by the present plan, of a whole parameter or of a tensor of its shape."""
+        return self.sharded.take_rows(name, whole, self.step.plan.place_of(self._rank), self.step.plan.size)
 
-def take_whole_state(state: RowState, whole: Mapping[str, Any], place: int, size: int) -> None:
-    """Hold the rows of this place of a state that an unsharded training has saved, without its progress."""
-    sharded = sharded_of(state)
-    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
-    updates = 0.0
-    for number, name in enumerate(sharded.shapes):
-        of_one = whole["step"]["optimizer"]["state"].get(number)
-        if of_one:
-            updates = max(updates, float(of_one["step"]))
-            for kind in MOMENTS:
-                moments[kind][name] = sharded.take_rows(name, of_one[kind], place, size)
-    rows = {name: sharded.take_rows(name, whole["model"][name], place, size) for name in sharded.shapes}
-    take_buffers(sharded.module, whole["model"])
-    sharded.shard(place, size, rows)
-    state.step.hold_rows(moments, round(updates))
-    state.best = None
-    if best := whole.get("best"):
-        state.best = cut_best(sharded, best)
+    def _hold(self, rows: Mapping[str, Tensor]) -> None:
+        self.sharded.shard(self.step.plan.place_of(self._rank), self.step.plan.size, rows)
 
+    def _move_rows(self, world: World, sources: Sources) -> None:
+        """Hold this rank's rows by the present plan, taken from the ranks that have them. A collective."""
+        mine, (_, done) = self._rows(), self.step.moments_of_rows()
+        known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
+        kinds, updates = known[sources.reader]
+        kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        for kind in kinds:
+            for name in self.sharded.shapes:
+                if kind in MOMENTS and name not in self.sharded.trained:
+                    continue
+                taken = self._cut(name, self._pass_whole(world, name, mine.get(kind, {}).get(name), sources))
+                kept[kind][name] = taken.cpu() if kind == BEST else taken
+        share_module_state(self.module, world, sources.reader)
+        self._hold(kept[WEIGHTS])
+        self.step.hold_rows({kind: kept.get(kind, {}) for kind in MOMENTS}, updates)
+        before, self.best = self.best, None
+        if BEST in kept:
+            buffers = {name: value.cpu().clone() for name, value in self._buffers().items()}
+            if before is not None:
+                buffers |= {name: before[name] for name in buffers if name in before}
+            passed = pass_state(world, sources.reader, range(world.world_size), lambda: buffers)
+            self.best = kept[BEST] | (buffers if passed is None else passed)
 
-def cut_best(sharded: ShardedModel, best: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's rows of whole best weights, and their buffers, on the CPU."""
-    found = {name: sharded.take_rows(name, best[name], sharded.place, sharded.size).cpu() for name in sharded.shapes}
-    return found | {name: best[name].cpu().clone() for name in buffers_of(sharded.module)}
-
-
-def move_rows(state: RowState, world: World, sources: Sources, place: int, size: int) -> None:
-    """Hold the rows of this place, taken from the ranks that have them. A collective."""
-    sharded = sharded_of(state)
-    mine = rows_of(state)
-    _, done = state.step.moments_of_rows()
-    known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
-    kinds, updates = known[sources.reader]
-    kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-    for kind in kinds:
-        for name in sharded.shapes:
-            if kind in MOMENTS and name not in sharded.trained:
+    def _pass_whole(self, world: World, name: str, mine: Tensor | None, sources: Sources) -> Tensor:
+        """Return a whole parameter, or another tensor of its shape, on the CPU, from the ranks that hold its rows. A
+        collective."""
+        shape = self.sharded.shapes[name]
+        whole = torch.empty(shape, dtype=self.sharded.dtype)
+        for place, holder in enumerate(sources.holders):
+            first, last = row_range(shape[0], place, sources.size)
+            if first == last:
                 continue
-            whole = pass_whole(world, sharded, name, mine.get(kind, {}).get(name), sources)
-            taken = sharded.take_rows(name, whole, place, size)
-            kept[kind][name] = taken.cpu() if kind == BEST else taken
-    share_module_state(sharded.module, world, sources.reader)
-    sharded.shard(place, size, kept[WEIGHTS])
-    state.step.hold_rows({kind: kept.get(kind, {}) for kind in MOMENTS}, updates)
-    before, state.best = state.best, None
-    if BEST in kept:
-        buffers = {name: value.cpu().clone() for name, value in buffers_of(sharded.module).items()}
-        if before is not None:
-            buffers |= {name: before[name] for name in buffers if name in before}
-        passed = pass_state(world, sources.reader, range(world.world_size), lambda: buffers)
-        state.best = kept[BEST] | (buffers if passed is None else passed)
+            part = whole[first:last]
+            if world.rank == holder:
+                assert mine is not None
+                part.copy_(mine)
+            world.broadcast(part, holder)
+        return whole
 
+    def _hold_whole(self, world: World, kind: str) -> Callable[[], None]:
+        """Make the model a whole on every rank, of weights of this kind. Return what lets each rank hold its rows
+        again. A collective."""
+        self.step.sync.unwrap()
+        rows, moments = self.sharded.rows, self.step.moments_of_rows()
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
-def pass_whole(world: World, sharded: ShardedModel, name: str, mine: Tensor | None, sources: Sources) -> Tensor:
-    """Return a whole parameter, or another tensor of its shape, on the CPU, from the ranks that hold its rows. A
-    collective."""
-    shape = sharded.shapes[name]
-    whole = torch.empty(shape, dtype=sharded.dtype)
-    for place, holder in enumerate(sources.holders):
-        first, last = row_range(shape[0], place, sources.size)
-        if first == last:
-            continue
-        part = whole[first:last]
-        if world.rank == holder:
-            assert mine is not None
-            part.copy_(mine)
-        world.broadcast(part, holder)
-    return whole
+        def undo() -> None:
+            self._hold(rows)
+            self.step.hold_rows(*moments)
+            take_buffers(self.module, buffers)
 
-
-def present_sources(world: World, sharded: ShardedModel, replica: Sequence[int]) -> Sources:
-    """Return the sources of the state that all ranks have now: the ranks of one replica."""
-    return Sources(0, sharded.size, tuple(replica), replica[0])
+        try:
+            replica, mine = self.step.plan.replicas[0], self._rows()[kind]
+            sources = Sources(0, self.sharded.size, replica, replica[0])
+            self.sharded.make_whole(
+                {name: self._pass_whole(world, name, mine[name], sources) for name in self.sharded.shapes}
+            )
+            if kind == BEST:
+                assert self.best is not None
+                take_buffers(self.module, self.best)
+        except BaseException:
+            undo()
+            raise
+        return undo

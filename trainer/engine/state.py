@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import Any, NamedTuple
 
 from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
@@ -22,7 +20,6 @@ from trainer.engine.module_state import (
     load_state_dict,
     require_plain_state,
 )
-from trainer.engine.sharded_state import capture_part, keep_best_rows, take_whole_state
 from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 
@@ -116,28 +113,73 @@ def _changes_of_measure(saved: dict[str, Any], now: Progress) -> list[str]:
     return [name for name, value in now.measure.items() if before.get(name, value) != value]
 
 
-@dataclass(slots=True)
-class TrainingState:
-    """Everything that changes during training."""
+class Loaded(NamedTuple):
+    """A checkpoint that was read, with the present settings."""
 
-    module: nn.Module
-    step: TrainingStep
-    progress: Progress = field(default_factory=Progress)
+    state: dict[str, Any]
+    folder: str
+    changes: list[str]
+    """What is otherwise now than when it was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How this rank comes into a world, and where the state of the training is to be had there."""
+
+    has_state: bool = False
+    """Whether any rank has one."""
+    is_fresh: bool = True
+    """Whether this rank has none that counts."""
+    source: int | None = 0
+    """The rank that gives its state to others where each holds all of it; None: all have it."""
+    takers: Collection[int] | None = None
+    """The ranks that get it; None: all."""
+    resumes: bool = False
+    """Whether the latest checkpoint is taken where no rank has a state."""
+
+
+class TrainingState:
+    """Everything that changes during training, where each rank holds all of it."""
+
     best: dict[str, Any] | None = None
     """The best weights so far, on the CPU of every rank, so that the end of a training does not depend on storage."""
-    start: dict[str, Tensor] | None = None
-    """Of a sharded model that has no checkpoint yet: all parameters before the first step, on the CPU."""
-    first_forms: dict[str, list[str]] = field(init=False)
-    """The shapes and types of the buffers of the model as it was made: some grow with what they have seen."""
 
-    def __post_init__(self) -> None:
+    start: dict[str, Any] | None = None
+    """Where ranks hold rows and there is no checkpoint: all parameters before the first step, on the CPU. When ranks
+    are lost before there is one, they are given out again."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step, self.module, self.progress = step, step.module, Progress()
         self.first_forms = buffer_forms(self.module)
+        """The shapes and types of the buffers of the model as it was made: some grow with what they have seen."""
+
+    def enter(self, world: World, entry: Entry, load: Callable[[bool], Loaded | None]) -> tuple[str, list[str]] | None:
+        """Have the furthest state of the ranks of a world, before the step works in it. Return the folder and the
+        changes of the checkpoint that it was taken from; None where it was not. A collective.
+
+        ``load`` returns the latest checkpoint, None where there is none: on all ranks together if it is called with
+        True, otherwise for this rank alone."""
+        if entry.has_state:
+            if entry.source is not None:
+                self.share(world, entry.source, entry.takers)
+            return None
+        loaded = load(False) if entry.resumes and world.rank == 0 else None
+        if loaded is not None:
+            self.restore(loaded.state)
+        self.share(world, 0)
+        if not entry.resumes:
+            return None
+        found: tuple[str, list[str]] | None = world.all_gather_object(loaded and (loaded.folder, loaded.changes))[0]
+        return found
+
+    def writes(self, world: World) -> bool:
+        """Return whether this rank writes to checkpoints."""
+        return world.rank == 0
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
-        are the live ones, not copies. Of a sharded model it is this rank's part (`trainer.checkpoint.parts`)."""
-        if self.step.sharded is not None:
-            return capture_part(self, best_is_saved)
+        are the live ones, not copies. A collective where ranks hold parts."""
+        self.step.take_whole()
         whole = self.module.state_dict()
         require_plain_state(whole)
         state = {"model": whole, "step": self.step.state_dict(), "progress": asdict(self.progress)}
@@ -148,44 +190,57 @@ class TrainingState:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state that `capture` returned. Raise `trainer.checkpoint.manager.CheckpointError`, before
-        anything is changed, if it does not fit."""
-        check_fits(state["model"], self._like(state, self.module.state_dict()))
+        """Take over a state that `capture` of an undivided training returned. Raise
+        `trainer.checkpoint.manager.CheckpointError`, before anything is changed, if it does not fit."""
+        check_fits(state["model"], self._like(state, self._forms()))
         progress = read_progress(state["progress"])
-        load_state_dict(self.module, state["model"])
-        self.step.load_state_dict(state["step"])
+        self._take(state)
         self.progress = progress
-        self.best = state.get("best")
-        if self.best is None and self.progress.best_step == self.progress.step > 0:
-            self.keep_best()
-
-    def restore_rows(self, state: dict[str, Any], place: int, size: int) -> None:
-        """Take over the rows of this place of a whole state, as `restore`."""
-        sharded = self.step.sharded
-        assert sharded is not None
-        known = dict.fromkeys([*sharded.shapes, *sharded.aliases])
-        like = {name: value for name, value in self.module.state_dict().items() if name not in known}
-        shapes = {name: sharded.shapes[sharded.aliases.get(name, name)] for name in known}
-        like |= {name: torch.empty(shape, dtype=sharded.dtype, device="meta") for name, shape in shapes.items()}
-        check_fits(state["model"], self._like(state, like))
-        progress = read_progress(state["progress"])
-        take_whole_state(self, state, place, size)
-        self.progress, self.start = progress, None
         if self.best is None and self.progress.best_step == self.progress.step > 0:
             self.keep_best()
 
     def keep_best(self) -> None:
-        """Keep the present weights as the best so far; of a sharded model, this rank's rows."""
-        if self.step.sharded is not None:
-            self.best = keep_best_rows(self)
-            return
+        """Keep the present weights as the best so far."""
         self.best = copy_state_dict(self.module)
+
+    @contextmanager
+    def whole(self, world: World) -> Iterator[None]:
+        """Let the model be a whole, with its present weights, on every rank. A collective where ranks hold parts."""
+        self.step.take_whole()
+        yield
+
+    def hold_best(self, world: World) -> Callable[[], None]:
+        """Let the model be a whole of the best weights on every rank, of the last where there are no best ones. Return
+        what goes back to the state before. A collective where ranks hold parts."""
+        self.step.take_whole()
+        if self.best is None:  # no validation loss was ever finite
+            return lambda: None
+        last = copy_state_dict(self.module)
+        load_state_dict(self.module, self.best)
+        return lambda: load_state_dict(self.module, last)
 
     def grown(self) -> dict[str, list[str] | None]:
         """Return the forms that buffers had when the model was made, of those that have another now; None for one that
         was not set then."""
         now, first = buffer_forms(self.module), self.first_forms
         return {name: first.get(name) for name, form in now.items() if first.get(name) != form}
+
+    def share(self, world: World, source: int, takers: Collection[int] | None = None) -> None:
+        """Give the ranks ``takers`` (None: all) the state of rank ``source``; a collective of all ranks."""
+        takers = range(world.world_size) if takers is None else takers
+        state = pass_state(world, source, takers, lambda: self.capture(best_is_saved=False))
+        if state is not None:
+            self.restore(state)
+
+    def _forms(self) -> dict[str, Any]:
+        """Return a state dict of the forms that the model has."""
+        return self.module.state_dict()
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Hold the weights, the moments and the best weights of a state."""
+        load_state_dict(self.module, state["model"])
+        self.step.load_state_dict(state["step"])
+        self.best = state.get("best")
 
     def _like(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the form that a state dict must have: of buffers that had grown that of the saved ones, if they were
@@ -199,10 +254,3 @@ class TrainingState:
             if name in saved or mine.get(name, ()) is not None
         }
         return like | {name: saved[name] for name in grown if name in saved}
-
-    def share(self, world: World, source: int, takers: Collection[int] | None = None) -> None:
-        """Give the ranks ``takers`` (None: all) the state of rank ``source``; a collective of all ranks."""
-        takers = range(world.world_size) if takers is None else takers
-        state = pass_state(world, source, takers, lambda: self.capture(best_is_saved=False))
-        if state is not None:
-            self.restore(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +28,18 @@ from trainer.engine.module_state import (
     refuse_extra_state,
 )
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
-from trainer.model.blocks import find_blocks
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm
-from trainer.parallel.horovod_synchronizer import HorovodSynchronizer
-from trainer.parallel.replicas import ReplicaPlan
-from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
 from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SYNCHRONIZERS = {"horovod": "trainer.parallel.horovod_synchronizer:HorovodSynchronizer"}
+"""What sums gradients, by the strategy; with others `GradientSynchronizer`."""
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
 
@@ -94,8 +93,13 @@ class StepResult:
 class TrainingStep:
     """An optimizer step on one model. `adopt` gives it a world, and a new one after each regroup."""
 
-    has_parts = False
-    """Whether ranks hold parts of the state that only all of them together can read, and cannot regroup."""
+    is_divided = False
+    """Whether ranks hold parts of the state, which only all of them together can read."""
+    divides_parameters = False
+    """Whether ranks hold rows of the parameters between passes, so that each pass is a collective."""
+    can_regroup = True
+    sharing = 1
+    """The ranks that hold one copy of the parameters together."""
 
     def __init__(
         self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
@@ -105,8 +109,6 @@ class TrainingStep:
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
-        self.sharded = ShardedModel(module, find_blocks(module), config, device) if config.is_sharded else None
-        """The model as rows; None where each rank holds all of it."""
         self.optimizer = self._make_optimizer(list(module.parameters()))
         self.model = compiled(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
@@ -136,34 +138,10 @@ class TrainingStep:
         self.sync.unwrap()
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
-        kind = HorovodSynchronizer if self.config.strategy == "horovod" else GradientSynchronizer
+        name = SYNCHRONIZERS.get(self.config.strategy)
+        kind = GradientSynchronizer if name is None else load(name)
         self.sync = kind(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module)
-
-    def adopt_replicas(self, world: World, plan: ReplicaPlan) -> None:
-        """Work in this world from now on, as `adopt`. The model holds its rows by this plan already."""
-        assert self.sharded is not None
-        self.sync.unwrap()
-        self.world, self.awaits_commit = world, None
-        self.sync = ShardSynchronizer(world, plan, self.sharded, self.faults, self.timer)
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
-        """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
-        assert self.sharded is not None
-        self.optimizer = self._make_optimizer(list(self.sharded.held.values()))
-        for name, parameter in self.sharded.held.items():
-            if name in moments.get(MOMENTS[0], {}):
-                count = torch.tensor(float(updates), device=parameter.device)
-                self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
-
-    def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the moments of this rank's rows, by kind and name, and the number of updates."""
-        assert self.sharded is not None
-        known, held = self.optimizer.state, self.sharded.held
-        state = {name: known[parameter] for name, parameter in held.items() if parameter in known}
-        updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
-        return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
@@ -213,8 +191,8 @@ class TrainingStep:
             peers = self.world.group
             if peers is not None and is_communication_error(error):
                 peers.fail(shorten_error(error))  # first, since a broken GPU may refuse all that follows
-            if self.sharded is not None and self.awaits_commit is None:
-                self.sync.unwrap()
+            if self.awaits_commit is None:
+                self.sync.abandon()
             put_module_state(self._holders, before)  # running statistics must not count a step twice
             self.timer.drop()
             if peers is not None and peers.error is not None:
@@ -266,7 +244,7 @@ class TrainingStep:
             self.faults.reach("backward", step)
             is_last = place == len(work) - 1
             sync.require_sync(is_last)
-            if is_last and self.device.type == "cpu" and self.sharded is None:  # a GPU's losses are not there yet
+            if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
                 sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
             self._backward(loss, share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
@@ -307,7 +285,7 @@ class TrainingStep:
         held, mine = read_module_state(self._holders), list[tuple[bool, str]]()
         for part in batch.micro_batches:
             losses = torch.zeros(part.count)
-            if self.sharded is None:  # whose passes are collectives
+            if not self.divides_parameters:
                 with suppress(Exception), torch.enable_grad():
                     losses = self._losses(self.module, part.count, part.data).detach()
             said = ""

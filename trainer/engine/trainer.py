@@ -31,16 +31,17 @@ from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.recovery import (
-    rebuild,
-    rebuild_sharded,
+    enter_world,
     recover,
     report_failure,
     retry_until_formed,
+    save_start,
     use_less_memory,
 )
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
+from trainer.engine.state import Entry
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.warm_start import begin_from
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
@@ -149,10 +150,8 @@ class DistributedTrainer:
             session.reports.wait_until_open()
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
-            if session.step.sharded is None:
-                rebuild(session, source=0, from_checkpoint=self.config.resume)
-            else:
-                rebuild_sharded(session, is_fresh=True, from_checkpoint=self.config.resume)
+            enter_world(session, Entry(resumes=self.config.resume))
+            save_start(session)
         else:
             retry_until_formed(session, partial(recover, session, START))
         if missing is not None and not session.progress.step:
@@ -294,7 +293,7 @@ class DistributedTrainer:
         if elastic is None:
             return StepFlags(leaving=leaving, budget=spent)
         world = session.world
-        may_regroup = world.rank == 0 and not session.step.has_parts
+        may_regroup = world.rank == 0 and session.step.can_regroup
         wants = may_regroup and (bool(elastic.recovery_reason) or elastic.is_all_reduce_due(cut_off))
         misses = world.topology == "star" and elastic.is_cut_off
         return StepFlags(leaving, int(wants), int(misses), spent)
@@ -386,7 +385,7 @@ class DistributedTrainer:
         session.step.timer.mark("other")
         session.faults.reach("evaluate", progress.step)
         session.workload.settle_buffers()
-        with session.as_whole():
+        with session.state.whole(session.world):
             result = session.problem.judge.validate(session.judge_request(self._stop_evaluating))
         if result is not None and session.world.rank == 0:
             reports.emit(

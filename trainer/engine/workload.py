@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +20,20 @@ from trainer.data.loader import BatchLoader
 from trainer.data.sampler import SMALLEST, Sampler
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
-from trainer.engine.state import Progress, TrainingState
+from trainer.engine.state import Entry, Loaded, Progress, TrainingState
 from trainer.engine.step import TrainingStep
-from trainer.engine.zero_step import ZeroStep
 from trainer.observability.comm_profiler import CommunicationProfiler
-from trainer.parallel.replicas import ReplicaPlan
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.packages import load
 from trainer.strategies import PACKAGES, require_package
 
+_SHARDED = ("trainer.engine.sharded_step:ShardedStep", "trainer.engine.sharded_state:ShardedState")
+STRATEGIES = {
+    "fsdp": _SHARDED,
+    "hsdp": _SHARDED,
+    "deepspeed": ("trainer.engine.zero_step:ZeroStep", "trainer.engine.state:TrainingState"),
+}
+"""The step and the state of a training, by the strategy; with others `TrainingStep` and `TrainingState`."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -78,6 +85,14 @@ def load_package(strategy: str, device: torch.device) -> None:
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
+def kinds_of(strategy: str) -> tuple[type[TrainingStep], type[TrainingState]]:
+    """Return the classes of step and state. Those of a strategy that few use are loaded now."""
+    if strategy not in STRATEGIES:
+        return TrainingStep, TrainingState
+    step, state = map(load, STRATEGIES[strategy])
+    return step, state
+
+
 class Workload:
     """The data, loss, model, optimizer and sampler of a training. It works in a world of its own process until
     `enter_world` gives it another one."""
@@ -90,12 +105,10 @@ class Workload:
         self.config, self.problem, self.device, self.faults = config, problem, device, faults
         self.data, self.sampler = problem.data, sampler
         load_package(config.strategy, device)
-        kind = ZeroStep if config.strategy == "deepspeed" else TrainingStep
-        self.step = kind(problem.module, problem.task, self.config, self.device, faults)
-        self.state = TrainingState(problem.module, self.step)
+        make_step, make_state = kinds_of(config.strategy)
+        self.step = make_step(problem.module, problem.task, self.config, self.device, faults)
+        self.state = make_state(self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
-        self.plan: ReplicaPlan | None = None
-        """How the ranks of the present world hold a sharded model; None where each holds all of it."""
         self.total_steps = count_steps(config, sampler, self.state.progress)
         """The steps at the end of the training: those that are done, and those that are left from there."""
         self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
@@ -108,25 +121,20 @@ class Workload:
         return self._loader
 
     def enter_world(
-        self, world: World, source: int | None, plan: ReplicaPlan | None = None, takers: Collection[int] | None = None
-    ) -> None:  # fmt: skip
-        """Work in this world from now on, with the state of rank ``source`` (None: all have it already), which the
-        ranks ``takers`` do not have (None: no other rank has). A collective. Raise `trainer.config.ConfigError` if its
-        ranks do not train the same. ``plan``: of a sharded model, whose rows lie by it already."""
+        self, world: World, entry: Entry | None = None, read: Callable[[bool], Loaded | None] = lambda _: None
+    ) -> Any:
+        """Work in this world from now on; see `TrainingState.enter`, whose result is returned. A collective. Raise
+        `trainer.config.ConfigError` if its ranks do not train the same."""
         problem = self.problem
         # A newcomer knows of no probe.
         mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
         found = world.all_gather_object(mine)
         refuse_differences([identity for _, identity in found])
-        if source is not None:
-            self.state.share(world, source, takers)
+        taken = self.state.enter(world, entry or Entry(), read)
         self.load_for(world)
-        if plan is None:
-            self.step.adopt(world)
-        else:
-            self.step.adopt_replicas(world, plan)
-        self.plan = plan
+        self.step.adopt(world)
         self.communication = CommunicationProfiler(world, self.step.timer, max(probe_at for probe_at, _ in found))
+        return taken
 
     def load_for(self, world: World) -> None:
         """Load this rank's batches of a world from now on, in parts as large as memory allows."""

@@ -30,7 +30,7 @@ from trainer.runtime.fault_injection import Faults
 class ZeroStep(TrainingStep):
     """An optimizer step by DeepSpeed. It stays in the world that `adopt` gives it first."""
 
-    has_parts = True
+    is_divided, can_regroup = True, False
 
     def __init__(
         self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults

@@ -244,6 +244,10 @@ class ShardSynchronizer(GradientSync):
         self._collectives.discard()
         self.model.reset()
 
+    def abandon(self) -> None:
+        """Make the model ready for another pass."""
+        self.unwrap()
+
     def clear(self, parameters: list[nn.Parameter]) -> None:
         """Clear the gradients before the first pass of a step."""
         self.model.clear_gradients()

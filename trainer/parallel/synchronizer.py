@@ -40,6 +40,9 @@ class GradientSync:
     def unwrap(self) -> None:
         """Make the model ready for another one, also where a pass has failed."""
 
+    def abandon(self) -> None:
+        """Make the model ready for another pass after one that has failed, where `clear` does not."""
+
     def clear(self, parameters: list[nn.Parameter]) -> None:
         """Clear the gradients before the first backward pass of a step, also those of one that has failed."""
         raise NotImplementedError

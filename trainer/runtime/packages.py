@@ -1,9 +1,16 @@
-"""Whether a package is installed, without importing it."""
+"""Whether a package is installed, without importing it; and what is loaded when it is needed."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+from typing import Any
+
+
+def load(name: str) -> Any:
+    """Return what is called ``module:name``, whose module is imported now: for tables of what few processes need."""
+    module, _, found = name.partition(":")
+    return getattr(importlib.import_module(module), found)
 
 
 def is_installed(module: str) -> bool:

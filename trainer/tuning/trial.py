@@ -75,7 +75,7 @@ class TuningTrial:
 
     def enter_world(self, world: World) -> None:
         """Work in this world from now on, from the weights of rank 0. A collective."""
-        self.workload.enter_world(world, source=None if world.group is None else 0)
+        self.workload.enter_world(world)
         self.state.module.train()
         self._batches = self._batches_forever()
 

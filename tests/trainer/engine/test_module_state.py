@@ -111,7 +111,7 @@ def test_a_step_that_is_not_done_leaves_no_trace() -> None:
 
 def state_of(module: nn.Module) -> TrainingState:
     config = DistributedTrainingConfig(world_size=1)
-    return TrainingState(module, TrainingStep(module, SupervisedTask(nn.MSELoss()), config, CPU, Faults({}, 0)))
+    return TrainingState(TrainingStep(module, SupervisedTask(nn.MSELoss()), config, CPU, Faults({}, 0)))
 
 
 def test_what_has_grown_is_taken_from_a_checkpoint_and_what_was_made_otherwise_is_not(tmp_path: Path) -> None:

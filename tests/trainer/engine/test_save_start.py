@@ -14,7 +14,8 @@ from trainer.engine.recovery import save_start
 def session_of(world: World, start: Any, step: int | None) -> Any:
     checkpoints = SimpleNamespace(wait=lambda seconds: True, committed_step=lambda: step)
     return SimpleNamespace(
-        world=world, state=SimpleNamespace(start=start), checkpoints=checkpoints, save=lambda: None
+        world=world, step=SimpleNamespace(divides_parameters=True), progress=SimpleNamespace(step=0),
+        state=SimpleNamespace(start=start), checkpoints=checkpoints, save=lambda: None
     )  # fmt: skip
 
 

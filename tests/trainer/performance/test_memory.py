@@ -18,15 +18,16 @@ from two_ranks import on_two_ranks
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
-from trainer.engine.sharded_recovery import bring_rows, plan_world
-from trainer.engine.state import TrainingState
-from trainer.engine.step import StepFlags, TrainingStep
+from trainer.engine.sharded_step import ShardedStep
+from trainer.engine.state import Entry
+from trainer.engine.step import StepFlags
+from trainer.engine.workload import kinds_of
 from trainer.model.blocks import find_blocks
 from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.model.task import SupervisedTask
 from trainer.parallel.replicas import plan_replicas
 from trainer.parallel.shard_collectives import ShardCollectives
-from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
+from trainer.parallel.sharding import ShardedModel
 from trainer.performance.memory import GIB, ModelBytes, count_sharing, most_samples, rank_bytes, zero_rank_bytes
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
@@ -121,20 +122,16 @@ def held_by(world: World, strategy: Any) -> int:
     cpu = torch.device("cpu")
     config = DistributedTrainingConfig(strategy=strategy, world_size=2, batch_size_per_gpu=4)
     task = SupervisedTask(nn.MSELoss(reduction="none"))
-    step = TrainingStep(Network(), task, config, cpu, Faults({}, 0))
-    if strategy == "ddp":
-        step.adopt(world)
-    else:
-        plan = plan_world(world, strategy)
-        bring_rows(TrainingState(step.module, step), world, plan, True, lambda: None)
-        step.adopt_replicas(world, plan)
+    make_step, make_state = kinds_of(strategy)
+    step = make_step(Network(), task, config, cpu, Faults({}, 0))
+    make_state(step).enter(world, Entry(), lambda _: None)
+    step.adopt(world)
     numbers = range(world.rank, 4, 2)
     for at in range(2):
         parts = tuple(Samples(number, 4, (torch.ones(4, 4), torch.zeros(4))) for number in numbers)
         step(Batch(16, parts, 0), at, 1e-3, StepFlags())
-    if step.sharded is not None:
-        assert isinstance(step.sync, ShardSynchronizer)
-        tensors = [*step.sharded.rows.values(), *step.sync.flat_gradients()]
+    if isinstance(step, ShardedStep):
+        tensors = [*step.sharded.rows.values(), *(step.sync.flat_gradients() or ())]
     else:
         tensors = [*step.parameters, *(item.grad for item in step.parameters if item.grad is not None)]
     for state in step.optimizer.state.values():
