@@ -82,7 +82,7 @@ class DatasetRef:
     uri: str
     """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address. ``script:FILE`` where a script
     gives data, model and loss as objects (`trainer.fit`). ``factory:package.module:function`` where a function of the
-    user's own makes the datasets on each node (`trainer.engine.job_problem.open_own_dataset`)."""
+    user's own makes the datasets on each node (`trainer.engine.own_problem`)."""
     dataset_id: str | None = None
     """Expected content id. Training refuses a folder whose manifest says another."""
     args: dict[str, Any] = Field(default_factory=dict)

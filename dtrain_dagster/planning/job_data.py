@@ -75,7 +75,7 @@ def _made(uri: str, args: str, text: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dtrain-dataset-") as folder:
         path = Path(folder, "job.json")
         path.write_text(text)
-        command = [sys.executable, "-m", "trainer.engine.job_problem", str(path)]
+        command = [sys.executable, "-m", "trainer.engine.own_problem", str(path)]
         seen = os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()]).strip(os.pathsep)
         try:
             done = subprocess.run(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainer.comm.world import World
 from trainer.config import ConfigError, JobConfig
 from trainer.engine.lr_schedule import peak_learning_rate
-from trainer.engine.problem import open_shards
 from trainer.engine.step import AUTOCAST, NonFiniteError
+from trainer.engine.window_problem import open_shards
 from trainer.model.compile import compiled
 from trainer.model.losses import build_loss
 from trainer.parallel.synchronizer import GradientSynchronizer

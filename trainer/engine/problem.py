@@ -1,28 +1,40 @@
 """`Problem`: what is trained: data, task, model and judge, made from a job's configuration or given by a caller.
 
-How it is trained is `trainer.engine.workload` and `trainer.engine.trainer`.
+A new kind of dataset needs its data, task, model and judge, what makes its problem, and a line in `MAKERS`. Problems
+that a caller gives as objects are `trainer.fit`. How it is trained is `trainer.engine.workload` and
+`trainer.engine.trainer`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.loader import TrainingData, fits_on_device
-from trainer.data.shards import DatasetError, DataShardManager, WindowData
+from trainer.data.loader import TrainingData
+from trainer.data.manifest import DatasetError, kind_of, load_manifest
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
-from trainer.evaluation.evaluate import EVAL_BATCH
-from trainer.evaluation.judge import Judge, WindowJudge
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
-from trainer.model.task import SupervisedTask, Task
+from trainer.model.allowed_factories import refuse_other_kinds
+from trainer.model.task import Task
+from trainer.runtime.packages import load
+from trainer.spec import OWN, ROWS, WINDOWS
+from trainer.storage.open import open_storage
+
+if TYPE_CHECKING:
+    from trainer.evaluation.judge import Judge
+
+MAKERS = {
+    WINDOWS: "trainer.engine.window_problem:WindowProblemMaker",
+    ROWS: "trainer.engine.row_problem:RowProblemMaker",
+    OWN: "trainer.engine.own_problem:OwnProblemMaker",
+}
+"""What makes the problem of a job, by the kind of its dataset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +49,12 @@ class Problem:
     """What a checkpoint belongs to, as JSON: dataset, model and loss. A checkpoint of another identity is refused."""
     description: dict[str, Any]
     """The entries of ``model.json`` that tell how the module is made again."""
+    evaluation_batch: int
+    """The samples that are evaluated at once, while memory suffices."""
     valid_name: str = ""
     """The name of the validation samples, where that of the dataset does not cover them."""
     valid_collate: Callable[..., Any] | None = None
     """What makes batches of them; None: the usual way."""
-    evaluation_batch: int = EVAL_BATCH
-    """The samples that are evaluated at once, while memory suffices."""
 
     @property
     def fingerprint(self) -> str:
@@ -104,57 +116,19 @@ def refuse_without_script(job: JobConfig) -> None:
         )
 
 
-def open_dataset(job: JobConfig, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of windows of a job. Raise `DatasetError` where one of ``splits`` is empty."""
+def maker_of(job: JobConfig) -> ProblemMaker:
+    """Return what makes the problem that a job describes, by the kind of its dataset."""
     refuse_without_script(job)
-    shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
-    for split in splits:
-        if shards.count(split) == 0:
-            raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
-    return shards
+    kind = OWN if job.dataset.factory is not None else _kind_of_dataset(job)
+    refuse_other_kinds(job, kind)
+    maker: ProblemMaker = load(MAKERS[kind])()
+    return maker
 
 
-def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """Return the dataset of a job as `open_dataset` does, on the device where that is configured."""
-    shards = open_dataset(job, splits)
-    is_wanted = job.training.data_on_device and device.type == "cuda"
-    if is_wanted and fits_on_device(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
-        shards.keep_on(device)
-    return shards
-
-
-class WindowProblemMaker:
-    """Makes the problem that a job's configuration describes: windows of prices."""
-
-    def open_data(self, job: JobConfig, device: torch.device) -> WindowData:
-        """Return the dataset of the job. Raise `DatasetError` where it cannot be used."""
-        return WindowData(open_shards(job, device, ("train", "valid", "test")))
-
-    def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
-        """Return the problem on the windows."""
-        assert isinstance(data, WindowData)
-        return make_window_problem(job, data.shards, device)
-
-
-def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.device) -> Problem:
-    """Return the problem of a job on windows of prices. Raise `trainer.config.ConfigError` for a model or loss that
-    cannot be used."""
-    criterion = build_loss(job.loss, shards.spec).to(device)
-    second = getattr(criterion, "second_target", None)
-    if second is not None:
-        shards.add_target(second)
-    module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
-    model, loss = asdict(job.model), asdict(job.loss)
-
-    def make_criterion(arguments: Mapping[str, float]) -> nn.Module:
-        changed = replace(job.loss, args={**job.loss.args, **arguments})
-        return build_loss(changed, shards.spec).to(device)
-
-    return Problem(
-        data=WindowData(shards),
-        task=SupervisedTask(criterion),
-        module=module,
-        judge=WindowJudge(criterion, shards, make_criterion),
-        identity=(shards.spec.dataset_id, model, loss),
-        description={"model": model, "loss": loss, "spec": asdict(shards.spec)},
-    )
+def _kind_of_dataset(job: JobConfig) -> str:
+    try:
+        return kind_of(load_manifest(open_storage(job.dataset.uri)))
+    except DatasetError:
+        raise
+    except ValueError as error:
+        raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.group import GroupError
@@ -21,8 +21,11 @@ from trainer.engine.out_of_memory import limit_evaluation
 from trainer.engine.participant import Participant
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
-from trainer.evaluation.judge import JudgeRequest
 from trainer.observability.reporter import StepWindow
+from trainer.runtime.packages import load
+
+if TYPE_CHECKING:
+    from trainer.evaluation.judge import JudgeRequest
 
 
 class Session:
@@ -81,10 +84,11 @@ class Session:
 
     def judge_request(self, before_batch: Callable[[], object] = lambda: None) -> JudgeRequest:
         """Return what a judge needs to know of this training."""
-        return JudgeRequest(
+        request: JudgeRequest = load("trainer.evaluation.judge:JudgeRequest")(
             model=self.state.module, world=self.world, device=self.device, batch_size=self.evaluation_batch,
             before_batch=before_batch,
         )  # fmt: skip
+        return request
 
     @property
     def is_budget_due(self) -> bool:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,13 +23,10 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.documents.schemas import LEAVING, START
-from trainer.engine.finalize import finalize
-from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import is_out_of_memory
-from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
-from trainer.engine.problem import ProblemMaker
+from trainer.engine.problem import ProblemMaker, maker_of
 from trainer.engine.recovery import (
     enter_world,
     recover,
@@ -43,14 +40,22 @@ from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.state import Entry
 from trainer.engine.step import StepFlags, StepResult
-from trainer.engine.warm_start import begin_from
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
-from trainer.evaluation.evaluate import Evaluation
 from trainer.model.task import mean_of
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
 from trainer.runtime.host_memory import give_back_freed_memory
+from trainer.runtime.packages import load
+
+if TYPE_CHECKING:
+    from trainer.engine.own_model import OwnModel
+    from trainer.evaluation.evaluate import Evaluation
+
+OWN_MODEL = "trainer.engine.own_model:OwnModel"
+WARM_START = "trainer.engine.warm_start:begin_from"
+END = "trainer.engine.finalize:finalize"
+"""What only some trainings need, or the end of one."""
 
 
 class DistributedTrainer:
@@ -64,7 +69,7 @@ class DistributedTrainer:
         """``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
         event that this process reports."""
         self.job, self.config = job, job.training
-        self.maker: ProblemMaker = maker or JobProblemMaker()
+        self.maker = maker
         self.rundir = RunDir(job.run_dir)
         self.reports = RankReports(job, self.rundir, watch)
         self._participant: Participant | None = None
@@ -129,18 +134,20 @@ class DistributedTrainer:
                 "training.regroup = false"
             )
         self.reports.wait_until_open()
-        self._own_model = OwnModel(model, self.job, participant.world, participant.faults)
-        return self._own_model.model
+        own: OwnModel = load(OWN_MODEL)(model, self.job, participant.world, participant.faults)
+        self._own_model = own
+        return own.model
 
     def setup(self) -> None:
         """Make the data, the model and the optimizer, join the first generation, and load the checkpoint, if there is
         one."""
         participant, reports = self.participant, self.reports
-        data = self.maker.open_data(self.job, participant.device)
+        maker = self.maker or maker_of(self.job)
+        data = maker.open_data(self.job, participant.device)
         sampler = make_sampler(self.config, data.count("train"), 0, participant.world.world_size)
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
-        problem = self.maker.make(self.job, data, participant.device)
+        problem = maker.make(self.job, data, participant.device)
         missing = self._begin_from(problem.module)
         parts, measure = problem.describe(self.config), problem.digest_measure()  # of the model as it was made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
@@ -164,7 +171,8 @@ class DistributedTrainer:
     def _begin_from(self, module: nn.Module) -> ConfigError | None:
         """Let a model have the weights that it begins with, or return why not, where a checkpoint has others."""
         try:
-            begin_from(module, self.job)
+            if self.config.start_from is not None:
+                load(WARM_START)(module, self.job)
         except ConfigError as error:
             if not self.config.resume or self.rundir.latest_checkpoint() is None:
                 raise
@@ -187,7 +195,7 @@ class DistributedTrainer:
                 if self._profiler is not None:
                     self._profiler.close(session.progress.step)
                 give_back_freed_memory()
-                return finalize(session)
+                return load(END)(session)
             except BudgetSpent as spent:
                 session.save_at_end(spent.agreed)
                 raise

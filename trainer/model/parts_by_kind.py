@@ -1,7 +1,7 @@
 """How a model and a loss are built for each kind of dataset that has a description (`trainer.spec`).
 
 For those who build them without the data: a rehearsal, and a saved model. A rank builds them with its data, see
-`trainer.engine.job_problem`.
+`trainer.engine.problem`.
 """
 
 from __future__ import annotations

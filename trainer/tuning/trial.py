@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from trainer.comm.world import World
 from trainer.config import JobConfig
 from trainer.data.loader import Batch, TrainingData
-from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.lr_schedule import learning_rate
+from trainer.engine.problem import maker_of
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler
 from trainer.evaluation.judge import JudgeRequest, evaluate_task
@@ -60,7 +60,7 @@ class TuningTrial:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
         job = replace(job, training=replace(job.training, **PLAIN, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
-        maker = JobProblemMaker()
+        maker = maker_of(job)
         # Each trial has its own data, because their place is a setting too; nodes map the same memory.
         data = maker.open_data(job, self.device)
         sampler = make_sampler(self.config, data.count("train"), world.rank, world.world_size)

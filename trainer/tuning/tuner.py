@@ -34,9 +34,9 @@ from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData, batches_ahead, fits_on_device
 from trainer.data.shards import DatasetError, WindowData
-from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
+from trainer.engine.problem import maker_of
 from trainer.engine.step import NonFiniteError
 from trainer.engine.workload import BATCH_NORMS
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
@@ -91,7 +91,7 @@ class Tuner:
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
         self.faults = Faults(os.environ, self.facts.node_rank)
         self.world = join_world(job.training)
-        maker = JobProblemMaker()
+        maker = maker_of(job)
         self.data = maker.open_data(job, torch.device("cpu"))
         module = maker.make(self.job, self.data, torch.device("cpu")).module
         self.world.barrier()  # one may have unpacked the data for minutes
