@@ -8,6 +8,11 @@ class ConfigError(ValueError):
     """The configuration cannot be used. The message names the field, the value, and the remedy."""
 
 
+class NoGenerationError(RuntimeError):
+    """The ranks did not agree on a generation in time, or cannot go on together: this process leaves, and the cluster
+    starts again."""
+
+
 class DamagedError(ValueError):
     """A file does not follow its contract: cut, changed, too large, or no regular file. The message names the file, the
     fault, and the remedy; it is safe to print."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,3 +130,14 @@ def _rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
         fields = [item.name for item in dataclasses.fields(data) if item.init]
         return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in fields})
     return data
+
+
+def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
+    """Return sixteen hex digits over the type, shape and content of a tensor or an array."""
+    content = f"{value.dtype}{tuple(value.shape)}".encode()
+    if isinstance(value, np.ndarray):
+        content += b"" if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+    elif value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content += flat.view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
-from trainer.data.batches import move_to
+from trainer.data.batches import digest_array, move_to
 from trainer.data.loader import PlannedStep, TrainingData
 from trainer.data.loader_workers import ReadOptions, WorkerPool
 from trainer.data.sampler import micro_batch_seed
@@ -282,17 +282,6 @@ def _check(dataset: Dataset[Any], split: str) -> None:
         )
     if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise ConfigError(f"the {split} dataset {name} needs __getitem__ and __len__")
-
-
-def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
-    """Return sixteen hex digits over the type, shape and content of a tensor or an array."""
-    content = f"{value.dtype}{tuple(value.shape)}".encode()
-    if isinstance(value, np.ndarray):
-        content += b"" if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-    elif value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content += flat.view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _name_of(dataset: Any, probed: int = _PROBED) -> str:

@@ -30,7 +30,7 @@ from trainer.elastic.generation import (
 )
 from trainer.elastic.generation_record import Candidacies, path_of, read_generation, records, text_of
 from trainer.elastic.overlay import is_partial, neighbours_of
-from trainer.errors import DamagedError
+from trainer.errors import DamagedError, NoGenerationError
 from trainer.rundir import MEMBERSHIP
 from trainer.runtime import clock
 from trainer.storage.base import Storage
@@ -40,10 +40,6 @@ GATHER_SECONDS = 0.02
 """Between two looks of a member that gathers: letters cost nothing."""
 MOST_LOOKING = 4
 """Members of a large world, the first by rank, that look for requests of others in the storage."""
-
-
-class NoGenerationError(RuntimeError):
-    """The members did not agree on a generation in time."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from trainer.data.dataset_data import digest_array
+from trainer.data.batches import digest_array
 from trainer.model.task import SupervisedTask
 
 _OF_A_PROCESS = re.compile(r"0x[0-9a-f]+|\(GPU \d+\)|\bcuda(:\d+)?|\bcpu\b")

@@ -1,7 +1,7 @@
 """The memory that a pass of forward and backward takes, measured by size once all steps against running out are used
 up, and the words on what would fit.
 
-The steps themselves are `trainer.engine.out_of_memory`; who takes them is `trainer.engine.recovery`.
+The steps themselves are `trainer.engine.out_of_memory`; `trainer.engine.recovery` takes them, and loads this then.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
 from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.engine.session import Session
+from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
@@ -120,6 +123,39 @@ class MemoryNeed:
             "needed_bytes": self.device_bytes(self.wanted),
             "measured": [list(pair) for pair in self.measured],
         }
+
+
+def explain_end(session: Session, error: Exception, is_world_fixed: bool) -> Exception:
+    """Save what is done, and return the error that ends this process: `GPUTooSmall` where the training may go on on the
+    CPU; else `OutOfMemoryError`, with what passes of several sizes take, as measured now, and what would fit."""
+    step, now, config = session.progress.step, session.step.limit, session.config
+    what = f"out of memory at step {step + 1} with {now.max_samples} samples at once"
+    what += " and activation checkpointing" if now.activation_checkpointing else ""
+    if session.world.rank == 0 and step > 0:
+        with suppress(Exception):  # memory is short: then the last checkpoint stays the last
+            session.save_at_end(agreed=False)
+    if may_move_to_cpu(error, config, is_world_fixed):
+        return GPUTooSmall(f'{what}: it may continue on the CPU (training.backend = "gloo")')
+    if session.step.divides_parameters:  # one rank cannot make a pass by itself
+        model = model_bytes(session.step.module)
+        told = explain_sharded(config, session.world.world_size, max(2, session.step.sharing), model)
+        return OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {})
+    need = measure_memory(session.step, session.problem.data, now.max_samples)
+    _log.info("what a pass takes: %s", need)
+    together = ""
+    if not session.step.can_regroup and session.world.world_size > 1:
+        together = (
+            "; with DeepSpeed its ranks cannot agree on smaller parts of a micro-batch: lower "
+            "training.batch_size_per_gpu"
+        )
+    elif is_world_fixed:
+        together = (
+            "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
+            "`dtrain train`"
+        )
+    return OutOfMemoryError(
+        f"{what} ({str(error).splitlines()[0]}){together}; {explain_need(need, config)}", need.facts()
+    )
 
 
 def is_gpu_out_of_memory(error: BaseException) -> bool:

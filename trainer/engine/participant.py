@@ -11,15 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.comm.launcher_env import RankFacts, rank_facts
-from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
 from trainer.engine.result import forget_stop
@@ -28,6 +26,14 @@ from trainer.rundir import RESULT
 from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.host_memory import keep_freed_memory
+from trainer.runtime.packages import load
+
+if TYPE_CHECKING:
+    from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
+
+FIXED = "trainer.comm.static_rendezvous:join_world"
+REGROUPING = "trainer.elastic.dynamic_rendezvous:DynamicRendezvous"
+"""How a process finds its peers, where they stay and where they come and go."""
 
 
 def prepare_process(
@@ -85,10 +91,10 @@ class Participant:
             self.world = World(facts, self.device, backend)
             self.elastic: DynamicRendezvous | None = None
             if self.launch is not None:
-                self.elastic = DynamicRendezvous(self.rundir, self.config, facts, self.device, environment, job.job_id)
+                self.elastic = load(REGROUPING)(self.rundir, self.config, facts, self.device, environment, job.job_id)
                 undo.callback(self.elastic.close)
             else:
-                self.world = join_world(self.config, environment)
+                self.world = load(FIXED)(self.config, environment)
                 undo.callback(self.world.close)
             if threading.current_thread() is threading.main_thread():
                 # Only now: before this, SIGTERM may end the process at once, since nothing has been done yet.

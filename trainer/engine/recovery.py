@@ -7,29 +7,28 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from trainer.checkpoint.manager import BEST, CheckpointError, FencedError
 from trainer.comm.group import GroupError
 from trainer.documents.schemas import LEAVING, START
-from trainer.elastic.generation import Generation
-from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.memory_need import explain_need, explain_sharded, may_move_to_cpu, measure_memory
 from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
-from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.engine.state import Entry, Loaded, describe_changes, take_up
-from trainer.model.sizes import model_bytes
+from trainer.errors import NoGenerationError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import LONGEST_REMOTE_FLUSH, RunDir
 from trainer.runtime.host_memory import give_back_freed_memory
+from trainer.runtime.packages import load
 from trainer.runtime.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from trainer.elastic.generation import Generation
 
 STOP_SECONDS = 3.0
 """Seconds for which a regroup may keep a process that was asked to end from its checkpoint."""
@@ -37,6 +36,7 @@ LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=lo
 """The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
 UNWRITTEN_SECONDS = LONGEST_REMOTE_FLUSH + 30.0
 """Seconds of training that rank 0 may have reported and not written when it was lost."""
+GIVE_UP = "trainer.engine.memory_need:explain_end"
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
 def recover(session: Session, reason: str, communication: bool = False) -> None:
     """Join the next generation, ready for the next step, which may be the last one done again.
 
-    Raise `GroupError` if the new group fails as it forms, and `trainer.elastic.membership.NoGenerationError` if
+    Raise `GroupError` if the new group fails as it forms, and `trainer.errors.NoGenerationError` if
     communication keeps failing among members that are all there, in parameter-server mode too.
     """
     assert session.elastic is not None
@@ -196,15 +196,17 @@ def report_failure(session: Session, error: GroupError) -> None:
 
 def use_less_memory(session: Session, error: Exception) -> None:
     """Put smaller parts through the model after memory ran out, on all ranks, and do the step again. Where nothing
-    smaller is left, or ranks cannot agree because their world is fixed, raise as `_give_up_memory` does."""
+    smaller is left, or ranks cannot agree because their world is fixed, raise as
+    `trainer.engine.memory_need.explain_end` says."""
     fit = reduce_limit(session.step.limit, session.config.micro_batch_floor)
     traceback.clear_frames(error.__traceback__)  # the frames hold the activations of the failed pass
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
     else:
         give_back_freed_memory()
-    if fit is None or _is_world_fixed(session):
-        _give_up_memory(session, error)
+    is_world_fixed = (session.elastic is None or not session.step.can_regroup) and session.world.world_size > 1
+    if fit is None or is_world_fixed:
+        raise load(GIVE_UP)(session, error, is_world_fixed) from error
     session.step.apply_limit(fit)
     session.reports.emit(
         "out_of_memory",
@@ -218,43 +220,6 @@ def use_less_memory(session: Session, error: Exception) -> None:
         reason = f"out of memory on rank {session.world.rank}"
         session.world.group.fail(reason, communication=False)
         retry_until_formed(session, partial(recover, session, reason))
-
-
-def _is_world_fixed(session: Session) -> bool:
-    return (session.elastic is None or not session.step.can_regroup) and session.world.world_size > 1
-
-
-def _give_up_memory(session: Session, error: Exception) -> NoReturn:
-    """Save what is done, and raise `GPUTooSmall` where the training may go on on the CPU; else `OutOfMemoryError`, with
-    what passes of several sizes take, as measured now, and what would fit."""
-    step, now, config = session.progress.step, session.step.limit, session.config
-    what = f"out of memory at step {step + 1} with {now.max_samples} samples at once"
-    what += " and activation checkpointing" if now.activation_checkpointing else ""
-    if session.world.rank == 0 and step > 0:
-        with suppress(Exception):  # memory is short: then the last checkpoint stays the last
-            session.save_at_end(agreed=False)
-    if may_move_to_cpu(error, config, _is_world_fixed(session)):
-        raise GPUTooSmall(f'{what}: it may continue on the CPU (training.backend = "gloo")') from error
-    if session.step.divides_parameters:  # one rank cannot make a pass by itself
-        model = model_bytes(session.step.module)
-        told = explain_sharded(config, session.world.world_size, max(2, session.step.sharing), model)
-        raise OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {}) from error
-    need = measure_memory(session.step, session.problem.data, now.max_samples)
-    _log.info("what a pass takes: %s", need)
-    together = ""
-    if not session.step.can_regroup and session.world.world_size > 1:
-        together = (
-            "; with DeepSpeed its ranks cannot agree on smaller parts of a micro-batch: lower "
-            "training.batch_size_per_gpu"
-        )
-    elif _is_world_fixed(session):
-        together = (
-            "; its ranks cannot agree on smaller parts of a micro-batch, since their world is fixed: start them with "
-            "`dtrain train`"
-        )
-    raise OutOfMemoryError(
-        f"{what} ({str(error).splitlines()[0]}){together}; {explain_need(need, config)}", need.facts()
-    ) from error
 
 
 def _report_resume(session: Session, folder: str, changes: list[str]) -> None:

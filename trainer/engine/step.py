@@ -29,7 +29,6 @@ from trainer.engine.module_state import (
 )
 from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
 from trainer.model.compile import compiled
-from trainer.model.stock import Standardize
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
@@ -125,7 +124,7 @@ class TrainingStep:
         self._holders = {
             name: item
             for name, item in module.named_modules()
-            if holds_module_state(item) and not isinstance(item, Standardize)
+            if holds_module_state(item) and not getattr(item, "has_constant_buffers", False)
         }
         """The modules that may have running statistics, by name."""
         self._commit: CollectiveResult | None = None

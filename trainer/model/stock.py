@@ -25,6 +25,8 @@ class Standardize(nn.Module):
 
     mean: Tensor
     std: Tensor
+    has_constant_buffers = True
+    """Whether no step changes them, so that none need be kept in case it fails."""
 
     def __init__(self, model: nn.Module, spec: DataSpec) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from trainer.comm.horovod import horovod_variables, serve_rendezvous
 from trainer.comm.own_address import interface_of, is_loopback, own_address
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
-from trainer.elastic.membership import NoGenerationError
+from trainer.errors import NoGenerationError
 from trainer.parallel.buckets import Bucket
 from trainer.parallel.synchronizer import GradientSynchronizer
 

@@ -19,7 +19,7 @@ from crowd import Node, cut, look_until, names_of, together
 from trainer.documents.schemas import START
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
-from trainer.elastic.membership import NoGenerationError
+from trainer.errors import NoGenerationError
 from trainer.storage.open import open_storage
 
 

@@ -13,7 +13,7 @@ from trainer.comm.group import CompletedCollective, GroupError
 from trainer.comm.horovod import horovod_variables
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
-from trainer.elastic.membership import NoGenerationError
+from trainer.errors import NoGenerationError
 from trainer.parallel import horovod_synchronizer
 from trainer.parallel.horovod_synchronizer import form_horovod
 
