@@ -120,7 +120,7 @@ class TrainingStep:
         self.sync: GradientSync = GradientSynchronizer(self.world, faults, self.timer, config=config)
         self.awaits_commit: int | None = None
         """The step whose gradients are complete and whose commit this rank waits for, or has missed."""
-        self._kind = AUTOCAST[config.precision]
+        self._kind, self._micro_batches = AUTOCAST[config.precision], config.micro_batches
         self._holders = {
             name: item
             for name, item in module.named_modules()
@@ -177,7 +177,7 @@ class TrainingStep:
         self.sync.clear(self.parameters)
         self.sync.step = step
         self._commit = self.awaits_commit = None
-        before = read_module_state(self._holders)
+        before = read_module_state(self._holders) if self._holders else {}
         try:
             losses, weight = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
@@ -223,7 +223,7 @@ class TrainingStep:
         work = list(batch.micro_batches)
         real = len(work)
         # Where passes are collectives, all ranks make equally many, the last ones with a share of 0.
-        most = sync.passes(batch.samples, self.config.micro_batches, self.limit.max_samples)
+        most = sync.passes(batch.samples, self._micro_batches, self.limit.max_samples)
         work += [work[-1]] * (most - real)
         self.timer.mark("other")
         for place, part in enumerate(work):

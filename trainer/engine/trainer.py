@@ -252,15 +252,15 @@ class DistributedTrainer:
 
     def _train_batches(self, dataloader: Iterable[Batch], epoch: int) -> dict[str, float]:
         """Train on these batches, and return the sum of this rank's losses, and its samples."""
-        session, watchdog, profiler, step = self.session, self.reports.watchdog, self._profiler, self.session.step
+        session, config, watchdog, profiler = self.session, self.config, self.reports.watchdog, self._profiler
+        step, progress, total_steps = session.step, session.progress, session.total_steps
         step.module.train()
         step.check_parameters()
         step.timer.mark("other")
-        progress = session.progress
         watchdog.progress(progress.step)
         totals = {"loss_sum": 0.0, "weight": 0.0, "samples": 0.0}
         for batch in dataloader:
-            rate = learning_rate(self.config, progress.step, session.total_steps)
+            rate = learning_rate(config, progress.step, total_steps)
             flags = self._collect_flags()
             result = step(batch, progress.step, rate, flags)
             self._leaves = bool(flags.leaving)
@@ -276,19 +276,19 @@ class DistributedTrainer:
             session.workload.communication.add(batch.local_samples)
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
             session.faults.reach("report", progress.step - 1)
-            is_reported = progress.step % self.config.log_frequency == 0 or progress.step == session.total_steps
+            done = progress.step
+            is_reported = done % config.log_frequency == 0 or done >= total_steps
             if is_reported:
                 self._report_step(epoch, rate, result.grad_norm)
-            if result.flags.budget and not session.is_over:
+            if result.flags.budget and done < total_steps:
                 raise BudgetSpent(agreed=True)
-            paused_at = time.monotonic()
-            if is_reported and self.config.timing:
+            if is_reported and config.timing:
                 self._probe_links()
-            self._catch_up()
-            watchdog.progress(progress.step)
-            session.window.began += time.monotonic() - paused_at  # this time is no part of a step
+            often = config.eval_frequency or total_steps
+            if not (done % config.checkpoint_frequency and done % often) or done >= total_steps:
+                self._catch_up()  # what is due at the end of an epoch, `train` does
             self._act_on_flags(result)
-            if session.is_over:
+            if done >= total_steps or progress.early_stopped:
                 break
         self.reports.end_phase("training")
         return totals
@@ -296,7 +296,8 @@ class DistributedTrainer:
     def _collect_flags(self) -> StepFlags:
         """Return the flags that this rank sends in the next step."""
         session = self.session
-        elastic, cut_off, spent = session.elastic, self._cut_off, int(session.is_budget_due)
+        elastic, cut_off = session.elastic, self._cut_off
+        spent = int(session.budget.limit < math.inf and session.is_budget_due)
         leaving = int(session.participant.asked_to_stop)
         if elastic is None:
             return StepFlags(leaving=leaving, budget=spent)
@@ -370,20 +371,23 @@ class DistributedTrainer:
 
     def _probe_links(self) -> None:
         """Probe the links where that is due."""
-        session = self.session
+        session, paused_at = self.session, time.monotonic()
         found = session.workload.communication.probe(session.progress.step)
         session.step.timer.mark(None)
         if found is not None and session.world.rank == 0:
             self.reports.emit("link", **found)
+        session.window.began += time.monotonic() - paused_at  # this time is no part of a step
 
     def _catch_up(self) -> None:
         """Do what is due after the steps done so far: evaluation, checkpoint."""
         session, config = self.session, self.config
-        progress, step = session.progress, session.progress.step
+        progress, step, paused_at = session.progress, session.progress.step, time.monotonic()
         if needs_evaluation(config, session.workload.sampler.samples, progress, session.total_steps):
             self._validate()
         if step and (step % config.checkpoint_frequency == 0 or session.is_over) and session.saved_step < step:
             session.save()
+        self.reports.watchdog.progress(step)
+        session.window.began += time.monotonic() - paused_at  # this time is no part of a step
 
     def _validate(self) -> None:
         """Evaluate on the validation split, keep the best model, and count towards early stopping."""
