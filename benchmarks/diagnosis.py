@@ -68,7 +68,7 @@ RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 60.0
 """Longest time of one training."""
 HANG_SECONDS = 2.0
-MISSING_CORES = (SlowdownCause.CROWDED, SlowdownCause.CONTENTION)
+MISSING_CORES = (SlowdownCause.CROWDED,)
 ACCUSATIONS = (*STRAGGLERS, SlowdownCause.SLOW_LINK, SlowdownCause.COMMUNICATION, SlowdownCause.SMALL_BATCHES)
 """Causes that are a node's or the network's."""
 LOOK_SECONDS, BUSY_CORES = 0.3, 0.2
@@ -125,7 +125,6 @@ class Clinic:
             for one, other in itertools.combinations(range(plant.ranks), 2):
                 if plant.node in (None, one, other):
                     network.throttle(one, other, plant.bytes_per_second)
-        rivals = [burn() for _ in range(plant.rivals)]
         try:
             hosts.start(plant.faults)
             began = time.monotonic()
@@ -139,9 +138,6 @@ class Clinic:
                 time.sleep(0.05)
         finally:
             hosts.close()
-            for rival in rivals:
-                rival.kill()
-                rival.wait()
             if network is not None:
                 network.restore_all()
         return list(hosts.rundir.events())

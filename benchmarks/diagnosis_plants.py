@@ -33,7 +33,6 @@ CAUSES = (
     SlowdownCause.CHECKPOINT,
     SlowdownCause.HANG,
     SlowdownCause.CROWDED,
-    SlowdownCause.CONTENTION,
     SlowdownCause.COMMUNICATION,
     SlowdownCause.MEMORY,
     SlowdownCause.INPUT,
@@ -58,8 +57,6 @@ class Plant:
     model: dict[str, Any] = field(default_factory=dict)
     bytes_per_second: float | None = None
     """Rate of the throttled links, in both directions: those of ``node``, or all where it is None. None: no link is."""
-    rivals: int = 0
-    """Processes beside the training, each of which takes all of a core that it gets."""
 
     def __str__(self) -> str:
         where = "" if self.node is None else f" on node {self.node}"
@@ -72,8 +69,8 @@ class Plant:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether its ranks and rivals are more than the cores: then cores are shared besides what is planted."""
-        return self.ranks + self.rivals > available_cores()
+        """Whether its ranks are more than the cores: then cores are shared besides what is planted."""
+        return self.ranks > available_cores()
 
 
 def make_plant(seed: int, cause: SlowdownCause, round_seconds: float, gradient_bytes: int) -> Plant:
@@ -119,8 +116,6 @@ def make_plant(seed: int, cause: SlowdownCause, round_seconds: float, gradient_b
         return replace(plain, share=0.0, model={**model, "fits": chance.choice((8, 16, 24))})
     if cause is SlowdownCause.CROWDED:
         return replace(plain, share=0.0, ranks=available_cores() + 1, node=None)
-    if cause is SlowdownCause.CONTENTION:
-        return replace(plain, share=0.0, rivals=1)
     hang = {"kind": "sleep", "at": "forward", "step": chance.randrange(20, 60), "node": node, "seconds": 3600}
     return replace(plain, share=0.0, node=node, faults=[hang])
 

@@ -25,7 +25,6 @@ from dtrain_dagster.monitoring.windows import (
     exceeds_limit,
     latency_share,
     seconds_of,
-    seconds_with_cores,
     settled,
     shares,
     shares_by_window,
@@ -76,8 +75,6 @@ class SlowdownCause(StrEnum):
     MEMORY = "memory"
     CROWDED = "ranks share cores"
     """Ranks are more than the cores of their machine."""
-    CONTENTION = "other work takes cores"
-    """Ranks are ready to compute and have no core, though there is one for each."""
     UNKNOWN = "unknown"
     """The records do not tell: no timing was recorded, or hardly any."""
 
@@ -177,31 +174,20 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
 
 
 def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
-    """Return a diagnosis of missing cores. It has a rank only where that one is alone on its machine: of several
-    machines, others have cores enough. Where the ranks are more than the cores, that is named, whatever else runs."""
+    """Return a diagnosis of cores that ranks share, whatever it costs: that is not known."""
     item = find_contention(world)
     if item is None:
         return []
-    alone = item.machines > 1 and item.ranks == 1
-    text = f"{item.reason[0].upper()}{item.reason[1:]}: "
-    if item.queued_seconds:
-        text += f"of a step of {_ms(item.step_seconds)}, rank {item.rank} is ready to compute for "
-        text += f"{_ms(item.queued_seconds)} but has no core; this does not mean that a node is slow."
-    else:
-        text += "this kernel does not report how long a rank has none; this does not mean that a node is slow."
-    cause = SlowdownCause.CROWDED if item.is_crowded else SlowdownCause.CONTENTION
-    rank = item.rank if alone else None
-    node = world[-1].nodes[item.rank] if alone else None
-    return [Diagnosis(cause=cause, share=item.share, evidence=text, rank=rank, node_id=node)]
+    text = f"{item.reason}: who is late there is up to the scheduler; this does not mean that a node is slow."
+    return [Diagnosis(cause=SlowdownCause.CROWDED, share=0.0, evidence=text)]
 
 
 def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
     """Return a diagnosis where input holds up every rank: even the quickest one waits for it."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
-    share = statistics.median(min(row) / seconds_with_cores(item) for row, item in zip(rows, world, strict=True))
+    share = statistics.median(min(row) / item.seconds for row, item in zip(rows, world, strict=True))
     if share < INPUT_SHARE or len(world) < 3:
         return []
-    share *= statistics.median(seconds_with_cores(window) / window.seconds for window in world)
     each = ", ".join(_ms(statistics.median(column)) for column in zip(*rows, strict=True))
     text = f"Every rank waits for its batch in every step: {each} of {_ms(_step(world))}."
     return [Diagnosis(cause=SlowdownCause.INPUT, share=share, evidence=text)]

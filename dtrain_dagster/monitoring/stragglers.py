@@ -1,8 +1,8 @@
 """Late ranks, since when they are late, and why, from windows of one world. Pure.
 
 Lateness is the time that the others wait. It is judged window by window against the other ranks, so that a cause which
-slows all of them, and noise that hits now this one and now that one, is blamed on none. Nor is a rank blamed for the
-time in which it had no core, and none is blamed that shares cores with other ranks (`contention`).
+slows all of them, and noise that hits now this one and now that one, is blamed on none. Nor is a rank blamed that
+shares cores with other ranks (`contention`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from typing import Literal
 
 from dtrain_dagster.monitoring.contention import ranks_that_share_cores
 from dtrain_dagster.monitoring.noise import NOISE_FACTOR
-from dtrain_dagster.monitoring.windows import seconds_of, seconds_with_cores
+from dtrain_dagster.monitoring.windows import seconds_of
 from trainer.documents.events import TimingEvent
 
 LATE_SHARE = 0.03
-"""Share of the step, without the time for which cores were missing: a rank that is later, and well above noise, is
-called a straggler."""
+"""Share of the step: a rank that is later, and well above noise, is called a straggler."""
 USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
 """Noise from window to window on a shared machine, as a share of the step, and the number of windows that it weighs as
 much as: a few windows may agree by chance better than any machine does."""
 LEAST_LATENESS = 0.0005
 """Least seconds of a lateness: to wake a thread on another core takes nearly as long, for one rank more than others."""
-QUEUE_ERROR = 0.02
-"""Relative error of the time for which cores were missing: ranks that change places on a core compute more slowly."""
 DEAL_ERROR = 0.10
 """Relative error of the assumption that a rank's time is proportional to its samples."""
 FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
@@ -75,9 +72,7 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
     found: dict[int, Straggler] = {}
     for typically, lateness in ((True, _typically_late), (False, _late_on_average)):
         rows = [_against_others(lateness(window)) for window in windows]
-        noise = _noise(
-            [[value / seconds_with_cores(window) for value in row] for row, window in zip(rows, windows, strict=True)]
-        )
+        noise = _noise([[value / window.seconds for value in row] for row, window in zip(rows, windows, strict=True)])
         for rank in sorted(judged - found.keys()):
             series = [row[rank] for row in rows]
             straggler = _judge(windows, rank, series, noise if typically else MEANS_NOISE * noise, typically)
@@ -91,7 +86,7 @@ def dealt_seconds(window: TimingEvent) -> list[float]:
     work."""
     if len(window.samples) != window.world_size or len(set(window.samples)) == 1:
         return [0.0] * window.world_size
-    computing = _without(_segments(window, "forward", "backward"), window.queued or _nothing(window))
+    computing = _segments(window, "forward", "backward")
     rates = [seconds / samples for seconds, samples in zip(computing, window.samples, strict=True) if samples]
     rate = statistics.median(rates) if rates else 0.0
     return [rate * (samples - min(window.samples)) for samples in window.samples]
@@ -102,7 +97,7 @@ def _judge(
 ) -> Straggler | None:
     """Return the straggler if this rank is late for a segment of windows that counts. ``series``: its seconds in each,
     ``noise`` relative."""
-    late = [seconds / seconds_with_cores(window) for seconds, window in zip(series, windows, strict=True)]
+    late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
     first, last = _interval([value - LATE_SHARE / 2 for value in late])
     count = last - first
     whole = count >= 0.6 * len(late)
@@ -116,12 +111,10 @@ def _judge(
     share = statistics.median(late[first:last])
     # The standard error of a median; of few values it is uncertain itself, and a search always finds some segment.
     error = 1.2533 * noise / math.sqrt(count) * (1 + 2 / count)
-    dealt = statistics.median(max(dealt_seconds(window)) / seconds_with_cores(window) for window in windows)
-    held_up = statistics.median(window.seconds / seconds_with_cores(window) for window in interval) - 1
-    least = LATE_SHARE + DEAL_ERROR * dealt + QUEUE_ERROR * held_up
+    dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
+    least = LATE_SHARE + DEAL_ERROR * dealt
     if share < least or share < NOISE_FACTOR * error or statistics.median(series[first:last]) < LEAST_LATENESS:
         return None
-    share *= statistics.median(seconds_with_cores(window) / window.seconds for window in interval)
     why, own, others = _reason(interval, rank, statistics.median(series[first:last]), typically)
     return Straggler(
         rank=rank,
@@ -146,9 +139,7 @@ def _reason(windows: Sequence[TimingEvent], rank: int, late: float, typically: b
     if not typically:
         looks = {
             "input": lambda window: _segments(window, "input"),
-            "compute": lambda window: _without(
-                _segments(window, "forward", "backward", "optimizer"), window.queued or _nothing(window)
-            ),
+            "compute": lambda window: _segments(window, "forward", "backward", "optimizer"),
         }
     best: tuple[Why, float, float] = ("outside input and compute", 0.0, 0.0)
     most = late / 3
@@ -164,14 +155,13 @@ def _reason(windows: Sequence[TimingEvent], rank: int, late: float, typically: b
 
 
 def _typically_late(window: TimingEvent) -> list[float]:
-    late = window.typical.get("running_late") or window.typical.get("late")
+    late = window.typical.get("late")
     return _explained(window, late) if late else _late_on_average(window)
 
 
 def _late_on_average(window: TimingEvent) -> list[float]:
-    """Return lateness from means: the rank that waits least is late. With a core all the time, it would have waited
-    for longer."""
-    waiting = [sum(pair) for pair in zip(_segments(window, "waiting"), window.queued or _nothing(window), strict=True)]
+    """Return lateness from means: the rank that waits least is late."""
+    waiting = _segments(window, "waiting")
     return _explained(window, [max(waiting) - value for value in waiting])
 
 
@@ -188,9 +178,9 @@ def _input(window: TimingEvent) -> list[float]:
 
 
 def _compute(window: TimingEvent) -> list[float]:
-    """Return the computation as if all ranks had the samples of the one with least work, and a core all the time."""
+    """Return the computation as if all ranks had the samples of the one with least work."""
     seconds = window.typical.get("compute") or _segments(window, "forward", "backward", "optimizer")
-    return _without(_without(seconds, dealt_seconds(window)), window.typical.get("queued") or _nothing(window))
+    return _without(seconds, dealt_seconds(window))
 
 
 def _segments(window: TimingEvent, *names: str) -> list[float]:

@@ -228,20 +228,11 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
 
 
 def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
-    """Return what ends the lack of cores; nothing where none are missing."""
+    """Return what ends the sharing of cores; nothing where no ranks share any."""
     item, now = find_contention(world), step_model(world)
-    if item is None or not now.samples:
-        return []
-    saved = item.share * now.seconds
-    computing = max(0.0, now.computing - saved)
-    waiting = max(0.0, now.waiting - (saved - (now.computing - computing)))
-    free = replace(now, computing=computing, waiting=waiting)
-    if not item.is_crowded:
-        change = "end the other work on that machine, or give the training a machine of its own"
-        return [now.to(free, "a core for each rank", change, "at best: all of that time is won back")]
-    if item.machines > 1 or now.nodes != item.ranks:  # fewer ranks on the same nodes gain nothing
-        return []
-    fewer = replace(free.with_work(item.ranks / item.cores), waiting=waiting, nodes=item.cores)
+    if item is None or not now.samples or item.machines > 1 or now.nodes != item.ranks:
+        return []  # fewer ranks on the same nodes gain nothing
+    fewer = replace(now, nodes=item.cores)
     change = f"{item.cores} node(s) instead of {now.nodes} (DTRAIN_NODES): now {item.reason}"
     note = "about as fast, since the cores are the same, for fewer paid nodes"
     return [now.to(fewer, "as many nodes as cores", change, note)]

@@ -105,13 +105,6 @@ def shares_by_window(found: Sequence[TimingEvent], segments: Sequence[str]) -> l
     return [window.mean(*segments) / window.seconds for window in found]
 
 
-def seconds_with_cores(window: TimingEvent) -> float:
-    """Return the seconds that a step of this window would take if every rank had a core whenever it is ready; those of
-    the step where the trainer does not tell. What is slow is measured by it: missing cores must not hide it."""
-    held_up = float(window.facts.get("held_up_seconds") or 0.0)
-    return max(window.seconds - held_up, 0.05 * window.seconds)
-
-
 def typical_share(found: Sequence[TimingEvent], segment: str) -> float:
     """Return the median share over windows, which one window with a disturbance cannot spoil."""
     return statistics.median(window.mean(segment) / window.seconds for window in found) if found else 0.0

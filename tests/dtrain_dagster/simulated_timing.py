@@ -44,10 +44,6 @@ class Simulation:
     save_every: int = 0
     """Steps; 0: never. A save holds rank 0 up and is written during the next ten steps."""
     stall: float = 0.0
-    queued: float = 0.0
-    """Seconds without a core that ranks share out by chance, drawn anew for each step; on average for each rank."""
-    queued_of: dict[int, float] = field(default_factory=dict)
-    """Seconds for which these ranks have no core in every step."""
     cores: int = 0
     """Of the one machine of all ranks; 0: the trainer is an older one that tells nothing of cores."""
     write_slows: float = 0.0
@@ -100,11 +96,6 @@ class Simulation:
             waits = late * times * self.late_input.get(rank, 0.0)
             segments["input"].append(self.input * chance.lognormvariate(0, 0.5) + waits)
             segments["optimizer"].append(self.optimizer * chance.lognormvariate(0, self.noise))
-        without = [
-            self.queued * chance.uniform(0, 2) + self.queued_of.get(rank, 0.0) if self.cores else 0.0
-            for rank in range(self.ranks)
-        ]
-        segments["forward"] = [own + lost for own, lost in zip(segments["forward"], without, strict=True)]
         segments["checkpoint"] = [self.stall if saves and rank == 0 else 0.0 for rank in range(self.ranks)]
         sizes = [*self.buckets, 48]
         network_times = [
@@ -121,11 +112,8 @@ class Simulation:
         segments["waiting"] = [value - min(exposed) for value in exposed]
         segments["other"] = [0.0002] * self.ranks
         late_by = [max(exposed) - value for value in exposed]
-        ready = [value + lost for value, lost in zip(exposed, without, strict=True)]
         return {
-            "segments": segments, "late": late_by, "network_times": network_times, "hidden": hidden, "sizes": sizes,
-            "queued": without, "running_late": [max(ready) - value for value in ready],
-            "held_up": min(ready) - min(exposed),
+            "segments": segments, "late": late_by, "network_times": network_times, "hidden": hidden, "sizes": sizes
         }  # fmt: skip
 
     def _window(self, rows: list[dict[str, Any]], step: int, clock: float) -> dict[str, Any]:
@@ -147,13 +135,7 @@ class Simulation:
         }
         shared: dict[str, Any] = {}
         if self.cores:
-            for name in ("queued", "running_late"):
-                typical[name] = over_steps(statistics.median, lambda row, rank, name=name: row[name][rank])
-            shared = {
-                "queued": over_steps(statistics.fmean, lambda row, rank: row["queued"][rank]),
-                "held_up_seconds": statistics.fmean(row["held_up"] for row in rows),
-                "machines": [0] * self.ranks, "cores": [self.cores] * self.ranks,
-            }  # fmt: skip
+            shared = {"machines": [0] * self.ranks, "cores": [self.cores] * self.ranks}
         labels = [f"bucket {place}" for place in range(len(self.buckets))] + ["commit"]
         dealt = self.micro_batches or (2,) * self.ranks
         waiting = segments["waiting"]

@@ -12,13 +12,12 @@ from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts, keep
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import settled, windows
-from trainer.runtime.cores import RunQueueClock, available_cores
+from trainer.runtime.cores import available_cores
 
 RANKS = available_cores() + 1
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(RunQueueClock().seconds() is None, reason="this kernel does not count the run queue"),
     pytest.mark.skipif(RANKS > 5, reason="more ranks than cores would be too many for a test"),
 ]
 

@@ -332,18 +332,14 @@ class TimingEvent(Event):
     samples: tuple[int, ...]
     segments: Mapping[str, tuple[float, ...]]
     typical: Mapping[str, tuple[float, ...]]
-    """Medians over the window's steps: ``input``, ``compute`` (forward, backward, optimizer), ``late``; ``queued`` and
-    ``running_late``, which older trainers do not write."""
-    queued: tuple[float, ...] = ()
-    """Seconds for which each rank was ready to compute and had no core; empty: not known."""
+    """Medians over the window's steps: ``input``, ``compute`` (forward, backward, optimizer), ``late``."""
     machines: tuple[int, ...] = ()
     """The machine of each rank, numbered from 0; empty: not known."""
     cores: tuple[int, ...] = ()
     """The cores that each rank may use; empty: not known."""
     collectives: tuple[CollectiveTiming, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """``topology``, ``backend``, ``device``, ``micro_batches``, ``local_samples_per_micro_batch``, ``held_up_seconds``
-    (of a step: by how much it would be shorter if every rank had a core whenever it is ready)…"""
+    """``topology``, ``backend``, ``device``, ``micro_batches``, ``local_samples_per_micro_batch``…"""
 
     @property
     def world_size(self) -> int:
@@ -368,7 +364,6 @@ class TimingEvent(Event):
         try:
             nodes = tuple(int(node) for node in row.get("nodes") or ())
             segments, typical = (_by_rank(row.get(name), len(nodes)) for name in ("segments", "typical"))
-            queued = _by_rank({"queued": row.get("queued") or ()}, len(nodes)).get("queued", ())
             machines, cores = (tuple(map(int, row.get(name) or ())) for name in ("machines", "cores"))
             # What the segments of the ranks sum to, so that shares add up; the wall clock where there are none.
             sums = [sum(values) for values in zip(*segments.values(), strict=True)]
@@ -386,7 +381,6 @@ class TimingEvent(Event):
                 samples=tuple(map(int, row.get("samples") or ())),
                 segments=segments,
                 typical=typical,
-                queued=queued,
                 machines=machines if len(machines) == len(nodes) else (),
                 cores=cores if len(cores) == len(nodes) else (),
                 collectives=tuple(CollectiveTiming.read_row(item) for item in row.get("collectives") or ()),

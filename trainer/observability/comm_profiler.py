@@ -8,9 +8,6 @@ same time, so the one that came last has not waited: the time that it spent ther
     waiting         what another rank has more than that
     lateness        of a rank: what the rank that waits longest has more than this one
 
-    queued          the time for which a rank had work of its own and no core to do it on; ``running late`` is the
-                    lateness that is left without it, so that ranks which share cores do not look slow
-
 and the same for each collective by itself. The minimum is one of a step, then means are taken over steps: a minimum of
 means would be too large where ranks take turns in being late. Every rank measures with its own clock only.
 """
@@ -36,9 +33,9 @@ from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
 from trainer.performance.link import bytes_carried
 from trainer.runtime.cores import available_cores, machine_number
-from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments, queued_seconds
+from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
-FIELDS = (*SEGMENTS, "samples", "queued")
+FIELDS = (*SEGMENTS, "samples")
 MOST_STEPS = 1000
 """The most steps in a window: of a longer one, only the last are measured."""
 EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
@@ -68,8 +65,6 @@ class TimingWindow:
     """The sums over ranks of the values that were given."""
     hosts: tuple[tuple[int, int], ...] = ()
     """Of each rank: its machine, numbered in order of appearance, and the cores that it may use; empty: not known."""
-    knows_queue: bool = True
-    """Whether the kernel of every rank counts the time in the run queue."""
 
     def field(self, name: str) -> NDArray[np.float64]:
         """Return the values of a field, (ranks, steps)."""
@@ -101,7 +96,7 @@ class CommunicationProfiler:
         self._windows, self._due_at = 0, 0
         self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
         self._step_seconds = 0.0
-        self._host = machine_number(), available_cores(), float(timer.knows_queue)
+        self._host = machine_number(), available_cores()
         timer.drop()
 
     def add(self, samples: int) -> None:
@@ -122,17 +117,14 @@ class CommunicationProfiler:
         names = list(sizes)
         size, given = self.world.world_size, len(totals)
         shape = (size, len(self._steps), len(FIELDS) + 2 * len(names))
-        numbers = np.zeros(given + 3 * size + math.prod(shape))
-        hosts = numbers[given : given + 3 * size].reshape(size, 3)
-        numbers[:given], values = totals, numbers[given + 3 * size :].reshape(shape)
+        numbers = np.zeros(given + 2 * size + math.prod(shape))
+        hosts = numbers[given : given + 2 * size].reshape(size, 2)
+        numbers[:given], values = totals, numbers[given + 2 * size :].reshape(shape)
         hosts[self.world.rank] = self._host
         values[self.world.rank] = [row_of(*step, names) for step in self._steps]
         self._steps.clear()
         self.world.all_reduce(torch.from_numpy(numbers))
-        window = TimingWindow(
-            values, tuple(sizes.items()), tuple(numbers[:given].tolist()), hosts_of(hosts[:, :2].tolist()),
-            bool(hosts[:, 2].all()),
-        )  # fmt: skip
+        window = TimingWindow(values, tuple(sizes.items()), tuple(numbers[:given].tolist()), hosts_of(hosts.tolist()))
         self._step_seconds = max(window.seconds, 1e-9)
         self._windows += 1
         self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
@@ -216,7 +208,7 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
         own[name_of(item.what)] = item.ended - item.began - item.computing, hidden
     nothing = (np.nan, np.nan)
     pairs = [value for name in names for value in own.get(name, nothing)]
-    return [*durations(marks, when).values(), samples, queued_seconds(marks), *pairs]
+    return [*durations(marks, when).values(), samples, *pairs]
 
 
 def hosts_of(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
@@ -230,24 +222,18 @@ def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
     """Return the figures of each rank in a window, as the ``timing`` event has them."""
     exposed, network = window.field("exposed"), window.network
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
-    alone, own, queued = len(exposed) == 1, means.pop("exposed"), window.field("queued")
-    ready = exposed + queued  # what each rank would have waited, had it had a core all the time
+    alone, own = len(exposed) == 1, means.pop("exposed")
     communication = np.full_like(own, network.mean())
     segments: dict[str, Any] = {name: means[name] for name in SEGMENTS if name != "exposed"}
     segments |= {"communication": communication, "waiting": np.zeros_like(own) if alone else own - communication}
     if alone:
         segments["other"] = segments["other"] + own  # nobody to talk to: what is left is bookkeeping
     compute = window.field("forward") + window.field("backward") + window.field("optimizer")
-    late, running_late = (waits.max(axis=0) - waits for waits in (exposed, ready))
-    rows = {"input": window.field("input"), "compute": compute, "late": late}
+    rows = {"input": window.field("input"), "compute": compute, "late": exposed.max(axis=0) - exposed}
     shared: dict[str, Any] = {}
-    if window.knows_queue:
-        rows |= {"queued": queued, "running_late": running_late}
-        held_up = queued[0] if alone else ready.min(axis=0) - exposed.min(axis=0)
-        shared = {"queued": rounded(means["queued"]), "held_up_seconds": round(float(held_up.mean()), DIGITS)}
     if window.hosts:
         machines, cores = zip(*window.hosts, strict=True)
-        shared |= {"machines": list(machines), "cores": list(cores)}
+        shared = {"machines": list(machines), "cores": list(cores)}
     medians = np.median(list(rows.values()), axis=2)
     return {
         "steps": exposed.shape[1],

@@ -1,47 +1,19 @@
-"""The cores of this machine: how many this process may use, and for how long one of its threads was ready and had none.
-
-Ranks that share cores with each other, or with other work, are late without being slow. Only the kernel can tell that
-apart from computing: a thread in the run queue uses no processor time, and it does not sleep either.
-"""
+"""The cores of this machine, and which machine it is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import weakref
 from hashlib import sha256
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_LONGEST_LINE = 80
 
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class RunQueueClock:
-    """A clock of the thread that makes it: it goes on while the thread waits for a core. Any thread may read it."""
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # not Linux, or a kernel that does not count it
-            return
-        weakref.finalize(self, os.close, self._file)
-
-    def seconds(self) -> float | None:
-        """Return the seconds so far; None where the kernel does not tell."""
-        if self._file is None:
-            return None
-        try:
-            return int(os.pread(self._file, _LONGEST_LINE, 0).split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):
-            self._file = None
-            return None
 
 
 def machine_number() -> int:

@@ -26,8 +26,6 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from trainer.runtime.cores import RunQueueClock
-
 Segment = Literal["input", "forward", "backward", "exposed", "optimizer", "checkpoint", "other"]
 SEGMENTS: tuple[Segment, ...] = get_args(Segment)
 
@@ -40,13 +38,9 @@ class Mark(NamedTuple):
     """Seconds of `time.monotonic`, the clock of `trainer.comm.group.Collective`."""
     event: Any = None
     """On a GPU: an event, recorded when the GPU has done all work submitted so far."""
-    queued: float | None = None
-    """Seconds so far by `trainer.runtime.cores.RunQueueClock`; None where it was not read."""
 
 
 _new = tuple.__new__
-_WATCHED = (None, "backward", "exposed")
-"""Segments at whose end the clock of the run queue is read: what a rank is late by lies between them."""
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
@@ -65,13 +59,7 @@ class StepTimer:
     def __init__(self, enabled: bool, device: torch.device) -> None:
         self.enabled = enabled
         self._on_gpu = device.type == "cuda"
-        self._queue = RunQueueClock()
         self._marks = [self._now(None)]
-
-    @property
-    def knows_queue(self) -> bool:
-        """Whether the kernel tells for how long this thread was ready and had no core."""
-        return self._queue.seconds() is not None
 
     def mark(self, segment: Segment | None) -> None:
         """Count the time since the last mark for this segment; for None it belongs to no step."""
@@ -80,14 +68,12 @@ class StepTimer:
             if self._on_gpu:
                 self._marks.append(self._now(segment))
                 return
-            queued = self._queue.seconds() if segment in _WATCHED else None
-            self._marks.append(_new(Mark, (segment, time.monotonic(), None, queued)))
+            self._marks.append(_new(Mark, (segment, time.monotonic(), None)))
 
     def take(self) -> list[Mark]:
         """Return the marks of a step that is done. Its end is the start of the next one."""
         marks, last = self._marks, self._marks[-1]
-        queued = next((mark.queued for mark in reversed(marks) if mark.queued is not None), None)
-        self._marks = [Mark(None, last.at, last.event, queued)]
+        self._marks = [Mark(None, last.at, last.event)]
         return marks
 
     def drop(self) -> None:
@@ -97,7 +83,7 @@ class StepTimer:
 
     def _now(self, segment: Segment | None) -> Mark:
         if not self._on_gpu:
-            return Mark(segment, time.monotonic(), None, self._queue.seconds())
+            return Mark(segment, time.monotonic())
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return Mark(segment, time.monotonic(), event)
@@ -127,15 +113,3 @@ def durations(marks: Sequence[Mark], moments: Sequence[float]) -> dict[Segment, 
 def computed_at(marks: Sequence[Mark], moments: Sequence[float]) -> float:
     """Return when this rank's own part of the backward pass was done; from then on, communication is exposed."""
     return max(at for mark, at in zip(marks, moments, strict=True) if mark.segment == "backward")
-
-
-def queued_seconds(marks: Sequence[Mark]) -> float:
-    """Return for how long this rank was ready to compute its part of a step and had no core; 0 where the kernel does
-    not tell, and for the host's side of a step on a GPU."""
-    total, before = 0.0, marks[0].queued
-    for mark in marks[1:]:
-        if mark.queued is not None:
-            if mark.segment == "backward" and before is not None:
-                total += mark.queued - before
-            before = mark.queued
-    return total

@@ -27,7 +27,7 @@ def shown_after(*looks: Diagnosis) -> list[SlowdownCause]:
 
 
 def test_two_causes_that_cost_about_as_much_do_not_take_turns():
-    slow, crowded = SlowdownCause.SLOW_COMPUTE, SlowdownCause.CONTENTION
+    slow, crowded = SlowdownCause.SLOW_COMPUTE, SlowdownCause.CROWDED
     first = found(slow, 0.20, found(crowded, 0.18), node=1)
     second = found(crowded, 0.21, found(slow, 0.19, node=1))
     assert shown_after(*[first, second] * 5) == [slow] * 10
