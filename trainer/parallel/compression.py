@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,56 +23,21 @@ SAMPLED, SPARE = 8192, 1.3
 wanted number pass it."""
 
 
-class CompressionTransport(Protocol):
-    """The collectives of a `trainer.comm.torch_transport.TorchTransport` that hooks use."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over ranks, in place."""
-        ...
-
-    def all_to_all(self, output: Tensor, input_: Tensor) -> None:
-        """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
-        ...
-
-    def all_gather(self, output: Tensor, input_: Tensor) -> None:
-        """Gather rows: row i of ``output`` is the ``input_`` of rank i."""
-        ...
-
-    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None:
-        """Sum over ranks, in place, within nodes and then between them. ``nodes``: the node of each rank."""
-        ...
-
-
-class CommHook(Protocol):
-    """A way to sum one bucket over ranks. Every hook sums types other than float32 exactly."""
+class CommHook:
+    """Sums one bucket over ranks: exactly, by the transport's own all-reduce. Every other hook sums types other than
+    float32 exactly, too."""
 
     def bytes_of(self, buffer: Tensor) -> int:
         """Return the bytes of a tensor whose plain all-reduce loads each rank's link as much as this hook does."""
-        ...
-
-    def all_reduce(
-        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
-    ) -> None:
-        """Sum the buffer over ranks, in place. ``bucket`` and ``step`` identify it; a step that is done again has the
-        same number."""
-        ...
-
-
-class NoCompression:
-    """A hook that uses the transport's own all-reduce."""
-
-    def bytes_of(self, buffer: Tensor) -> int:
-        """Return the bytes of the buffer."""
         return buffer.nbytes
 
-    def all_reduce(
-        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
-    ) -> None:
-        """Sum the buffer over ranks, in place and exactly."""
+    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
+        """Sum the buffer over ranks, in place, by a `trainer.comm.torch_transport.TorchTransport`. ``bucket`` and
+        ``step`` identify it; a step that is done again has the same number."""
         transport.all_reduce(buffer)
 
 
-class Hierarchical:
+class Hierarchical(CommHook):
     """A hook that sums exactly, within each node first, so that one rank of each node talks to other nodes."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
@@ -85,14 +50,12 @@ class Hierarchical:
         """Return the bytes whose all-reduce over all ranks loads a link as much as this one over nodes does."""
         return round(self._share * buffer.nbytes)
 
-    def all_reduce(
-        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
-    ) -> None:
+    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
         """Sum the buffer over ranks, in place and exactly."""
         transport.hierarchical_all_reduce(buffer, self.nodes)
 
 
-class FP16Compression:
+class FP16Compression(CommHook):
     """A hook that sends half precision and sums in single precision, in order of rank: half the bytes.
 
     Each rank sums one part of the bucket and passes it on. Each message has its own scale, a power of two that brings
@@ -107,9 +70,7 @@ class FP16Compression:
         """Return the bytes of the packed rows; those of the buffer where it is not float32."""
         return buffer.nbytes if buffer.dtype != torch.float32 else 2 * self.ranks * self._length(buffer)
 
-    def all_reduce(
-        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
-    ) -> None:
+    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
         """Sum the buffer over ranks, in place; exactly where it is not float32."""
         if buffer.dtype != torch.float32:
             return transport.all_reduce(buffer)
@@ -150,7 +111,7 @@ def _as_single(packed: Tensor) -> Tensor:
     return packed[:, 2:].float() / scales
 
 
-class TopKCompression:
+class TopKCompression(CommHook):
     """A hook that sends the largest entries of each bucket and adds the rest to the next step's gradient (error
     feedback).
 
@@ -171,9 +132,7 @@ class TopKCompression:
         # 2 (ranks - 1) / ranks times its tensor.
         return buffer.nbytes if buffer.dtype != torch.float32 else 4 * self._count(buffer) * self.ranks
 
-    def all_reduce(
-        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
-    ) -> None:
+    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
         """Sum the chosen entries of all ranks into the buffer; sum exactly where it is not float32."""
         if buffer.dtype != torch.float32:
             return transport.all_reduce(buffer)
@@ -222,7 +181,7 @@ def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook
         return FP16Compression(len(nodes))
     if name == "topk":
         return TopKCompression(len(nodes), fraction)
-    return Hierarchical(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else NoCompression()
+    return Hierarchical(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else CommHook()
 
 
 def check_compression(config: DistributedTrainingConfig) -> None:

@@ -20,7 +20,7 @@ from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.parallel.buckets import Bucket, Buckets, divide
-from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
+from trainer.parallel.compression import CommHook, Computing, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.nested import leaves_of
 from trainer.runtime.step_timer import StepTimer
@@ -228,7 +228,7 @@ class GradientSynchronizer(GradientSync):
     def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:
         """Submit the sum of a bucket over the ranks of the group. ``what`` names it."""
         hook, gradients = self._hook, bucket.buffer()
-        if isinstance(hook, NoCompression) and bucket.index() == 0 and bucket.is_last():
+        if type(hook) is CommHook and bucket.index() == 0 and bucket.is_last():
             return group.all_reduce(what, gradients)
         work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
         return group.submit(what, work, hook.bytes_of(gradients))
