@@ -168,7 +168,7 @@ class Ours:
 
     def bytes_held(self) -> int:
         """Return the bytes of parameters, gradients and moments on this rank, after a step."""
-        from trainer.engine.sharded_step import ShardedStep
+        from trainer.engine.sharded import ShardedStep
 
         step = self.step
         if isinstance(step, ShardedStep):

@@ -1,9 +1,14 @@
 """The files of a checkpoint: written in pieces, with their sha256; of a sharded model one by each rank of a replica.
 
-    checkpoints/<folder>/part-0001-of-0004.pt    the part of place 1 (`trainer.checkpoint.parts`)
+    checkpoints/<folder>/part-0001-of-0004.pt    the part of place 1
     checkpoints/<folder>/part-0001-of-0004.json  its size and sha256, once it is complete
 
 The rank of place 0 waits for the others' parts in storage, on the thread that writes, and writes the manifest last.
+
+A part is what `torch.save` wrote of a dictionary: ``place`` and ``size`` (of the replica), ``rows`` (by kind:
+``weights``, ``exp_avg``, ``exp_avg_sq``, and ``best`` where there are best weights; each by name of the parameter),
+``aliases`` (further names of shared parameters), ``updates`` and ``groups`` (of the optimizer), and ``buffers``,
+``best_buffers``, ``order`` (the names of a state dict) and ``progress``, which are the same in each part.
 """
 
 from __future__ import annotations
@@ -11,21 +16,64 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
-from trainer.checkpoint.parts import part_name
 from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, read_document
 from trainer.storage.base import Storage
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of the moments, as torch calls them."""
 PART_SECONDS = 300.0
 """How long the rank of place 0 waits for the parts of the others."""
 _CHUNK = 4 << 20
+
+
+def part_name(place: int, size: int) -> str:
+    """Return the file of the part at this place."""
+    return f"part-{place:04d}-of-{size:04d}.pt"
+
+
+def assemble(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state that these parts hold together, as an unsharded training saves it. Raise ValueError where parts
+    are missing or do not belong together."""
+    first = parts[0]
+    places = [part["place"] for part in parts]
+    if places != list(range(first["size"])) or any(part["progress"] != first["progress"] for part in parts):
+        raise ValueError(f"its parts are those of places {places} of {first['size']}, or of different steps")
+
+    def whole(kind: str, name: str) -> Tensor:
+        return torch.cat([part["rows"][kind][name] for part in parts])
+
+    def weights(kind: str, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = {name: whole(kind, name) for name in first["rows"][kind]}
+        values |= {alias: values[name] for alias, name in first["aliases"].items()} | buffers
+        return {name: values[name] for name in first["order"]}
+
+    names = list(first["rows"]["weights"])
+    optimizer = {
+        place: {
+            "step": torch.tensor(float(first["updates"])),
+            **{kind: whole(kind, name) for kind in MOMENTS},
+        }
+        for place, name in enumerate(names)
+        if name in first["rows"][MOMENTS[0]]
+    }
+    state = {
+        "model": weights("weights", first["buffers"]),
+        "step": {"optimizer": {"state": optimizer, "param_groups": first["groups"]}, "scaler": {}},
+        "progress": first["progress"],
+        "grown": first.get("grown", {}),
+    }
+    if "best" in first["rows"]:
+        state["best"] = weights("best", first["best_buffers"])
+    return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.async_writer import Save, Writer
-from trainer.checkpoint.files import Part, digest_file, part_of, wait_for_parts, write_part, write_whole
+from trainer.checkpoint.files import Part, assemble, digest_file, part_of, wait_for_parts, write_part, write_whole
 from trainer.checkpoint.manifest import NO_MANIFEST, position_of, read_checkpoint_manifest
-from trainer.checkpoint.parts import assemble
 from trainer.differences import describe_difference, list_differences
 from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, parse_document

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from trainer.checkpoint.parts import MOMENTS
+from trainer.checkpoint.files import MOMENTS
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig

@@ -27,7 +27,7 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.packages import load
 from trainer.strategies import PACKAGES, require_package
 
-_SHARDED = ("trainer.engine.sharded_step:ShardedStep", "trainer.engine.sharded_state:ShardedState")
+_SHARDED = ("trainer.engine.sharded:ShardedStep", "trainer.engine.sharded:ShardedState")
 STRATEGIES = {
     "fsdp": _SHARDED,
     "hsdp": _SHARDED,

@@ -38,26 +38,15 @@ class Bucket:
     """The gradients of some parameters in one buffer."""
 
     def __init__(self, number: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
-        self._number, self.parameters, self._is_last = number, parameters, is_last
+        self.number, self.parameters, self.is_last = number, parameters, is_last
         size, first = sum(parameter.numel() for parameter in parameters), parameters[0]
-        self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.views = views(self._buffer, parameters)
+        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        """The flat tensor that holds the gradients."""
+        self.views = views(self.buffer, parameters)
         self.missing: set[int] = set()
         """Indices of the parameters whose gradient has not arrived yet."""
         self.used: set[int] = set()
         """Indices of the parameters that had a gradient before this backward pass."""
-
-    def index(self) -> int:
-        """Return the position of the bucket in the order of sending."""
-        return self._number
-
-    def buffer(self) -> Tensor:
-        """Return the flat tensor that holds the gradients."""
-        return self._buffer
-
-    def is_last(self) -> bool:
-        """Return whether this bucket is the last to be sent."""
-        return self._is_last
 
 
 class Buckets:
@@ -97,7 +86,7 @@ class Buckets:
                 for parameter in bucket.parameters:
                     parameter.grad = None
                 continue
-            bucket.buffer().zero_()
+            bucket.buffer.zero_()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
 

@@ -59,13 +59,13 @@ class HorovodSynchronizer(GradientSynchronizer):
         """Have Horovod sum a bucket, and the communication thread wait for it."""
         import horovod.torch as hvd
 
-        gradients = bucket.buffer()
+        gradients = bucket.buffer
         kind = hvd.Compression.fp16 if self.config.communication == "fp16" else hvd.Compression.none
         sent, context = kind.compress(gradients)
         if sent.is_cuda and not hvd.nccl_built():
             sent = sent.cpu()
         try:
-            handle = hvd.allreduce_async_(sent, name=f"gradients.{bucket.index()}", op=hvd.Sum)
+            handle = hvd.allreduce_async_(sent, name=f"gradients.{bucket.number}", op=hvd.Sum)
         except Exception as error:  # its world has ended, as where a peer is lost
             group.fail(shorten_error(error))
             return CompletedCollective(error=group.error)

@@ -2,7 +2,7 @@
 
 When the world changes, so may the rows: then the module is taken out of FSDP2 and put into it again, in place, so that
 whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives are
-`trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded_state`.
+`trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded`.
 
 `ShardSynchronizer`: a step's gradients of such a model, in place of `trainer.parallel.synchronizer`. Each pass ends
 with this rank's rows of the sum over ranks, so that no rank ever holds all gradients; those of several passes are added

@@ -167,7 +167,7 @@ class GradientSynchronizer(GradientSync):
         """Return the flat tensors that hold all gradients after `finish`; None where there are none."""
         if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
-        return [bucket.buffer() for bucket in self.buckets.buckets]
+        return [bucket.buffer for bucket in self.buckets.buckets]
 
     def missing_flags(self) -> list[int]:
         """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient
@@ -215,22 +215,22 @@ class GradientSynchronizer(GradientSync):
 
     def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
         """Submit the sum of a bucket, on the thread of autograd, in the same order on all ranks."""
-        if bucket.index() == 0:
+        if bucket.number == 0:
             self.faults.reach("all_reduce", self.step)
-        if bucket.is_last():
+        if bucket.is_last:
             self.timer.mark("backward")  # the rest of the pass is up to the other ranks and the network
         assert self.world.group is not None
-        outcome = self.submit_sum(bucket, self.world.group, _bucket_name(bucket.index(), bucket.buffer().nbytes))
-        if bucket.is_last() and self.on_last_bucket is not None:
+        outcome = self.submit_sum(bucket, self.world.group, _bucket_name(bucket.number, bucket.buffer.nbytes))
+        if bucket.is_last and self.on_last_bucket is not None:
             self.on_last_bucket()
         return outcome
 
     def submit_sum(self, bucket: Bucket, group: InterruptibleGroup, what: str) -> CollectiveResult:
         """Submit the sum of a bucket over the ranks of the group. ``what`` names it."""
-        hook, gradients = self._hook, bucket.buffer()
-        if type(hook) is CommHook and bucket.index() == 0 and bucket.is_last():
+        hook, gradients = self._hook, bucket.buffer
+        if type(hook) is CommHook and bucket.number == 0 and bucket.is_last:
             return group.all_reduce(what, gradients)
-        work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
+        work = partial(_sum_by, hook, gradients, bucket.number, self.step, group.computing)
         return group.submit(what, work, hook.bytes_of(gradients))
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.checkpoint.parts import MOMENTS
+from trainer.checkpoint.files import MOMENTS
 from trainer.comm.own_address import interface_of, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore
 from trainer.comm.static_rendezvous import open_listener

@@ -15,8 +15,8 @@ import pytest
 import torch
 from broken_storage import BrokenFileSystem
 
+from trainer.checkpoint.async_writer import Stage
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager, FencedError, check_fits
-from trainer.checkpoint.staging import Stage
 from trainer.config import ConfigError
 from trainer.rundir import RunDir
 

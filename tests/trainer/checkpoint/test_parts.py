@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.checkpoint.files import assemble
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
-from trainer.checkpoint.parts import assemble
 from trainer.rundir import RunDir
 
 ROWS = torch.arange(10.0).reshape(5, 2)

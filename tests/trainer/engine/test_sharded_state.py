@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.engine.sharded_state import Holding, Sources, find_sources, find_start, is_behind
+from trainer.engine.sharded import Holding, Sources, find_sources, find_start, is_behind
 
 FRESH = Holding(is_fresh=True)
 

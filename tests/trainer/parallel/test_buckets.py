@@ -289,7 +289,7 @@ def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
         assert [len(group) for group in divide(parameters[::-1])] == [2, 2]
 
         def hand_over(bucket: Any) -> Any:
-            order.append(f"bucket {bucket.index()}{' is the last' if bucket.is_last() else ''}")
+            order.append(f"bucket {bucket.number}{' is the last' if bucket.is_last else ''}")
             return Over()
 
         buckets = Buckets(parameters, hand_over)

@@ -18,7 +18,7 @@ from two_ranks import on_two_ranks
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
-from trainer.engine.sharded_step import ShardedStep
+from trainer.engine.sharded import ShardedStep
 from trainer.engine.state import Entry
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import kinds_of

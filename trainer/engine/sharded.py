@@ -1,5 +1,5 @@
-"""The state of a training whose ranks share the model: the rows of this rank, their part of a checkpoint, their way
-into another world, and the model as a whole.
+"""A training whose ranks share the model: its step, the rows of this rank, their part of a checkpoint, their way into
+another world, and the model as a whole.
 
 A rank holds rows of four kinds: weights, two moments, and the best weights so far. When ranks are divided otherwise, or
 a newcomer has none, each whole parameter passes by all ranks, one after the other, from the ranks that hold its rows;
@@ -15,15 +15,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.checkpoint.parts import MOMENTS
+from trainer.checkpoint.files import MOMENTS
 from trainer.comm.world import World
+from trainer.config import DistributedTrainingConfig
 from trainer.engine.module_state import share_module_state, take_buffers
-from trainer.engine.sharded_step import ShardedStep
 from trainer.engine.state import Entry, Loaded, TrainingState, read_progress
 from trainer.engine.state_passing import pass_state
-from trainer.parallel.replicas import plan_replicas, row_range
+from trainer.engine.step import TrainingStep
+from trainer.model.blocks import find_blocks
+from trainer.model.task import Task
+from trainer.parallel.replicas import ReplicaPlan, plan_replicas, row_range
+from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
+from trainer.runtime.fault_injection import Faults
 
 WEIGHTS, BEST = "weights", "best"
 KINDS = (WEIGHTS, *MOMENTS, BEST)
@@ -95,6 +100,43 @@ def is_behind(item: Holding, furthest: int) -> bool:
     return not item.is_fresh and item.awaits_commit and item.step + 1 == furthest
 
 
+class ShardedStep(TrainingStep):
+    """An optimizer step on this rank's rows."""
+
+    is_divided = divides_parameters = True
+
+    def __init__(
+        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+    ) -> None:
+        self.sharded = ShardedModel(module, find_blocks(module), config, device)
+        self.plan = ReplicaPlan(((0,),))
+        """How the ranks of the present world hold the model."""
+        super().__init__(module, task, config, device, faults)
+
+    def adopt(self, world: World) -> None:
+        """Work in this world from now on. The model holds its rows by `plan` already."""
+        self.sync.unwrap()
+        self.world, self.awaits_commit = world, None
+        self.sharing = self.plan.size
+        self.sync = ShardSynchronizer(world, self.plan, self.sharded, self.faults, self.timer)
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+        """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
+        self.optimizer = self._make_optimizer(list(self.sharded.held.values()))
+        for name, parameter in self.sharded.held.items():
+            if name in moments.get(MOMENTS[0], {}):
+                count = torch.tensor(float(updates), device=parameter.device)
+                self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
+
+    def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Return the moments of this rank's rows, by kind and name, and the number of updates."""
+        known, held = self.optimizer.state, self.sharded.held
+        state = {name: known[parameter] for name, parameter in held.items() if parameter in known}
+        updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
+        return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
+
+
 class ShardedState(TrainingState):
     """Everything that changes during training, of which this rank holds its rows."""
 
@@ -148,7 +190,7 @@ class ShardedState(TrainingState):
         return world.rank in self.step.plan.replicas[0]
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, see `trainer.checkpoint.parts`. The tensors are the live ones."""
+        """Return this rank's part of a checkpoint, see `trainer.checkpoint.files`. The tensors are the live ones."""
         rows, (_, updates) = self._rows(), self.step.moments_of_rows()
         if best_is_saved:
             rows.pop(BEST, None)
