@@ -13,6 +13,10 @@ class NoGenerationError(RuntimeError):
     starts again."""
 
 
+class WorkerHungError(RuntimeError):
+    """Workers that do not answer. The message names their rank and their processes."""
+
+
 class DamagedError(ValueError):
     """A file does not follow its contract: cut, changed, too large, or no regular file. The message names the file, the
     fault, and the remedy; it is safe to print."""

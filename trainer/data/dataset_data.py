@@ -176,7 +176,7 @@ class DatasetData(TrainingData):
     def start_workers(self, config: DistributedTrainingConfig, facts: RankFacts) -> None:
         """Start the worker processes that the loaders ask for, which stay until `close`: those of the training split,
         and those of the other two, together where they are to be alike. To be called before other threads start
-        (`trainer.data.loader_workers`). Raise `trainer.data.loader_workers.WorkerHungError` where they do not answer,
+        (`trainer.data.loader_workers`). Raise `trainer.errors.WorkerHungError` where they do not answer,
         and RuntimeError where one ends."""
         # The others wait that long for this rank.
         has_peers = facts.world_size > 1 or "DTRAIN_LAUNCH" in os.environ

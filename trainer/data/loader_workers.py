@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from trainer.errors import WorkerHungError
 from trainer.runtime.parent_death import die_with
 
 ATTEMPTS = 7
@@ -37,10 +38,6 @@ CALM_SECONDS = 0.01
 _PID = struct.Struct("i")
 _STACK = signal.SIGUSR2
 """The signal on which a worker writes where it stands to the log of its node."""
-
-
-class WorkerHungError(RuntimeError):
-    """Workers that do not answer. The message names their rank and their processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

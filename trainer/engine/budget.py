@@ -24,12 +24,12 @@ from typing import Any
 from trainer.comm.world import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.documents.presences import NodePresence, stale_seconds
-from trainer.elastic.node_presence import write_last_presence
 from trainer.engine.result import write_result
 from trainer.exit_codes import BUDGET
 from trainer.observability.reporter import write_last_events
 from trainer.rundir import LIMIT, RunDir
 from trainer.runtime import clock
+from trainer.runtime.packages import load
 
 COMMIT_SECONDS = 60.0
 """Seconds that the end of a training waits for the last checkpoint."""
@@ -39,6 +39,7 @@ UNMEASURED_SECONDS = 2.0
 """Seconds that a checkpoint is assumed to need before one was written."""
 SOONEST_SECONDS, LATEST_SECONDS = 0.5, 60.0
 """The shortest and the longest pause between two looks at what was paid."""
+LAST_PRESENCE = "trainer.elastic.node_presence:write_last_presence"
 LAST_EVENTS_SECONDS = 5.0
 """Seconds that the end waits for events to be written."""
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int)
             return
     print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
     write_last_events(LAST_EVENTS_SECONDS)
-    write_last_presence(BUDGET)
+    load(LAST_PRESENCE)(BUDGET)
     os._exit(BUDGET)
 
 

@@ -17,14 +17,13 @@ import torch
 
 from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
-from trainer.data.loader_workers import WorkerHungError
 from trainer.data.manifest import DatasetError
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
 from trainer.engine.signals import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
 from trainer.engine.trainer import DistributedTrainer
-from trainer.errors import DamagedError, NoGenerationError
+from trainer.errors import DamagedError, NoGenerationError, WorkerHungError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.secrets.redaction import redact
 from trainer.storage.base import StorageError

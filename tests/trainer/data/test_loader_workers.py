@@ -20,7 +20,8 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data import loader_workers
 from trainer.data.dataset_data import DatasetData
-from trainer.data.loader_workers import ReadOptions, WorkerHungError, WorkerPool
+from trainer.data.loader_workers import ReadOptions, WorkerPool
+from trainer.errors import WorkerHungError
 
 pytestmark = pytest.mark.slow
 
