@@ -376,7 +376,7 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 def choose_beat(nodes: int, cores: int) -> float:
     """Return the seconds between two heartbeats: the default of a training, and more where the beats of so many nodes
     alone would keep these cores busy."""
-    return max(DistributedTrainingConfig().health_check_seconds, round(nodes / (64 * cores), 1))
+    return max(DistributedTrainingConfig().health_check_seconds, round(nodes / (256 * cores), 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
