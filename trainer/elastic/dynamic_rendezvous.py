@@ -19,10 +19,10 @@ from trainer.comm.own_address import own_address
 from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.world import World, gpu_name
 from trainer.config import DistributedTrainingConfig
-from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import TOLD, Candidate, Generation
 from trainer.elastic.generation_world import form_world
 from trainer.elastic.membership import Membership
+from trainer.elastic.peer_watch import PeerWatch
 from trainer.rundir import RunDir
 
 OVER = "others have begun a generation without this process"
@@ -52,9 +52,9 @@ class DynamicRendezvous:
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         self.tls = open_contexts(config, self.secret, self.host, job)
-        self.peers = FailureDetector(
-            self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
-            config.peer_timeout_seconds, self.tls, self._changed, config.adaptive_detection,
+        self._certificates = choose_certificates(config, self.secret, self.host)
+        self.peers = PeerWatch(
+            self.member, self.secret, job, self.host, self._certificates, config, self._changed
         )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
@@ -162,7 +162,7 @@ class DynamicRendezvous:
         return Candidate(
             member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
             host=host, port=port, gpu=self.device.type == "cuda", gpu_name=self._gpu_name,
-            certificates=choose_certificates(self.config, self.secret, self.host), **what,
+            certificates=self._certificates, **what,
         )  # fmt: skip
 
     def _changed(self) -> None:

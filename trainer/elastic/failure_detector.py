@@ -48,9 +48,10 @@ class FailureDetector:
     sides of each connection prove it first (`trainer.comm.handshake`). The later messages are encrypted only with
     TLS, see `trainer.comm.tls`.
 
-    ``interval``: seconds between two beats; ``timeout``: those of a silence that is always too long; ``adapts`` False:
-    only that counts. ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a
-    message has come; it must return at once. ``tls``: None for plain connections.
+    ``host``: the address at which it listens, unless ``listening`` is given. ``interval``: seconds between two beats;
+    ``timeout``: those of a silence that is always too long; ``adapts`` False: only that counts. ``on_change`` is called
+    without arguments, on the loop's thread, whenever a view changes or a message has come; it must return at once.
+    ``tls``: None for plain connections.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FailureDetector:
         tls: TLSContexts | None = None,
         on_change: Callable[[], None] = lambda: None,
         adapts: bool = False,
+        listening: socket.socket | None = None,
     ) -> None:
         self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
         self.on_change, self.adapts = on_change, adapts
@@ -75,11 +77,12 @@ class FailureDetector:
         """The newest generation of which another has said that its record is written."""
         self._messages: list[dict[str, Any]] = []
         self._news = threading.Event()
+        self.is_mute = False
+        """Whether this process gives no sign of life now."""
         self.sent_lines = 0
         """The beats, answers and messages that this process has sent."""
         self._lock = threading.Lock()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        listening = listening or open_port(host)
         listening.setblocking(False)
         self.address: Address = listening.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
@@ -199,8 +202,11 @@ class FailureDetector:
             self._door.admit(task)
             self._followers[writer] = caller
             answer = _line_of({"member": self.me})
-            writer.write(answer)
+            if not self.is_mute:
+                writer.write(answer)
             while await reader.readline():
+                if self.is_mute:
+                    continue
                 if (peer := self._peers.get(caller)) is not None and peer.is_connected:
                     self._set(caller, peer, "here")
                 writer.write(answer)
@@ -258,7 +264,7 @@ class FailureDetector:
         """Ask a peer for a sign of life at each beat, unless it has just given one."""
         while True:
             await asyncio.sleep(self._pause())
-            if time.monotonic() - peer.heard_at > self._pause() / 2:
+            if not self.is_mute and time.monotonic() - peer.heard_at > self._pause() / 2:
                 writer.write(b"\n")
                 self.sent_lines += 1
 
@@ -290,6 +296,12 @@ class FailureDetector:
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             self._notify()
+
+
+def open_port(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def _line_of(message: Mapping[str, Any]) -> bytes:

@@ -37,6 +37,7 @@ from trainer.elastic.generation import (
     watched_by,
 )
 from trainer.elastic.generation_record import Candidacies, path_of, read_generation, records, text_of
+from trainer.elastic.peer_watch import PeerWatch
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
 from trainer.runtime import clock
@@ -81,7 +82,7 @@ class Membership:
     """This process's part in the agreement. One thread uses it, but for `read_newest` and `find_newcomers`."""
 
     def __init__(
-        self, storage: Storage, peers: FailureDetector, launch: int, planned: int, limit: int, retries: int,
+        self, storage: Storage, peers: FailureDetector | PeerWatch, launch: int, planned: int, limit: int, retries: int,
         patience: float, start_patience: float, first: int = 1,
     ) -> None:  # fmt: skip
         """Wait ``patience`` seconds for a member that is alive and does not come, and ``start_patience`` seconds for
