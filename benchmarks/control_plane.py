@@ -3,9 +3,10 @@ and the supervisor's look.
 
 Run `python -m benchmarks.control_plane --nodes 8 32 128 256`. Each node is a process of this machine with the real
 `DynamicRendezvous` (failure detector, membership, its look at the storage); only the group that would sum gradients is
-left out, so no model is trained. Nodes vanish by SIGKILL, one or sixteen at once, and are then replaced by newcomers. A
-frozen node gets SIGSTOP. All nodes share the cores of this machine, so the seconds contain the work of all of them, and
-from 64 nodes a core on they beat less often (``beat_seconds``), which delays the detection of frozen nodes alone.
+left out, so no model is trained, and a thread of the node gives its heartbeats instead of a process beside it. Nodes
+vanish by SIGKILL, one or sixteen at once, and are then replaced by newcomers. A frozen node gets SIGSTOP. All nodes
+share the cores of this machine, so the seconds contain the work of all of them, and
+from 256 nodes a core on they beat less often (``beat_seconds``), which delays the detection of frozen nodes alone.
 
     start_seconds            from the start of the processes to the last member of the first generation
     detect_killed_seconds    from SIGKILL until the first survivor knows of the loss, the median
@@ -38,7 +39,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,9 +47,11 @@ import trainer.elastic.dynamic_rendezvous as rendezvous_module
 from benchmarks.control_plane_supervisor import measure_supervisor
 from benchmarks.host import note, stop_on_signals, tell
 from trainer.comm.group import GroupError
+from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import rank_facts
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
+from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import Generation
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
@@ -121,6 +124,16 @@ def _world_without_sums(generation: Generation, member: str, facts: Any, device:
     return World(facts, device, "gloo", generation.number, group)
 
 
+def _detector_on_a_thread(
+    me: str, secret: LaunchSecret, job: str, host: str, source: str, config: DistributedTrainingConfig,
+    on_change: Callable[[], None],
+) -> FailureDetector:  # fmt: skip
+    return FailureDetector(
+        me, secret.key("peers", job), host, config.health_check_seconds, config.peer_timeout_seconds, None, on_change,
+        config.adaptive_detection,
+    )  # fmt: skip
+
+
 @dataclass
 class Member:
     """The life of one node's process."""
@@ -134,6 +147,7 @@ class Member:
     def live(self) -> None:
         """Join the first generation, and each later one when the present one is called off."""
         rendezvous_module.form_world = _world_without_sums  # type: ignore[assignment]
+        rendezvous_module.PeerWatch = _detector_on_a_thread  # type: ignore[assignment,misc]
         config = DistributedTrainingConfig(
             world_size=self.planned, threads_per_rank=1, health_check_seconds=self.beat_seconds
         )
@@ -147,7 +161,10 @@ class Member:
             rundir, config, rank_facts(environment, config), torch.device("cpu"), environment, "job"
         )
         signal.signal(
-            signal.SIGUSR1, lambda *_: self.say(what="count", sent=own.peers.sent_lines, storage=storage.operations)
+            signal.SIGUSR1,
+            lambda *_: self.say(
+                what="count", sent=cast("FailureDetector", own.peers).sent_lines, storage=storage.operations
+            ),
         )
         own.announce()
         reason, step, failed_at, before, cpu = "", 0, 0.0, 0, time.process_time()
@@ -376,7 +393,7 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 def choose_beat(nodes: int, cores: int) -> float:
     """Return the seconds between two heartbeats: the default of a training, and more where the beats of so many nodes
     alone would keep these cores busy."""
-    return max(DistributedTrainingConfig().health_check_seconds, round(nodes / (64 * cores), 1))
+    return max(DistributedTrainingConfig().health_check_seconds, round(nodes / (256 * cores), 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -219,7 +219,7 @@ class DistributedTrainingConfig:
     """On a cluster: continue without nodes that are lost, and take in new ones. False: one lost node ends the
     training."""
     health_check_seconds: float = Field(default=0.5, gt=0)
-    """Seconds between two heartbeats to a peer; more where a process has more than 16 of them."""
+    """Seconds between two heartbeats to a peer; more in a world of more than 256 of them."""
     adaptive_detection: bool = True
     """Whether a peer counts as frozen or cut off as soon as its silence is out of proportion to its silences before
     (`trainer.elastic.watched_peer`); False: after ``peer_timeout_seconds`` only."""

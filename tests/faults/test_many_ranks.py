@@ -1,6 +1,6 @@
 """18 and 24 ranks of one machine train, a third are killed at once, and the weights come out the same.
 
-These are more than `trainer.elastic.overlay.FULL_MESH`: few watch each, and one gathers the candidacies of all.
+These are more than `trainer.elastic.generation.FULL_MESH`: few watch each, and one gathers the candidacies of all.
 """
 
 from __future__ import annotations

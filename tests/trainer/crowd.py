@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,20 @@ class Line(FailureDetector):
 
     def __init__(self, name: str, interval: float, timeout: float) -> None:
         self.known: dict[str, Address] = {}
-        self.shared: Collection[str] = ()
         self.cut: set[str] = set()
         self.nowhere = socket.create_server(("127.0.0.1", 0))
         super().__init__(name, b"key", "127.0.0.1", interval, timeout)
 
-    def follow(self, addresses: Mapping[str, Address], shared: Collection[str] = ()) -> None:
-        self.known, self.shared = dict(addresses), shared
+    def follow(self, addresses: Mapping[str, Address]) -> None:
+        self.known = dict(addresses)
         nowhere = {member: self.nowhere.getsockname() for member in self.cut & set(self.known)}
-        super().follow(self.known | nowhere, set(shared) - self.cut)
+        super().follow(self.known | nowhere)
 
     def cut_off(self, member: str) -> None:
-        known, shared = self.known, self.shared
-        self.follow({name: address for name, address in known.items() if name != member}, shared)  # ends the connection
+        known = self.known
+        self.follow({name: address for name, address in known.items() if name != member})  # ends the connection
         self.cut.add(member)
-        self.follow(known, shared)
+        self.follow(known)
 
     def close(self) -> None:
         super().close()

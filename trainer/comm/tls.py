@@ -6,9 +6,12 @@ Certificates that the members of a launch make for themselves are in `trainer.co
 from __future__ import annotations
 
 import ssl
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from trainer.config import ConfigError, TLSConfig
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:  # the process that watches peers loads little
+    from trainer.config import TLSConfig
 
 
 class TLSContexts(Protocol):

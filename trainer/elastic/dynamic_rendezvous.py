@@ -19,10 +19,10 @@ from trainer.comm.own_address import own_address
 from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.world import World, gpu_name
 from trainer.config import DistributedTrainingConfig
-from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import TOLD, Candidate, Generation
 from trainer.elastic.generation_world import form_world
 from trainer.elastic.membership import Membership
+from trainer.elastic.peer_watch import PeerWatch
 from trainer.rundir import RunDir
 
 OVER = "others have begun a generation without this process"
@@ -52,9 +52,9 @@ class DynamicRendezvous:
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         self.tls = open_contexts(config, self.secret, self.host, job)
-        self.peers = FailureDetector(
-            self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
-            config.peer_timeout_seconds, self.tls, self._changed, config.adaptive_detection,
+        self._certificates = choose_certificates(config, self.secret, self.host)
+        self.peers = PeerWatch(
+            self.member, self.secret, job, self.host, self._certificates, config, self._changed
         )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
@@ -72,8 +72,7 @@ class DynamicRendezvous:
         """Join the next generation, with the state that ``what`` describes (`trainer.elastic.generation.Candidate`),
         and return its world. The group may not be formed yet: the first collective waits for it."""
         old = self.generation
-        # Where a loss is told, all have heard why; but workers of a parameter server act on what is called off alone.
-        if old is not None and (old.topology == "star" or not self.peers.mail.told_losses()):
+        if old is not None:
             told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
             self.peers.broadcast({"regroup": old.number, **told})
         if self.world is not None:
@@ -96,7 +95,6 @@ class DynamicRendezvous:
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self._others_may_leave = False
-        self.peers.mail.tells_losses = True
         self.generation = generation
         self.world = form_world(
             generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret,
@@ -143,7 +141,6 @@ class DynamicRendezvous:
         """From now on, take the end of another member for what it is: it has nothing more to do. With ``may`` False it
         is a loss again, also of those that have ended meanwhile."""
         self._others_may_leave = may
-        self.peers.mail.tells_losses = not may
         self._changed()
 
     def describe_peers(self) -> dict[str, str]:
@@ -165,7 +162,7 @@ class DynamicRendezvous:
         return Candidate(
             member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
             host=host, port=port, gpu=self.device.type == "cuda", gpu_name=self._gpu_name,
-            certificates=choose_certificates(self.config, self.secret, self.host), **what,
+            certificates=self._certificates, **what,
         )  # fmt: skip
 
     def _changed(self) -> None:
@@ -174,13 +171,9 @@ class DynamicRendezvous:
         messages = self.peers.take_messages()
         if generation is None or world is None or world.group is None or self._others_may_leave:
             return
-        view: dict[str, str] = dict(self.peers.statuses())
+        view = self.peers.statuses()
         rank = generation.rank_of(self.member)
-        needed = generation.members
-        if generation.topology == "star":
-            needed = needed if rank == 0 else needed[:1]
-        else:  # of most members of a large world, others tell
-            view = {**self.peers.mail.told_losses(), **{name: seen for name, seen in view.items() if seen != "unknown"}}
+        needed = generation.members[:1] if generation.topology == "star" and rank else generation.members
         for seat in needed:
             if seat.member != self.member and view.get(seat.member) in ("gone", "silent"):
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
@@ -188,8 +181,6 @@ class DynamicRendezvous:
             if message.get("regroup") == generation.number:
                 reason = _told_by(message["from"], str(message.get("reason") or ""))
                 return world.group.fail(reason, bool(message.get("communication")))
-        for item in self.membership.read_requests(generation):
-            return world.group.fail(_told_by(item.member, item.reason), item.communication)
 
     def _look_around(self) -> None:
         """Check now and then whether this generation is still the newest, a member asks for another, or a newcomer

@@ -1,4 +1,5 @@
-"""The decision on the next set of members, from the candidates and their views of each other. Pure functions.
+"""The decision on the next set of members, from the candidates and their views of each other, and who watches whom.
+Pure functions.
 
 The agreement on it, with its reading, writing and waiting, belongs in `trainer.elastic.membership`.
 """
@@ -11,9 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainer.documents.schemas import START
-from trainer.elastic.overlay import is_partial
 from trainer.errors import ConfigError
 
+FULL_MESH = 16
+"""Members up to which each watches every other one."""
+COORDINATORS = 4
+"""In a larger world: the members, first by rank, that watch all others and that all others watch."""
+TAKEOVER_SECONDS = 3.0
+"""Seconds that the first in line has for a proposal in a large world before the second joins in; then twice as many,
+and so on."""
 TOLD = "told by"
 """The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]
@@ -121,6 +128,28 @@ def _position(seat: Candidate) -> tuple[int, int]:
     return seat.step, seat.progress
 
 
+def is_large(members: int) -> bool:
+    """Return whether so many members are too many for each to watch every other one."""
+    return members > FULL_MESH
+
+
+def watched_by(member: str, members: Sequence[str]) -> frozenset[str]:
+    """Return those of ``members``, which are in order of rank, that ``member`` watches: all others, in a large world
+    only the coordinators, unless it is one. A newcomer, which is not among them, watches as the last one does."""
+    first = members[:COORDINATORS]
+    return frozenset(first if is_large(len(members)) and member not in first else members) - {member}
+
+
+def count_acting(waited_seconds: float) -> int:
+    """Return how many in line may propose after the first of them has had so many seconds: one, two after
+    `TAKEOVER_SECONDS`, and one more each time that as long has passed again. So a line of any length has its turn, and
+    few act at a time."""
+    count, due = 1, TAKEOVER_SECONDS
+    while waited_seconds >= due:
+        count, due = count + 1, 2 * due
+    return count
+
+
 def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates whose state counts: members of the newest generation, in the order of their ranks."""
     if previous is None:
@@ -177,7 +206,7 @@ def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
         return set()
     failed = Counter(member for pair in bad for member in pair)
     tried = dict.fromkeys(failed, len(candidates) - 1)
-    if is_partial(len(candidates)):
+    if is_large(len(candidates)):
         names = {item.member for item in candidates}
         pairs = {
             frozenset((item.member, other))

@@ -17,8 +17,7 @@ from typing import Any
 
 from trainer.documents import schemas
 from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
-from trainer.elastic.generation import Candidate, Generation
-from trainer.elastic.overlay import is_partial
+from trainer.elastic.generation import Candidate, Generation, is_large
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
 from trainer.storage.base import Storage
@@ -71,7 +70,7 @@ def generations(storage: Storage) -> list[Generation]:
 
 def text_of(generation: Generation) -> bytes:
     """Return a generation as it is stored."""
-    if not is_partial(len(generation.members)):
+    if not is_large(len(generation.members)):
         return json.dumps(asdict(generation), indent=1).encode()
     data: dict[str, Any] = {name: getattr(generation, name) for name in _FIELDS}
     columns = {name: [getattr(seat, name) for seat in generation.members] for name in _COLUMNS}

@@ -7,39 +7,43 @@
 The storage is outside the nodes and arbitrates: its create-once files make two generations of one number impossible,
 whatever the network between the nodes does. A process outside the newest generation is fenced out: it must not train,
 and it may ask to come back as a newcomer. `trainer.elastic.generation.choose_generation` decides the members.
+
+In a small world everyone reads all candidacies. With N members that are N² reads at every look, so in a large one only
+the first member by rank that is not lost reads them and proposes, and tells the others that the record is written; at a
+start it is the first that has filed. Where it does not act, more join in (`count_acting`); the record that is created
+first counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trainer.documents.reader import MARK_BYTES
 from trainer.elastic.failure_detector import FailureDetector
-from trainer.elastic.gathering import Gathered, Gathering, read_letter
 from trainer.elastic.generation import (
+    COORDINATORS,
     Candidate,
     Generation,
     choose_generation,
+    count_acting,
     find_missing_members,
+    is_large,
     proposal_delay,
     refuse_mixed_encryption,
     survivors_of,
+    watched_by,
 )
 from trainer.elastic.generation_record import Candidacies, path_of, read_generation, records, text_of
-from trainer.elastic.overlay import is_partial, neighbours_of
+from trainer.elastic.peer_watch import PeerWatch
 from trainer.errors import DamagedError, NoGenerationError
 from trainer.rundir import MEMBERSHIP
 from trainer.runtime import clock
 from trainer.storage.base import Storage
 
 HURRY_SECONDS = 20.0
-GATHER_SECONDS = 0.02
-"""Between two looks of a member that gathers: letters cost nothing."""
-MOST_LOOKING = 4
-"""Members of a large world, the first by rank, that look for requests of others in the storage."""
 
 
 @dataclass(slots=True)
@@ -55,19 +59,26 @@ class _Waiting:
     settled_at: float | None = None
     newest: Generation | None = None
     """The newest generation that was read."""
-    is_partial: bool = False
-    """Whether the world is so large that few gather the candidacies for all."""
+    known: dict[str, Candidate] = field(default_factory=dict)
+    """The candidacies that were read, of the generation after `newest`."""
+    reread_at: float = 0.0
+    """When to read again what is known."""
+    lost: set[str] = field(default_factory=set)
+    """In a large world: members that this process could not reach, and has not seen since."""
+    first: str = ""
+    """In a large world: the first in line to propose, since `first_at`."""
+    first_at: float = 0.0
+    is_acting: bool = True
+    """Whether it is this process's turn to read all candidacies and to propose."""
     look_at: float = 0.0
     """When to look for a newer record."""
-    gathering: Gathering | None = None
-    gathers: bool = True
 
 
 class Membership:
     """This process's part in the agreement. One thread uses it, but for `read_newest` and `find_newcomers`."""
 
     def __init__(
-        self, storage: Storage, peers: FailureDetector, launch: int, planned: int, limit: int, retries: int,
+        self, storage: Storage, peers: FailureDetector | PeerWatch, launch: int, planned: int, limit: int, retries: int,
         patience: float, start_patience: float, first: int = 1,
     ) -> None:  # fmt: skip
         """Wait ``patience`` seconds for a member that is alive and does not come, and ``start_patience`` seconds for
@@ -102,20 +113,18 @@ class Membership:
     def enter(self, generation: Generation) -> None:
         """Take part in a generation: watch its members, and take messages to be about it."""
         self.entered = generation
-        names = [seat.member for seat in generation.members]
-        self.peers.enter(generation.number, names, is_partial(len(names)))
+        self.peers.expect(len(generation.members))
         self.watch(generation)
 
     def watch(self, generation: Generation, waiting: Sequence[Candidate] = ()) -> None:
-        """From now on watch those members of this generation that are this process's to watch: all of a small one, few
-        of a large one; and those that are waiting. A parameter server watches all, and all watch it."""
+        """From now on watch those members of this generation that are this process's to watch, and those that are
+        waiting. A parameter server watches all, and all watch it."""
         names = [seat.member for seat in generation.members]
-        near = neighbours_of(self.peers.me, names)
+        near = watched_by(self.peers.me, names)
         if generation.topology == "star":
             near = frozenset(names if self.peers.me == names[0] else {*near, names[0]})
         seats = [*(seat for seat in generation.members if seat.member in near), *waiting]
-        shared = near if is_partial(len(names)) else ()
-        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats}, shared)
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats})
 
     def is_over(self, current: Generation) -> bool:
         """Return whether another generation has begun, so that ``current`` is fenced out."""
@@ -131,24 +140,17 @@ class Membership:
     def find_requests(self, current: Generation) -> list[Candidate]:
         """Return the members of ``current`` that want another generation: one that is cut off can ask only here."""
         inside = [seat.member for seat in current.members]
-        if is_partial(len(inside)) and self.peers.me not in inside[:MOST_LOOKING]:
+        if is_large(len(inside)) and self.peers.me not in inside[:COORDINATORS]:
             return []  # the others hear of it from these
         found = self.candidacies.read_all(current.number + 1, only=set(inside))
         return [item for item in found if item.ready]
-
-    def read_requests(self, current: Generation) -> list[Candidate]:
-        """Return the members of ``current`` that have sent this process a letter with their candidacy for the next
-        generation: it is to gather, and may not have heard why."""
-        letters = self.peers.mail.read_letters().items()
-        found = [read_letter(letter, sender, current.number + 1) for sender, letter in letters]
-        return [item for item in found if item is not None and current.rank_of(item.member) is not None]
 
     def find_newcomers(self, current: Generation) -> list[Candidate]:
         """Return the candidates that could join ``current`` now: ready, seen by this process, and themselves seeing all
         its members that they would watch. A file tells them that ``current`` is at work, even if they cannot reach
         it."""
-        inside = {seat.member for seat in current.members}
-        found = self.candidacies.read_all(current.number + 1, but=inside)
+        inside = [seat.member for seat in current.members]
+        found = self.candidacies.read_all(current.number + 1, but=set(inside))
         waiting = [item for item in found if item.ready]
         if waiting:
             self.storage.write(_working(current.number), str(time.time()).encode())
@@ -158,7 +160,7 @@ class Membership:
             item
             for item in waiting
             if seen.get(item.member) == "here"
-            and all(item.view.get(member) == "here" for member in neighbours_of(item.member, inside))
+            and all(item.view.get(member) == "here" for member in watched_by(item.member, inside))
         ]
 
     def announce(self, mine: Candidate) -> None:
@@ -189,23 +191,23 @@ class Membership:
             self._pause(state)
 
     def _pause(self, state: _Waiting) -> None:
-        """Wait until the next look: the pace of the storage where it is all there is, else that of the members."""
-        if not state.is_partial:
+        """Wait until the next look: at the pace of the storage, or for the word that there is a record."""
+        if state.is_acting:
             hurry = time.monotonic() - state.began < HURRY_SECONDS
             time.sleep(self.poll_seconds if hurry else self.slow_poll_seconds)
-        elif state.gathers:
-            time.sleep(GATHER_SECONDS)
         else:
-            self.peers.mail.wait_for_news(self.record_seconds)
+            self.peers.wait_for_news(self.record_seconds)
 
     def _look(
         self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting
     ) -> tuple[Generation | None, Candidate]:
         """Look once, act on it and return (the generation to be in, this process's candidacy)."""
         now = time.monotonic()
-        is_due = now >= state.look_at or self.peers.mail.told_formed > (state.newest.number if state.newest else 0)
+        is_due = now >= state.look_at or self.peers.formed > (state.newest.number if state.newest else 0)
         if is_due:
-            state.newest = self._read_after(state.newest or self.entered, state.is_partial)
+            newest = self._read_after(state.newest or self.entered)
+            if newest != state.newest:
+                state.newest, state.known, state.first, state.lost = newest, {}, "", set()
         newest = state.newest
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
@@ -220,76 +222,98 @@ class Membership:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else self.first
         inside = newest.members if newest and newest.launch == self.launch else ()
-        state.is_partial = is_partial(len(inside) or self.planned)
+        large = is_large(len(inside) or self.planned)
         if is_due:
-            state.look_at = now + (self.record_seconds if state.is_partial else 0.0)
-            if not state.is_partial or mine.member not in {seat.member for seat in inside}:
-                said = (newest.number, self._at_work(newest.number)) if newest else None
-                if said != state.at_work:
-                    state.at_work, state.heard_at = said, now
-        if state.is_partial:
-            if state.gathering is None or state.gathering.number != number:
-                state.gathering, state.settled_at = Gathering(self.candidacies, self.peers, number, inside), None
-            mine, found = state.gathering.look(mine)
-            refuse_mixed_encryption(mine, newest, found.candidates if found else [])
+            state.look_at = now + (self.record_seconds if large else 0.0)
+            said = (newest.number, self._at_work(newest.number)) if newest else None
+            if said != state.at_work:
+                state.at_work, state.heard_at = said, now
+        acting = self._find_acting(number, inside, mine, state, now) if large else ()
+        state.is_acting = not large or mine.member in acting
+        if state.is_acting:
+            self._read_candidacies(number, state, now, again=not large)
+            seats = [*inside, *state.known.values()]
         else:
-            mine, found = self._read_all(number, inside, mine, state)
-        refuse_mixed_encryption(mine, newest, found.candidates if found is not None else ())
-        state.gathers = found is not None
-        if found is not None:
-            self._decide(newest, mine, found, state)
+            near = {*watched_by(mine.member, [seat.member for seat in inside]), *acting}
+            seats = [seat for seat in [*inside, *state.known.values()] if seat.member in near]
+        refuse_mixed_encryption(mine, newest, state.known.values())
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in seats})
+        mine = replace(mine, view=dict(sorted(self.peers.statuses().items())))
+        if state.filed != (number, mine) and not (
+            # Of a large world, one update is enough once the connections are made.
+            large and state.filed is not None and state.filed[0] == number and "unknown" in mine.view.values()
+        ):
+            self.candidacies.submit(number, mine)
+            state.filed, state.settled_at = (number, mine), None
+        elif state.is_acting:
+            self._decide(newest, mine, list({**state.known, mine.member: mine}.values()), state)
         return None, mine
 
-    def _read_after(self, known: Generation | None, is_partial_world: bool) -> Generation | None:
-        """Return the newest generation. In a large world, whose records are long, look for those after the ``known``
-        one only; its own must still be there."""
-        if known is None or not (is_partial_world or is_partial(len(known.members))) or not self._exists(known.number):
+    def _find_acting(
+        self, number: int, inside: Sequence[Candidate], mine: Candidate, state: _Waiting, now: float
+    ) -> Sequence[str]:
+        """Return the members of a large world whose turn to propose it is."""
+        for member, view in self.peers.statuses().items():
+            if view in ("gone", "silent"):
+                state.lost.add(member)
+            elif view == "here":
+                state.lost.discard(member)
+        line = [seat.member for seat in inside if seat.member not in state.lost]
+        if not line:  # a start, or nobody of the newest generation is left
+            names = {seat.member for seat in inside} | state.lost
+            line = [name for name in self.candidacies.list_members(number) if name not in names]
+        if line[:1] != [state.first]:
+            state.first, state.first_at = "".join(line[:1]), now
+        acting = line[: count_acting(now - state.first_at)]
+        for name in set(acting) - {seat.member for seat in inside} - state.known.keys():
+            if (found := self.candidacies.read(number, name)) is not None:
+                state.known[name] = found
+        return acting
+
+    def _read_candidacies(self, number: int, state: _Waiting, now: float, again: bool) -> None:
+        """Read the candidacies of all that are new; the others ``again`` at once, or every `look_seconds`, since they
+        change."""
+        if again or now >= state.reread_at:
+            state.known, state.reread_at = {}, now + self.look_seconds
+        state.known |= {seat.member: seat for seat in self.candidacies.read_all(number, but=state.known)}
+
+    def _read_after(self, known: Generation | None) -> Generation | None:
+        """Return the newest generation. After that of a large world, whose record is long, look only for those after
+        the ``known`` one; its own must still be there."""
+        if known is None or not is_large(len(known.members)) or not self._exists(known.number):
             return self.read_newest()
         while self._exists(known.number + 1):  # numbers leave no gap
             known = read_generation(self.storage, f"g{known.number + 1:06d}.json")
         return known
 
-    def _read_all(
-        self, number: int, inside: Sequence[Candidate], mine: Candidate, state: _Waiting
-    ) -> tuple[Candidate, Gathered | None]:
-        """In a small world, read the candidacies of all and watch all; file this process's own where it has changed."""
-        candidates = self.read_candidates(number)
-        refuse_mixed_encryption(mine, state.newest, candidates)
-        self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
-        mine = replace(mine, view=dict(sorted(self.peers.statuses().items())))
-        if state.filed != (number, mine):
-            self.candidacies.submit(number, mine)
-            state.filed, state.settled_at = (number, mine), None
-            return mine, None
-        return mine, Gathered(candidates, self.peers.statuses(), is_in_doubt=False)
-
-    def _decide(self, newest: Generation | None, mine: Candidate, found: Gathered, state: _Waiting) -> None:
+    def _decide(
+        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], state: _Waiting
+    ) -> None:
         """Propose the next generation where no member is left to wait for and it is this process's turn."""
+        view = self.peers.statuses()
         # A process that refuses connections is dead, whatever it wrote before.
-        alive = [item for item in found.candidates if found.view.get(item.member) != "gone"]
+        alive = [item for item in candidates if view.get(item.member) != "gone"]
         now = time.monotonic()
-        if not self._settled(newest, mine, replace(found, candidates=alive), now - state.began, now - state.heard_at):
+        if not self._settled(newest, mine, alive, view, now - state.began, now - state.heard_at):
             state.settled_at = None
             return
         if state.settled_at is None:
             state.settled_at = now
-        if now - state.settled_at >= self._turn(newest, mine, alive, state.is_partial):
-            self._propose(newest, mine, alive, state.is_partial)
+        if now - state.settled_at >= self._turn(newest, mine, alive):
+            self._propose(newest, mine, alive)
             state.look_at = 0.0
 
     def _settled(
-        self, newest: Generation | None, mine: Candidate, found: Gathered, waited: float, quiet: float
-    ) -> bool:
+        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], view: Mapping[str, str],
+        waited: float, quiet: float,
+    ) -> bool:  # fmt: skip
         """Return whether no member is left to wait for. ``waited``: seconds of waiting so far; ``quiet``: since the
         newest generation last said that it is at work."""
-        candidates, view = found.candidates, found.view
         ready = [item for item in candidates if item.ready]
         names = {item.member for item in ready}
         if mine.member not in names:
             return False
-        if found.is_in_doubt and waited <= 1.5 * self.look_seconds:
-            return False
-        if not is_partial(len(newest.members) if newest and newest.launch == self.launch else self.planned) and any(
+        if not self._is_large(newest) and any(
             item.view.get(other, "unknown") == "unknown" for item in ready for other in names - {item.member}
         ):
             return waited > self.patience  # a candidate has not tried yet to reach another
@@ -310,13 +334,14 @@ class Membership:
         # A newcomer waits to be admitted, and takes over only where no survivor is left.
         return not there and not survivors_of(newest, ready) and (not silent or quiet > self.patience)
 
-    def _turn(
-        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], is_alone: bool = False
-    ) -> float:
-        """Return the seconds until this process's turn to propose: in order of rank, so that usually one does.
-        ``is_alone``: it is its turn already, as it gathers for the others."""
+    def _is_large(self, newest: Generation | None) -> bool:
+        return is_large(len(newest.members) if newest and newest.launch == self.launch else self.planned)
+
+    def _turn(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> float:
+        """Return the seconds until this process's turn to propose: in order of rank, so that usually one does. In a
+        large world it is its turn already, as it acts for the others."""
         ready = [item for item in candidates if item.ready]
-        if is_alone:
+        if self._is_large(newest):
             return proposal_delay(newest, ready, self.retries)
         first = survivors_of(newest, ready) or sorted(ready, key=lambda item: (item.rank, item.member))
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
@@ -328,9 +353,7 @@ class Membership:
         except (FileNotFoundError, DamagedError):
             return b""
 
-    def _propose(
-        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], is_alone: bool
-    ) -> None:
+    def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
         generation = choose_generation(
             newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first
         )
@@ -339,7 +362,7 @@ class Membership:
         text = text_of(replace(generation, formed_at=clock.now()))
         with contextlib.suppress(FileExistsError):  # another proposal was first, and counts
             self.storage.create(path_of(generation.number), text)
-        if is_alone:
+        if self._is_large(newest):
             self.peers.broadcast({"formed": generation.number})
 
 

@@ -19,17 +19,18 @@ REST_SECONDS = 0.1
 
 
 async def connect_peer(
-    address: tuple[str, int], key: bytes, me: str, member: str, tls: TLSContexts | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a connection to a member. Raise OSError where there is none within `CONNECT_SECONDS`, and
+    address: tuple[str, int], key: bytes, me: str, member: str, tls: TLSContexts | None,
+    seconds: float = CONNECT_SECONDS,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:  # fmt: skip
+    """Return a connection to a member. Raise OSError where there is none within so many ``seconds``, and
     `trainer.comm.handshake.AuthenticationError` where the other side is not that member."""
     context = tls.client if tls else None
     connecting = asyncio.open_connection(*address, ssl=context, server_hostname="" if context else None)
-    reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+    reader, writer = await asyncio.wait_for(connecting, seconds)
     try:
         caller = Caller(key, me, member)
         writer.write(caller.hello)
-        writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
+        writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), seconds)))
     except BaseException:
         writer.transport.abort()
         raise

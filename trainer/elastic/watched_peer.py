@@ -94,16 +94,7 @@ class WatchedPeer:
     heard_at: float = field(default_factory=time.monotonic)
     dropped: int = 0
     task: asyncio.Task[None] | None = None
-    pulse_at: float = float("-inf")
-    """When it last gave a sign of life unasked."""
-    writer: asyncio.StreamWriter | None = None
-    """The authenticated connection to it, while there is one."""
-    letter: bytes = b""
-    """The last line for this peer alone. Each new connection sends it again: it may have been lost with the last."""
-    is_shared: bool = False
-    """Whether one connection is enough for both, since it watches this process, too."""
-    failures: int = 0
-    """Attempts to connect in a row that came to nothing."""
+    is_connected: bool = False
 
     def is_overdue(self, now: float, pause: float, timeout: float, adapts: bool) -> bool:
         """Return whether it has been silent for too long: longer than ``timeout``, or, where detection ``adapts``, out

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from trainer.comm.handshake import HELLO, PROOF_BYTES, Listener
 from trainer.elastic.failure_detector import FailureDetector
 
 NEVER = 1000.0
@@ -114,6 +115,25 @@ def test_a_frozen_process_is_silent_after_the_timeout_and_here_again_when_it_goe
     sees(me, other="here", frozen="gone")
 
 
+def test_one_that_freezes_as_it_admits_this_process_is_silent(start: Callable[..., Any]) -> None:
+    me, server = start("me", here=True), socket.create_server(("127.0.0.1", 0))
+
+    def admit_and_say_nothing() -> None:
+        held.append(server.accept()[0])
+        listener = Listener(b"token", "other")
+        held[0].sendall(listener.reply(held[0].recv(HELLO.size, socket.MSG_WAITALL)))
+        listener.admit(held[0].recv(PROOF_BYTES, socket.MSG_WAITALL))
+
+    held: list[socket.socket] = []
+    thread = threading.Thread(target=admit_and_say_nothing)
+    thread.start()
+    with server:
+        me.follow({"other": server.getsockname()})
+        sees(me, other="silent")
+        thread.join()
+        held[0].close()
+
+
 def test_a_process_that_was_frozen_itself_accuses_nobody(start: Callable[..., Any]) -> None:
     """The others were silent for longer than the timeout, as it sees it: it was the one that did not listen."""
     sleeper, other = start("sleeper", timeout=1.0), start("other")
@@ -193,36 +213,3 @@ def test_messages_reach_all_who_follow_and_are_taken_once(start: Callable[..., A
         until(lambda got=got, listener=listener: got.extend(listener.take_messages()) or len(got) == 2)  # type: ignore[misc]
         assert [(item["regroup"], item["from"]) for item in got] == [(3, "other"), (4, "other")]
         assert listener.take_messages() == []
-
-
-def share(*both: FailureDetector, is_shared: bool = True) -> None:
-    """Two watch each other, in a large world over one connection."""
-    for me, other in (both, both[::-1]):
-        me.enter(1 if is_shared else 2, [peers.me for peers in both], is_shared)
-        me.follow({other.me: other.address}, {other.me} if is_shared else ())
-    for me, other in (both, both[::-1]):
-        sees(me, **{other.me: "here"})
-
-
-def test_two_that_shared_a_connection_hear_each_other_when_the_world_has_become_small(
-    start: Callable[..., Any],
-) -> None:
-    both = start("a", here=True), start("b", here=True)
-    share(*both)
-    share(*both, is_shared=False)
-    for me, other in (both, both[::-1]):
-        before = time.monotonic()
-        until(lambda me=me, other=other, at=before: me.seconds_since_heard()[other.me] < time.monotonic() - at)  # type: ignore[misc]
-
-
-def test_one_whose_connection_breaks_is_tried_at_once_though_the_other_end_is_to_make_the_shared_one(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.elastic.failure_detector.SHARED_SECONDS", NEVER)
-    me, other = start("b", here=True), start("a", here=True)
-    me.follow({"a": other.address})
-    sees(me, a="here")
-    me.enter(3, ["a", "b"], True)
-    me.follow({"a": other.address}, {"a"})
-    other.close()
-    sees(me, a="gone")

@@ -17,11 +17,15 @@ from trainer.comm.launch_secret import read_launch_secret
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.generation import (
+    COORDINATORS,
+    FULL_MESH,
     START,
+    TAKEOVER_SECONDS,
     TOLD,
     Candidate,
     Generation,
     choose_generation,
+    count_acting,
     count_failed_attempts,
     find_isolated_members,
     find_missing_members,
@@ -29,11 +33,24 @@ from trainer.elastic.generation import (
     proposal_delay,
     refuse_mixed_encryption,
     survivors_of,
+    watched_by,
 )
 from trainer.elastic.generation_world import form_world
 from trainer.errors import ConfigError
 
 RETRIES = 3
+
+
+def test_everyone_watches_everyone_and_of_many_few_watch_all_and_are_watched_by_all() -> None:
+    small, large = [f"m{number}" for number in range(FULL_MESH)], [f"m{number}" for number in range(40)]
+    assert all(watched_by(member, small) == set(small) - {member} for member in small)
+    first = set(large[:COORDINATORS])
+    assert all(watched_by(member, large) == set(large) - {member} for member in first)
+    assert all(watched_by(member, large) == first for member in [*large[COORDINATORS:], "a newcomer"])
+
+
+def test_more_and_more_act_the_longer_nobody_does() -> None:
+    assert [count_acting(TAKEOVER_SECONDS * factor) for factor in (0, 0.9, 1, 1.9, 2, 4, 64)] == [1, 1, 2, 2, 3, 4, 8]
 
 
 def candidates(names: str, cut: str = "", was_in: int = 4, **what: Any) -> list[Candidate]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer.elastic.generation import Candidate, Generation
+from trainer.elastic.generation import FULL_MESH, Candidate, Generation
 from trainer.elastic.generation_record import generations, path_of, read_generation, read_nodes, records, text_of
-from trainer.elastic.overlay import FULL_MESH
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from crowd import Node, cut, look_until, names_of, together
 
-import trainer.elastic.gathering as gathering
-from trainer.elastic.generation import Generation
+import trainer.elastic.membership as membership
+from trainer.elastic.generation import FULL_MESH, Generation, watched_by
 from trainer.elastic.generation_record import generations
-from trainer.elastic.overlay import FULL_MESH, neighbours_of
 from trainer.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ def nodes(tmp_path: Path) -> Iterator[Make]:
 
 
 def begin(nodes: Make, patience: float = 60.0) -> tuple[list[Node], Generation]:
-    """Twenty members in their first generation, each watching its neighbours."""
+    """Twenty members in their first generation, each watching the coordinators."""
     assert len(NAMES) > FULL_MESH
     crowd = nodes(NAMES, planned=len(NAMES), limit=99, patience=patience)
     first = together(crowd)
@@ -51,44 +50,49 @@ def enter(crowd: list[Node], generation: Generation) -> None:
         node.membership.enter(generation)
     alive = {node.mine.member for node in crowd}
     for node in crowd:
-        near = neighbours_of(node.mine.member, [seat.member for seat in generation.members]) & alive
+        near = watched_by(node.mine.member, [seat.member for seat in generation.members]) & alive
         look_until(lambda node=node, near=near: all(node.peers.statuses().get(name) == "here" for name in near))
 
 
-def filed(folder: Path, number: int) -> list[str]:
-    return open_storage(str(folder)).list(f"membership/g{number:06d}")
-
-
-def test_many_go_on_without_those_who_are_gone_and_file_nothing(nodes: Make, tmp_path: Path) -> None:
+def test_many_go_on_without_those_who_are_gone(nodes: Make, tmp_path: Path) -> None:
     crowd, first = begin(nodes)
-    assert all(len(node.peers.statuses()) < len(NAMES) - 1 for node in crowd), "few watch each"
-    for node in crowd[:3]:  # rank 0 among them
+    assert [len(node.peers.statuses()) for node in crowd] == [19] * 4 + [4] * 16, "few watch all"
+    gone = [*crowd[:2], crowd[10]]  # rank 0 among them
+    for node in gone:
         node.peers.close()
-    left = crowd[3:]
+    left = [node for node in crowd if node not in gone]
     second = together(left, first, step=5)
-    assert (names_of(second), second.step, second.topology) == (NAMES[3:], 5, "mesh")
+    assert (names_of(second), second.step, second.topology) == (NAMES[2:10] + NAMES[11:], 5, "mesh")
     assert all(seat.was_in == 1 for seat in second.members)
-    assert len(filed(tmp_path, 2)) <= 2, "candidacies come as letters"
     record = open_storage(str(tmp_path)).read("membership/g000002.json")
     assert b"view" not in record
 
 
-def test_a_loss_is_told_to_those_who_do_not_watch_it(nodes: Make) -> None:
+def test_one_goes_on_where_all_coordinators_are_gone_and_others_with_them(nodes: Make) -> None:
+    crowd, first = begin(nodes)
+    gone = [*crowd[:5], crowd[12]]
+    for node in gone:
+        node.peers.close()
+    left = [node for node in crowd if node not in gone]
+    assert names_of(together(left, first, step=5)) == NAMES[5:12] + NAMES[13:]
+
+
+def test_newcomers_take_over_where_nobody_of_many_is_left(nodes: Make) -> None:
     crowd, _ = begin(nodes)
-    crowd[3].peers.close()
+    newcomers = nodes("yz", planned=len(NAMES), limit=99)
     for node in crowd:
-        if node is not crowd[3]:
-            look_until(lambda node=node: node.peers.mail.told_losses() == {"d": "gone"})
+        node.peers.close()
+    assert names_of(together(newcomers)) == "yz"
 
 
-def test_the_next_gathers_where_the_first_dies_while_it_gathers(nodes: Make) -> None:
+def test_the_next_proposes_where_the_first_dies_while_it_waits(nodes: Make) -> None:
     crowd, first = begin(nodes)
     first_one, late, others = crowd[0], crowd[19], crowd[1:19]
     for node in [first_one, *others]:
         node.start(first, step=3)
-    look_until(lambda: len(first_one.peers.mail.read_letters()) == len(others))
     assert others[0].waits(), "for the last one, which is there"
     first_one.over.set()
+    assert isinstance(first_one.error(), KeyError)
     first_one.peers.close()
     late.start(first, step=3)
     second = others[0].wait()
@@ -96,41 +100,21 @@ def test_the_next_gathers_where_the_first_dies_while_it_gathers(nodes: Make) -> 
     assert all(node.wait() == second for node in [*others, late])
 
 
-def test_without_any_message_the_storage_is_enough(
-    nodes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_message_the_storage_is_enough(nodes: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, first = begin(nodes)
     for node in crowd:
-        monkeypatch.setattr(node.peers.mail, "hear", lambda message, sender: (False, None))
-        monkeypatch.setattr(node.peers.mail, "put_letter", lambda letter, sender: "")
+        monkeypatch.setattr(node.peers, "broadcast", lambda message: None)
     crowd[5].peers.close()
     left = [node for node in crowd if node is not crowd[5]]
     second = together(left, first, step=4)
     assert names_of(second) == NAMES.replace("f", "")
-    assert len(filed(tmp_path, 2)) >= len(left) - 2
 
 
-def test_letters_that_nobody_sends_on_come_over_a_connection_of_their_own(
+def test_many_that_propose_at_once_write_one_record(
     nodes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd, first = begin(nodes)
-    monkeypatch.setattr(gathering, "TAKEOVER_SECONDS", 1e9)
-    monkeypatch.setattr(gathering, "count_acting", lambda waited: 1)
-    for node in crowd:
-        take = node.peers.mail.put_letter
-        monkeypatch.setattr(
-            node.peers.mail, "put_letter", lambda letter, sender, take=take: take(letter, sender) and ""
-        )
-    second = together(crowd, first, step=4)
-    assert names_of(second) == NAMES
-    assert filed(tmp_path, 2) == []
-
-
-def test_many_that_gather_at_once_write_one_record(
-    nodes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crowd, first = begin(nodes)
-    monkeypatch.setattr(gathering, "count_acting", lambda waited: 99)
+    monkeypatch.setattr(membership, "count_acting", lambda waited: 99)
     last = first
     for number in (2, 3):
         last = together(crowd, last, step=number)
@@ -141,8 +125,7 @@ def test_many_that_gather_at_once_write_one_record(
 
 def test_two_that_do_not_reach_each_other_are_both_in_over_one_that_all_reach(nodes: Make) -> None:
     crowd, first = begin(nodes)
-    one = crowd[4]
-    other = next(node for node in crowd[5:] if node.mine.member in one.peers.statuses())
+    one, other = crowd[1], crowd[9]
     cut((one, other))
     look_until(lambda: one.peers.statuses()[other.mine.member] == "silent")
     second = together(crowd, first, step=2)
@@ -173,6 +156,7 @@ def test_one_that_is_cut_off_from_all_is_left_out(nodes: Make) -> None:
     alone, others = crowd[9], [node for node in crowd if node is not crowd[9]]
     cut(*((alone, node) for node in others))
     look_until(lambda: set(alone.peers.statuses().values()) == {"silent"})
+    look_until(lambda: all(node.peers.statuses()["j"] == "silent" for node in crowd[:4]))
     alone.start(first, step=9)
     look_until(lambda: others[0].membership.find_requests(first))
     second = together(others, first, step=9)
