@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
@@ -25,7 +27,8 @@ from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes
-from trainer.runtime.host_memory import allocatable_bytes, give_back_freed_memory, machine_bytes, peak_beside
+from trainer.runtime.host_memory import allocatable_bytes, give_back_freed_memory, machine_bytes
+from trainer.runtime.nested import leaves_of
 
 SAFETY = 0.05
 """The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""
@@ -209,9 +212,7 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
 def explain_need(need: MemoryNeed, config: DistributedTrainingConfig) -> str:
     """Return what was measured, and the settings with which the training would fit, as sentences. Pure."""
     where = "GPU" if need.device == "cuda" else "host"
-    if not need.measured and need.failed is None:
-        told = "what a pass takes cannot be measured here"
-    elif not need.measured:
+    if not need.measured:
         told = f"not even one sample fits into the {format_bytes(need.room_bytes)} that the {where} has free"
     else:
         parts = [
@@ -301,4 +302,35 @@ def _peak_of(run: Callable[[], None], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return peak_beside(run)
+    with _LiveStorages() as live:
+        run()
+    return live.most
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all tensors that live at once on the CPU, whose allocator counts none: of those made while
+    it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {part.untyped_storage()._cdata for part in leaves_of((args, kwargs)) if isinstance(part, torch.Tensor)}
+        for part in leaves_of(result):
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                if storage._cdata not in self._known | given and storage.nbytes():
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -38,17 +38,6 @@ def allocatable_bytes() -> tuple[int, int]:
         if limit != resource.RLIM_INFINITY:
             found.append((max(0, limit - used), limit))
     return min(found)
-
-
-def peak_beside(run: Callable[[], object]) -> int:
-    """Return the bytes that this process held at its peak while this ran, beside those that it held before. Raise
-    OSError where the kernel does not tell (other than Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # from now on, the peak is that since now
-    before = psutil.Process().memory_info().rss
-    run()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    return max(0, 1024 * peak - before)
 
 
 def group_room(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
