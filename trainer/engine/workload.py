@@ -5,7 +5,6 @@ A training has one, and so has each trial of tuning. Checkpoints, reports and th
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -71,18 +70,14 @@ def needs_evaluation(config: DistributedTrainingConfig, samples: int, progress: 
 
 
 def load_package(strategy: str, device: torch.device) -> None:
-    """Import the package that a strategy needs, if it needs one: before this process has peers, since that takes
-    seconds in which no other thread may run, and peers would miss its heartbeats. Raise `ConfigError` if it is not
-    installed."""
+    """Import the package that a strategy needs, if it needs one, before its peers wait for this process. Raise
+    `ConfigError` if it is not installed."""
     require_package(strategy)
     if strategy == "deepspeed":  # which reads them once
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         os.environ.setdefault("DS_BUILD_OPS", "0")
     if strategy in PACKAGES:
         importlib.import_module(PACKAGES[strategy])
-    if strategy == "deepspeed":  # its engine loads this, and torch's compiler with it, as it starts among its peers
-        with contextlib.suppress(ImportError):
-            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def kinds_of(strategy: str) -> tuple[type[TrainingStep], type[TrainingState]]:
