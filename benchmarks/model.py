@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.host import CALENDAR, note, tell
+from dtrain_dagster.data.leakage_check import run_leakage_checks
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
@@ -50,7 +51,6 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig,
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
-from trainer.evaluation.leakage_check import run_leakage_checks
 from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
 from trainer.evaluation.shared_work import SharedWork
 from trainer.exit_codes import DONE

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from trainer.comm.world import World
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.evaluate import evaluate, final_report
-from trainer.evaluation.gate import better_baselines
-from trainer.evaluation.reevaluate import reevaluate
 from trainer.evaluation.report import build_report
-from trainer.model.saved_model import SavedModel
 from trainer.rundir import RunDir
 
 ALONE = World(RankFacts(), CPU, "gloo")
@@ -225,23 +221,3 @@ def test_a_mean_that_knows_the_future_is_called_a_leak(judged: Any) -> None:
     report = build_report(knowing, days, {}, horizon=5)
     assert any("Suspect leakage" in note for note in report["notes"])
     assert any("contain the future" in reason for reason in report["gate"]["reasons"])
-
-
-def test_a_reassessment_says_of_its_days_what_the_report_said(market: Market, tmp_path: Path) -> None:
-    model, criterion = forecaster(market)
-    report = final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
-    saved = SavedModel(model, criterion, market.spec, {})
-    first, last = (np.datetime64(report[name]) for name in ("first_date", "last_date"))
-    whole = reevaluate(saved, market, first - 1)
-    assert (whole["windows"], whole["days"]) == (report["windows"], report["days"])
-    assert whole["nll"] == pytest.approx(report["model"]["nll"], rel=1e-6)
-    for name, row in whole["baselines"].items():
-        assert row == pytest.approx({key: report["baselines"][name][key] for key in row}, rel=1e-5)
-    assert better_baselines(whole) == better_baselines(report)
-
-    part = reevaluate(saved, market, last - 30)
-    assert part["days"] == 30
-    assert part["first_date"] == str(last - 29)
-    assert reevaluate(saved, market, last)["windows"] == 0
-    with pytest.raises(ValueError, match="horizon is 6"):
-        reevaluate(SavedModel(model, criterion, replace(market.spec, horizon=6), {}), market, first)
