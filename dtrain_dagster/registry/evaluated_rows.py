@@ -58,7 +58,7 @@ def judge_rows(
     found: dict[str, Any] = {**evaluation, "kind": ROWS, "task": data.spec.task}
     scores, figures = np.full(len(positions), math.nan), {}
     if forecast is not None:
-        truth = data.gather("test", positions)[1].numpy()
+        truth = data.samples("test", positions)[1].numpy()
         scores = scoring.score(forecast, truth)
         figures = scoring.figures(scoring.sums(forecast, truth))
         found["model"] = {**evaluation["model"], **figures}

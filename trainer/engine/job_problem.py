@@ -22,7 +22,7 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS, DatasetError, kind_of, load_manifest
 from trainer.data.row_data import RowData
-from trainer.data.shards import WindowData
+from trainer.data.shards import DataShardManager
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
@@ -68,8 +68,8 @@ class JobProblemMaker:
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
         """Return the problem on this data. Raise `trainer.config.ConfigError` for a model or loss that cannot be
         used."""
-        if isinstance(data, WindowData):
-            return make_window_problem(job, data.shards, device)
+        if isinstance(data, DataShardManager):
+            return make_window_problem(job, data, device)
         if isinstance(data, RowData):
             return make_row_problem(job, data, device)
         assert isinstance(data, DatasetData)

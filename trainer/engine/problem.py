@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import TrainingData, fits_on_device
-from trainer.data.shards import DatasetError, DataShardManager, WindowData
+from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge, WindowJudge
@@ -126,14 +126,14 @@ def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = 
 class WindowProblemMaker:
     """Makes the problem that a job's configuration describes: windows of prices."""
 
-    def open_data(self, job: JobConfig, device: torch.device) -> WindowData:
+    def open_data(self, job: JobConfig, device: torch.device) -> DataShardManager:
         """Return the dataset of the job. Raise `DatasetError` where it cannot be used."""
-        return WindowData(open_shards(job, device, ("train", "valid", "test")))
+        return open_shards(job, device, ("train", "valid", "test"))
 
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
         """Return the problem on the windows."""
-        assert isinstance(data, WindowData)
-        return make_window_problem(job, data.shards, device)
+        assert isinstance(data, DataShardManager)
+        return make_window_problem(job, data, device)
 
 
 def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.device) -> Problem:
@@ -151,7 +151,7 @@ def make_window_problem(job: JobConfig, shards: DataShardManager, device: torch.
         return build_loss(changed, shards.spec).to(device)
 
     return Problem(
-        data=WindowData(shards),
+        data=shards,
         task=SupervisedTask(criterion),
         module=module,
         judge=WindowJudge(criterion, shards, make_criterion),

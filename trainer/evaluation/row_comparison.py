@@ -84,7 +84,7 @@ def constant_forecast(data: RowData, work: SharedWork) -> NDArray[np.float64]:
     first, last = work.part(data.count("train"), CHUNK)
     counts = np.zeros(len(data.spec.classes))
     for start in range(first, last, CHUNK):
-        _, target = data.gather("train", np.arange(start, min(start + CHUNK, last)))
+        _, target = data.samples("train", np.arange(start, min(start + CHUNK, last)))
         counts += np.bincount(target.numpy(), minlength=len(counts))
     counts = work.sum(counts)
     return counts / counts.sum()
@@ -106,8 +106,8 @@ def fit_linear(
     if len(positions) * (spec.inputs + 1) * outputs <= ALONE:
         work = SharedWork()
     first, last = work.part(len(positions), 1)
-    rows, _ = data.gather("train", positions[first:last])
-    _, target = data.gather("train", labelled[first:last])
+    rows, _ = data.samples("train", positions[first:last])
+    _, target = data.samples("train", labelled[first:last])
     inputs = _extended(encoder, rows)
     if is_number:
         target = (target.double() - spec.target_mean) / spec.target_std
@@ -192,7 +192,7 @@ class RowComparison:
         sums, gains = np.zeros(self._scoring.width), np.zeros(3)
         for start in range(first, last, self.batch_size):
             self.before_batch()
-            rows, target = self.data.gather("test", np.arange(start, min(start + self.batch_size, last)))
+            rows, target = self.data.samples("test", np.arange(start, min(start + self.batch_size, last)))
             found, truth = forecast(rows), target.numpy()
             sums += self._scoring.sums(found, truth)
             some = slice(*np.searchsorted(kept, (start, start + len(truth))))
@@ -214,7 +214,7 @@ class RowComparison:
         sums = np.zeros(3)
         for start in range(first, last, self.batch_size):
             self.before_batch()
-            rows, target = self.data.gather("test", np.arange(start, min(start + self.batch_size, last)))
+            rows, target = self.data.samples("test", np.arange(start, min(start + self.batch_size, last)))
             truth, plain = target.numpy(), _repeated(constant, len(rows), self._scoring.is_number)
             sums += _moments(self._scoring.score(plain, truth) - self._scoring.score(shuffled.forecast(rows), truth))
         mean, error = _mean_and_error(self.work.sum(sums))

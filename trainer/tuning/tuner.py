@@ -33,7 +33,7 @@ from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData, batches_ahead, fits_on_device
-from trainer.data.shards import DatasetError, WindowData
+from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.job_problem import JobProblemMaker
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
@@ -319,9 +319,9 @@ class Tuner:
 
 def fits_gpu(data: TrainingData, device: torch.device) -> bool:
     """Return whether the data can be kept on the GPU of this rank."""
-    if device.type != "cuda" or not isinstance(data, WindowData):
+    if device.type != "cuda" or not isinstance(data, DataShardManager):
         return False
-    return fits_on_device(data.shards.sample_bytes, torch.cuda.mem_get_info(device)[0])
+    return fits_on_device(data.sample_bytes, torch.cuda.mem_get_info(device)[0])
 
 
 def usual_batches_ahead(data: TrainingData, device: torch.device) -> int | None:
@@ -329,8 +329,7 @@ def usual_batches_ahead(data: TrainingData, device: torch.device) -> int | None:
     loader reads."""
     if isinstance(data, DatasetData):
         return None
-    held = data.shards if isinstance(data, WindowData) else data
-    return batches_ahead(None, device, False, bool(getattr(held, "is_larger_than_memory", False)))
+    return batches_ahead(None, device, False, bool(getattr(data, "is_larger_than_memory", False)))
 
 
 def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:

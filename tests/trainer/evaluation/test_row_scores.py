@@ -61,7 +61,7 @@ def test_numbers_are_scored_as_by_others() -> None:
 def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> None:
     data = RowData(build_table(tmp_path, target).uri, tmp_path / "cache")
     model = fit_linear(data, SharedWork(), lambda: None)
-    (x, y), (rows, truth) = (data.gather(split, np.arange(data.count(split))) for split in ("train", "test"))
+    (x, y), (rows, truth) = (data.samples(split, np.arange(data.count(split))) for split in ("train", "test"))
     encoder = RowEncoder(data.spec)
     inputs, judged = encoder(x).numpy(), encoder(rows).numpy()
     found = model.forecast(rows)
