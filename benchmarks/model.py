@@ -51,8 +51,8 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig,
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
+from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
-from trainer.evaluation.shared_work import SharedWork
 from trainer.exit_codes import DONE
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import PREDICTIONS, RESULT, RunDir

@@ -26,7 +26,7 @@ from trainer.data.shards import DataShardManager
 from trainer.engine.problem import Problem, WindowProblemMaker, make_window_problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
-from trainer.evaluation.row_judge import RowJudge, row_task
+from trainer.evaluation.row_judge import RowJudge
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.factories import build_from_factory
 from trainer.model.rows import build_row_loss, build_row_model
@@ -82,12 +82,11 @@ def make_row_problem(job: JobConfig, data: RowData, device: torch.device) -> Pro
     criterion = build_row_loss(job.loss, data.spec).to(device)
     module = build_row_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
-    task = row_task(criterion)
     return Problem(
         data=data,
-        task=task,
+        task=SupervisedTask(criterion),
         module=module,
-        judge=RowJudge(task, criterion, data),
+        judge=RowJudge(criterion, data),
         identity=(data.dataset_id, model, loss),
         description={"kind": ROWS, "model": model, "loss": loss, "spec": asdict(data.spec)},
         evaluation_batch=ROWS_AT_ONCE,

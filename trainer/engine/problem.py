@@ -19,7 +19,8 @@ from trainer.data.loader import TrainingData, fits_on_device
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.evaluation.evaluate import EVAL_BATCH
-from trainer.evaluation.judge import Judge, WindowJudge
+from trainer.evaluation.judge import Judge
+from trainer.evaluation.window_judge import WindowJudge
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 from trainer.model.task import SupervisedTask, Task

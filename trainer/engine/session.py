@@ -22,7 +22,7 @@ from trainer.engine.participant import Participant
 from trainer.engine.sharded_recovery import as_whole
 from trainer.engine.state import Progress
 from trainer.engine.workload import Workload
-from trainer.evaluation.judge import JudgeRequest
+from trainer.evaluation.evaluate import JudgeRequest
 from trainer.observability.reporter import StepWindow
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.shared_work import SharedWork
+from trainer.evaluation.evaluate import SharedWork
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager

@@ -19,10 +19,9 @@ from trainer.model.losses import Predictive
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.shared_work import SharedWork
+    from trainer.evaluation.evaluate import SharedWork
 
-_MEANS = ("nll", "pinball", "coverage_90")
-"""The scores of `score_forecast`."""
+PROPER_SCORES = ("nll", "pinball", "coverage_90")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 REFERENCE = "har_x"
 """The baseline that years and quintiles are compared with."""
@@ -87,22 +86,14 @@ def judge_baselines(shards: DataShardManager, split: str, work: SharedWork) -> d
     rows = shards.end_rows(split, spread_positions(shards.count(split)))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     first, last = work.part(len(fits.names))
-    table = np.empty((last - first, len(_MEANS) + 1 + len(target)))
-    for row, name in zip(table, fits.names[first:last], strict=True):
-        judged = judge_baseline(fits.forecast(name), target)
-        row[: len(_MEANS)] = [judged.means.get(mean, np.nan) for mean in _MEANS]
-        row[len(_MEANS)] = np.nan if judged.mse_to_zero is None else judged.mse_to_zero
-        row[len(_MEANS) + 1 :] = np.nan if judged.nll is None else judged.nll
-    found = {}
-    for name, row in zip(fits.names, work.join(table, first, len(fits.names)), strict=True):
-        *means, mse = row[: len(_MEANS) + 1].tolist()
-        has_distribution = not np.isnan(means[0])
-        found[name] = JudgedBaseline(
-            dict(zip(_MEANS, means, strict=True)) if has_distribution else {},
-            None if np.isnan(mse) else mse,
-            row[len(_MEANS) + 1 :] if has_distribution else None,
-        )
-    return found
+    mine = [judge_baseline(fits.forecast(name), target) for name in fits.names[first:last]]
+    nll = np.array([np.full(len(target), np.nan) if item.nll is None else item.nll for item in mine])
+    nll = work.join(nll.reshape(len(mine), len(target)), first, len(fits.names))
+    told = [item for part in work.gather([[dict(item.means), item.mse_to_zero] for item in mine]) for item in part]
+    return {
+        name: JudgedBaseline(means, mse, row if means else None)
+        for name, (means, mse), row in zip(fits.names, told, nll, strict=True)
+    }
 
 
 def build_report(

@@ -15,8 +15,9 @@ from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
-from trainer.evaluation.evaluate import final_report
+from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.gate import better_baselines
+from trainer.evaluation.window_judge import WindowJudge
 from trainer.model.losses import build_loss
 from trainer.model.saved_model import SavedModel
 from trainer.model.stock import build_model
@@ -40,7 +41,9 @@ def test_of_later_days_is_said_what_the_report_said(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     criterion = build_loss(FactoryConfig(factory="student_t"), market.spec)
     model = build_model(FactoryConfig(factory="tcn"), market.spec, 3)
-    report = final_report(model, criterion, market, World(RankFacts(), cpu, "gloo"), cpu, RunDir(str(tmp_path)))
+    request = JudgeRequest(model=model, world=World(RankFacts(), cpu, "gloo"), device=cpu, batch_size=1024)
+    judge = WindowJudge(criterion, market, lambda _: criterion)  # type: ignore[arg-type]
+    report = judge.report(request, RunDir(str(tmp_path)), lambda _: None)
     asked = Asked(market.spec, SavedModel(model, criterion, market.spec, {}))
     first, last = (np.datetime64(report[name]) for name in ("first_date", "last_date"))
 

@@ -11,8 +11,8 @@ from two_ranks import on_two_ranks
 
 from trainer.evaluation import baselines
 from trainer.evaluation.baselines import baseline_forecasts, fit_student_t
+from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.report import judge_baselines, predictive_of, score_forecast
-from trainer.evaluation.shared_work import SharedWork
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 
