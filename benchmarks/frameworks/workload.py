@@ -20,8 +20,7 @@ from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import learning_rate
 from trainer.evaluation.evaluate import EVAL_BATCH, JudgeRequest
 from trainer.evaluation.window_judge import forecast_windows
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 
 LOSS = FactoryConfig(factory="student_t")
 """Loss of all trainings."""

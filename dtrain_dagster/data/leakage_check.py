@@ -34,8 +34,8 @@ from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineForecast, fit_student_t
 from trainer.evaluation.gate import suspect_leak
 from trainer.evaluation.report import predictive_of, score_forecast
+from trainer.model.build import build_model
 from trainer.model.losses import Predictive, ReturnAndVolatility
-from trainer.model.stock import build_model
 
 STEPS = 150
 BATCH = 512

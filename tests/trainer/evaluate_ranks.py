@@ -16,8 +16,7 @@ from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.evaluation import baselines
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.window_judge import WindowJudge, forecast_windows
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 from trainer.rundir import RunDir
 
 CPU = torch.device("cpu")

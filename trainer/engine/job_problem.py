@@ -28,8 +28,8 @@ from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.evaluation.row_judge import RowJudge
 from trainer.model.allowed_factories import refuse_other_kinds
+from trainer.model.build import build_loss, build_model
 from trainer.model.factories import build_from_factory
-from trainer.model.rows import build_row_loss, build_row_model
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
 from trainer.spec import OWN, ROWS, WINDOWS
@@ -79,8 +79,8 @@ class JobProblemMaker:
 def make_row_problem(job: JobConfig, data: RowData, device: torch.device) -> Problem:
     """Return the problem of a job on the rows of a table. Raise `trainer.config.ConfigError` for a model or loss that
     cannot be used."""
-    criterion = build_row_loss(job.loss, data.spec).to(device)
-    module = build_row_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
+    criterion = build_loss(job.loss, data.spec).to(device)
+    module = build_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
     model, loss = asdict(job.model), asdict(job.loss)
     return Problem(
         data=data,

@@ -21,8 +21,7 @@ from trainer.engine.identity import describe_loss, describe_structure, describe_
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.evaluation.judge import Judge
 from trainer.evaluation.window_judge import WindowJudge
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 from trainer.model.task import SupervisedTask, Task
 
 

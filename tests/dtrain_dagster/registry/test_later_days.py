@@ -18,9 +18,8 @@ from trainer.config import FactoryConfig
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.gate import better_baselines
 from trainer.evaluation.window_judge import WindowJudge
-from trainer.model.losses import build_loss
+from trainer.model.build import build_loss, build_model
 from trainer.model.saved_model import SavedModel
-from trainer.model.stock import build_model
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
 

@@ -26,8 +26,7 @@ from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.report import Predictions, build_report, judge_baseline
 from trainer.evaluation.scores import newey_west_lag, newey_west_t
 from trainer.evaluation.window_judge import forecast_windows
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 
 CPU = torch.device("cpu")
 

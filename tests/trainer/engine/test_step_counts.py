@@ -26,8 +26,7 @@ from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.engine.step import StepFlags, TrainingStep
 from trainer.engine.trainer import DistributedTrainer
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
