@@ -1,4 +1,4 @@
-"""The content of ``evaluation.json``, computed from forecasts: proper scores, baselines, calibration, years, notes."""
+"""The content of ``evaluation.json``, computed from forecasts: proper scores, baselines, calibration, notes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROPER_SCORES = ("nll", "pinball", "coverage_90")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 REFERENCE = "har_x"
-"""The baseline that years and quintiles are compared with."""
+"""The baseline that quintiles are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,6 @@ def build_report(
         },
         "calibration": _calibration(predictions.sigma, own, reference) if own else [],
         "halves": [scores.mean_skill(predictions.mu[part], target[part], days[part], horizon) for part in parts],
-        "by_year": _by_year(predictions, own, reference, days),
     }
     report["notes"] = notes(report)
     report["gate"] = gate_document(report)
@@ -169,23 +168,6 @@ def _calibration(sigma: Array, own: Mapping[str, Array], reference: Mapping[str,
     return rows
 
 
-def _by_year(
-    predictions: Predictions, own: Mapping[str, Array], reference: Mapping[str, Array], days: NDArray
-) -> dict[str, dict[str, Any]]:
-    years = days.astype("datetime64[Y]")
-    table = {}
-    for year in np.unique(years):
-        part = years == year
-        row: dict[str, Any] = {"samples": int(part.sum()), "loss": float(predictions.loss[part].mean())}
-        row |= _means(own, part)
-        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
-        if not np.isnan(predictions.mu).any():
-            ic = scores.rank_ic_by_day(predictions.mu[part], predictions.target[part], days[part])
-            row["rank_ic"] = float(ic.mean()) if len(ic) else None
-        table[str(year)] = row
-    return table
-
-
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Return sentences about the figures for a model card; each is computed, none assumed."""
     model, baselines = report["model"], report["baselines"]
@@ -199,9 +181,6 @@ def notes(report: Mapping[str, Any]) -> list[str]:
             f"The 90 % interval covered {model['coverage_90']:.1%} of the outcomes, between {min(cover):.1%} and "
             f"{max(cover):.1%} across fifths of the predicted volatility."
         )
-        worse = [year for year, row in report["by_year"].items() if row["nll"] >= row.get(f"nll_{REFERENCE}", np.inf)]
-        if worse:
-            said.append(f"It was no better than {REFERENCE} in {', '.join(worse)}.")
     if "mse_to_zero" in model:
         said.append(_note_on_mean(model, baselines))
     leak = suspect_leak(report["halves"])

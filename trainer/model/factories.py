@@ -5,11 +5,8 @@ Only modules that the settings allow are imported: ``DTRAIN_FACTORY_MODULES``, s
 
 from __future__ import annotations
 
-import collections.abc
 import importlib
 import inspect
-import types
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,28 +95,3 @@ def _check_arguments(
             f"{kind}.args = {config.args!r} do not fit {kind}.factory = {config.factory!r}: {error}; "
             f"it accepts: {', '.join(accepted) or 'no arguments'}"
         ) from error
-    hints = _hints(factory)
-    for name in config.args:
-        if name in hints and _is_code(hints[name]):
-            raise ConfigError(
-                f"{kind}.args.{name}: {kind}.factory = {config.factory!r} takes a function or a class there, and "
-                "arguments are data: numbers, text, lists, maps; choose it inside the factory"
-            )
-
-
-def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return annotations by parameter; empty where the annotations cannot be resolved."""
-    target = vars(factory).get("__init__", factory) if inspect.isclass(factory) else factory
-    try:
-        return typing.get_type_hints(target)
-    except Exception:  # such as a name that is only there for type checkers
-        return {}
-
-
-def _is_code(hint: Any) -> bool:
-    """Whether an annotation takes functions or classes and nothing else."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        members = [each for each in typing.get_args(hint) if each is not type(None)]
-        return bool(members) and all(_is_code(each) for each in members)
-    return hint in (type, collections.abc.Callable, typing.Callable) or origin in (type, collections.abc.Callable)
