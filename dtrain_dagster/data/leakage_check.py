@@ -33,7 +33,7 @@ from trainer.data.shards import DataShardManager
 from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineForecast, fit_student_t
 from trainer.evaluation.gate import suspect_leak
-from trainer.evaluation.report import predictive_of, score_forecast
+from trainer.evaluation.report import score_forecast
 from trainer.model.build import build_model
 from trainer.model.losses import Predictive, ReturnAndVolatility
 
@@ -156,7 +156,7 @@ def constant_nll(shards: DataShardManager) -> float:
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     sigma, nu = fit_student_t(target)
     forecast = BaselineForecast(np.zeros(len(target)), np.full(len(target), sigma), nu)
-    return float(score_forecast(predictive_of(forecast), target)["nll"].mean())
+    return float(score_forecast(forecast.predictive, target)["nll"].mean())
 
 
 def run_leakage_checks(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:

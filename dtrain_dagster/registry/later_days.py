@@ -3,7 +3,6 @@ little, since some times are more volatile than others."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,9 +25,8 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
     import torch
 
     from trainer.data.sampler import spread_positions
-    from trainer.evaluation.baselines import baseline_forecasts
-    from trainer.evaluation.report import gain, predictive_of, score_forecast
-    from trainer.model.losses import Predictive
+    from trainer.evaluation.report import gain, judge_baselines
+    from trainer.model.losses import student_t_nll
 
     for name in ALIKE:
         own, its = getattr(model.spec, name), getattr(shards.spec, name)
@@ -43,18 +41,17 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
     if not len(later):
         return report
     windows, _ = shards.gather(rows[later])
-    target = shards.column(shards.spec.target, rows[later]).astype(np.float64)
     columns = model.predict(windows.numpy(), seconds)
     if "sigma" not in columns:
         return report
     nu = columns.get("nu", np.full(len(later), np.inf))
-    own = score_forecast(Predictive(*map(torch.from_numpy, (columns["mu"], columns["sigma"], nu))), target)
-    for name, forecast in baseline_forecasts(shards, "test").items():
-        if forecast.sigma is not None:
-            part = replace(forecast, mu=forecast.mu[later], sigma=forecast.sigma[later])
-            other = score_forecast(predictive_of(part), target)
+    mine, target = columns["mu"], shards.column(shards.spec.target, rows[later]).astype(np.float64)
+    nll = student_t_nll(*map(torch.from_numpy, (mine, columns["sigma"], nu, target))).numpy()
+    for name, item in judge_baselines(shards, "test").items():
+        if item.nll is not None:
+            other = item.nll[later]
             report["baselines"][name] = {
-                "nll": float(other["nll"].mean()),
-                **gain(own, other, days, shards.spec.horizon),
+                "nll": float(other.mean()),
+                **gain(nll, other, days, shards.spec.horizon),
             }
-    return {**report, "nll": float(own["nll"].mean()), "first_date": str(days.min()), "last_date": str(days.max())}
+    return {**report, "nll": float(nll.mean()), "first_date": str(days.min()), "last_date": str(days.max())}

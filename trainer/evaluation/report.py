@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from trainer.data.sampler import spread_positions
 from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineFits, BaselineForecast
+from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.gate import gate_document, is_beyond_chance, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.evaluate import SharedWork
 
 PROPER_SCORES = ("nll", "pinball", "coverage_90")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -75,13 +75,14 @@ class JudgedBaseline:
 
 def judge_baseline(forecast: BaselineForecast, target: Array) -> JudgedBaseline:
     """Return the scores of a baseline's forecast for windows with these targets (n,)."""
-    judged = score_forecast(predictive_of(forecast), target)
+    judged = score_forecast(forecast.predictive, target)
     return JudgedBaseline(_means(judged), scores.mse_to_zero(forecast.mu, target), judged.get("nll"))
 
 
-def judge_baselines(shards: DataShardManager, split: str, work: SharedWork) -> dict[str, JudgedBaseline]:
+def judge_baselines(shards: DataShardManager, split: str, work: SharedWork | None = None) -> dict[str, JudgedBaseline]:
     """Return the scores of all baselines (`trainer.evaluation.baselines`) on a split, each judged by one of the ranks.
-    A collective."""
+    A collective; None: by this process alone."""
+    work = work or SharedWork()
     fits = BaselineFits(shards, split, work)
     rows = shards.end_rows(split, spread_positions(shards.count(split)))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
@@ -101,7 +102,6 @@ def build_report(
     days: NDArray[np.datetime64],
     baselines: Mapping[str, JudgedBaseline],
     horizon: int,
-    split: str = "test",
 ) -> dict[str, Any]:
     """Return the content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D];
     ``horizon`` is in days and sets the lag of the t-statistics."""
@@ -110,10 +110,9 @@ def build_report(
     has_mean = not np.isnan(predictions.mu).any()
     skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
     parts = [part for part in scores.halves(days) if has_mean and part.any()]
-    likelihoods = {name: {} if item.nll is None else {"nll": item.nll} for name, item in baselines.items()}
-    reference = likelihoods.get(REFERENCE, {})
+    reference = baselines[REFERENCE].nll if REFERENCE in baselines else None
     report: dict[str, Any] = {
-        "split": split,
+        "split": "test",
         "windows": len(target),
         "days": len(np.unique(days)),
         "first_date": str(days.min()),
@@ -122,7 +121,7 @@ def build_report(
         "baselines": {
             name: {
                 **item.means,
-                **gain(own, likelihoods[name], days, horizon),
+                **gain(own.get("nll"), item.nll, days, horizon),
                 "mse_to_zero": item.mse_to_zero,
             }
             for name, item in baselines.items()
@@ -135,35 +134,28 @@ def build_report(
     return report
 
 
-def predictive_of(forecast: BaselineForecast) -> Predictive | None:
-    """Return the distribution of a baseline, None for a baseline of the mean alone."""
-    if forecast.sigma is None:
-        return None
-    mu, sigma = torch.from_numpy(forecast.mu), torch.from_numpy(forecast.sigma)
-    return Predictive(mu, sigma, torch.full_like(sigma, forecast.nu))
-
-
 def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, float]:
     return {name: float(values[part].mean()) for name, values in judged.items()}
 
 
-def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
-    """Return by how much the model's NLL is lower, and the paired t-statistic over days."""
-    if not own or not other:
+def gain(own: Array | None, other: Array | None, days: NDArray, horizon: int) -> dict[str, float | None]:
+    """Return by how much the model's NLL (n,) is lower, and the paired t-statistic over days; nothing where one of the
+    two has none."""
+    if own is None or other is None:
         return {}
-    daily = scores.daily_means(other["nll"] - own["nll"], days)
+    daily = scores.daily_means(other - own, days)
     t = scores.newey_west_t(daily, scores.newey_west_lag(len(daily), horizon))
-    return {"model_gain_nll": float((other["nll"] - own["nll"]).mean()), "model_gain_t": t}
+    return {"model_gain_nll": float((other - own).mean()), "model_gain_t": t}
 
 
-def _calibration(sigma: Array, own: Mapping[str, Array], reference: Mapping[str, Array]) -> list[dict[str, Any]]:
+def _calibration(sigma: Array, own: Mapping[str, Array], reference: Array | None) -> list[dict[str, Any]]:
     """Scores within each fifth of the predicted scale, calm to stormy."""
     fifth = scores.quintiles(sigma)
     rows = []
     for index in np.unique(fifth):
         part = fifth == index
         row = {"quintile": int(index) + 1, "samples": int(part.sum()), "sigma_mean": float(sigma[part].mean())}
-        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
+        row |= {} if reference is None else {f"nll_{REFERENCE}": float(reference[part].mean())}
         rows.append(row | _means(own, part))
     return rows
 

@@ -21,9 +21,8 @@ from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
-from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.evaluate import JudgeRequest
-from trainer.evaluation.report import Predictions, build_report, judge_baseline
+from trainer.evaluation.report import Predictions, build_report, judge_baselines
 from trainer.evaluation.scores import newey_west_lag, newey_west_t
 from trainer.evaluation.window_judge import forecast_windows
 from trainer.model.build import build_loss, build_model
@@ -147,10 +146,7 @@ def test_a_year_s_figures_are_those_of_its_evaluation(market: Market) -> None:
     model, criterion = forecaster(market)
     found = forecasts(model, criterion, market)
     days = market.dates(found.row).astype("datetime64[D]")
-    target = found.target
-    baselines = {
-        name: judge_baseline(forecast, target) for name, forecast in baseline_forecasts(market, "test").items()
-    }
+    baselines = judge_baselines(market, "test")
     report = build_report(found, days, baselines, market.spec.horizon)
     scores = score_predictions(2003, found, market)
     judged = judge_years([scores])["all"]
