@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.host import CALENDAR, note, tell
+from dtrain_dagster.data.leakage_check import run_leakage_checks
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
@@ -50,9 +51,7 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig,
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
 from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
-from trainer.evaluation.leakage_check import run_leakage_checks
 from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
-from trainer.evaluation.shared_work import SharedWork
 from trainer.exit_codes import DONE
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import PREDICTIONS, RESULT, RunDir
@@ -114,7 +113,7 @@ def walk_year(prices: PricesRef, home: Path, year: int, seed: int) -> tuple[Year
         names = ("row", "target", "loss", "mu", "sigma", "nu")
         found = score_predictions(year, Predictions(*(stored[name] for name in names)), shards)
     fewer: Any = FewerFeatures(shards, OWN_FEATURES)
-    nll = judge_baselines(fewer, "test", SharedWork())["ridge"].nll
+    nll = judge_baselines(fewer, "test")["ridge"].nll
     assert nll is not None
     rows = shards.end_rows("test", np.arange(shards.count("test")))
     days, place = np.unique(shards.dates(rows), return_inverse=True)

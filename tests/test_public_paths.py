@@ -120,7 +120,7 @@ DESIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "CommunicationProfiler": ("trainer.observability.comm_profiler", ()),
 }
 """Class of the design → its module, and the methods and fields that the design names."""
-COMMANDS = ("trainer", "trainer.tuning", "trainer.evaluation.reevaluate", "trainer.evaluation.leakage_check")
+COMMANDS = ("trainer", "trainer.tuning", "dtrain_dagster.data.leakage_check")
 """What is started as ``python -m``, here and on nodes."""
 
 

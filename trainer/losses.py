@@ -4,12 +4,12 @@ Names that users import belong here; how losses are computed and found does not.
 returns one loss per sample, and may have ``predictive(outputs) -> Predictive`` to be judged as a distribution.
 """
 
+from trainer.model.build import build_loss
 from trainer.model.losses import (
     GaussianLoss,
     MeanSquaredError,
     Predictive,
     StudentTLoss,
-    build_loss,
     student_t_cdf,
     student_t_nll,
     student_t_quantile,

@@ -18,9 +18,9 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import learning_rate
-from trainer.evaluation.evaluate import EVAL_BATCH, evaluate
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.evaluation.evaluate import EVAL_BATCH, JudgeRequest
+from trainer.evaluation.window_judge import forecast_windows
+from trainer.model.build import build_loss, build_model
 
 LOSS = FactoryConfig(factory="student_t")
 """Loss of all trainings."""
@@ -111,7 +111,8 @@ class Workload:
     def validation_loss(self) -> float:
         """Return the loss of the model on the whole validation split, evaluated by this process alone."""
         alone = World(RankFacts(), self.device, "none")
-        return evaluate(self.module, self.criterion, self.shards, "valid", alone, EVAL_BATCH, self.device).loss
+        request = JudgeRequest(model=self.module, world=alone, device=self.device, batch_size=EVAL_BATCH)
+        return forecast_windows(self.criterion, self.shards, "valid", request)[0]
 
 
 def device_of(case: Case) -> torch.device:

@@ -1,10 +1,6 @@
 """The check that the champion is still good enough. It judges a newer dataset, by the days that came after its own
 data."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import dagster as dg
@@ -20,6 +16,7 @@ from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import RunDir
 
 REASSESS_SECONDS = 300
+"""The seconds that the champion has for its forecasts of the new days."""
 DAYS_ENOUGH = 20
 """The number of new days below which chance decides."""
 
@@ -53,8 +50,11 @@ def judge_champion(
 ) -> dg.AssetCheckResult:
     """Return what a dataset's days after the champion's own data say of the champion."""
     # Here, not above: the registry's package loads what the code location does not need.
+    import numpy as np
+
+    from dtrain_dagster.registry.later_days import judge_later_days
     from dtrain_dagster.registry.run_model import load_run_model, refuse_change
-    from trainer.runtime.scratch import scratch_folder
+    from trainer.data.shards import DataShardManager
 
     if champion is None or not champion.run_dir:
         return _not_judged("no champion was registered yet")
@@ -72,32 +72,10 @@ def judge_champion(
     try:
         model = load_run_model(rundir, order_of(project.home, rundir))
         refuse_change(rundir.uri, model.digests, champion.digests)
-        with scratch_folder("champion") as scratch:
-            folder, code = model.unpack(scratch)
-            command = [
-                sys.executable,
-                "-m",
-                "trainer.evaluation.reevaluate",
-                "--model",
-                str(folder),
-                "--code",
-                str(code),
-            ]
-            command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
-            done = subprocess.run(  # in a process of its own: torch stays out of this one
-                command,
-                capture_output=True,
-                timeout=REASSESS_SECONDS,
-                env=os.environ | project.trainer_env(),
-                check=False,
-            )
+        shards = DataShardManager(sharded_dataset.uri, project.cache_dir)
+        report = judge_later_days(model, shards, np.datetime64(known.last_date), REASSESS_SECONDS)
     except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
         return _not_judged(redact(str(error))[-1000:], **facts)
-    except subprocess.TimeoutExpired:  # a verdict that is not known yet must not end the run
-        return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
-    if done.returncode != 0:
-        return _not_judged(redact(done.stderr.decode(errors="replace")).strip()[-1000:], **facts)
-    report = json.loads(done.stdout.splitlines()[-1])
     if report["days"] < DAYS_ENOUGH:
         return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
     if report["nll"] is None:

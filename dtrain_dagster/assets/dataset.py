@@ -336,7 +336,7 @@ def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.Asse
 def _run_leakage_checks(project: ProjectResource, uri: str) -> bytes:
     """Return the JSON report of the leakage checks, which run in a process of their own: torch stays out of this
     one."""
-    command = [sys.executable, "-m", "trainer.evaluation.leakage_check", "--dataset", uri]
+    command = [sys.executable, "-m", "dtrain_dagster.data.leakage_check", "--dataset", uri]
     environment = os.environ | project.trainer_env()
     done = subprocess.run(command, capture_output=True, timeout=LEAKAGE_CHECK_SECONDS, env=environment, check=False)
     if done.returncode != 0:

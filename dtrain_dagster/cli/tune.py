@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds for measuring, after start-up; with less than 300, compiling is hardly tried.",
 )
-@click.option("--global-batch", is_flag=True, help="Try larger global batches too: that is another training.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -70,7 +69,6 @@ def tune(
     nodes: int | None,
     procs_per_node: int | None,
     seconds: float,
-    global_batch: bool,
     out: Path,
     name: str | None,
 ) -> None:
@@ -111,7 +109,6 @@ def tune(
     say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()
     rundir.write_job(job)
-    more = ("--global-batch",) if global_batch else ()
     command = (
         manager.python,
         "-m",
@@ -124,7 +121,7 @@ def tune(
     spec = JobSpec(
         job_id=job_id,
         run_dir=job.run_dir,
-        command=(*command, *more),
+        command=command,
         node_count=node_count,
         processes_per_node=ranks_of(settings),
         env=cluster.node_env(project),

@@ -40,23 +40,14 @@ def refuse_false_evaluation(
     import numpy as np
 
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.baselines import baseline_forecasts
-    from trainer.evaluation.report import build_report, judge_baseline
+    from trainer.evaluation.report import build_report, judge_baselines
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
     predictions = stored_predictions(rundir, shards)
-    target, days = predictions.target, shards.dates(predictions.row).astype("datetime64[D]")
+    days = shards.dates(predictions.row).astype("datetime64[D]")
     try:
         with np.errstate(all="ignore"):
-            found = build_report(
-                predictions,
-                days,
-                {
-                    name: judge_baseline(forecast, target)
-                    for name, forecast in baseline_forecasts(shards, "test").items()
-                },
-                shards.spec.horizon,
-            )
+            found = build_report(predictions, days, judge_baselines(shards, "test"), shards.spec.horizon)
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} cannot be judged ({error}): train again") from error
     for name in FIGURES:

@@ -45,10 +45,9 @@ def judge_rows(
 
     from trainer.data.row_data import RowData
     from trainer.data.sampler import spread_positions
-    from trainer.evaluation.evaluate import EVAL_BATCH
-    from trainer.evaluation.row_comparison import RowComparison
+    from trainer.evaluation.evaluate import SharedWork
+    from trainer.evaluation.row_comparison import compare_rows
     from trainer.evaluation.row_scores import RowScoring
-    from trainer.evaluation.shared_work import SharedWork
 
     own = load_run_model(rundir, order)
     data = RowData(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
@@ -58,7 +57,7 @@ def judge_rows(
     found: dict[str, Any] = {**evaluation, "kind": ROWS, "task": data.spec.task}
     scores, figures = np.full(len(positions), math.nan), {}
     if forecast is not None:
-        truth = data.gather("test", positions)[1].numpy()
+        truth = data.samples("test", positions)[1].numpy()
         scores = scoring.score(forecast, truth)
         figures = scoring.figures(scoring.sums(forecast, truth))
         found["model"] = {**evaluation["model"], **figures}
@@ -66,8 +65,8 @@ def judge_rows(
         score = "rmse" if scoring.is_number else "log_loss"
         least = LEAST * data.spec.target_std  # 1 for classes
         _refuse_difference(rundir, score, evaluation["model"].get(score), figures.get(score), least)
-    compared = RowComparison(data, SharedWork(), EVAL_BATCH).judge(scores)
-    found |= {"baselines": compared.baselines, "canaries": {"shuffled_targets": compared.canary}}
+    baselines, canary = compare_rows(data, scores, SharedWork())
+    found |= {"baselines": baselines, "canaries": {"shuffled_targets": canary}}
     return found | {"gate": gate_document(found)}
 
 

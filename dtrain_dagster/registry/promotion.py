@@ -189,7 +189,7 @@ def _compare_rows(
     mine = answers(model.predict, data, positions)
     if mine is None or other is None:
         return _incomparable(version, "one of the two forecasts neither classes nor a number")
-    scoring, truth = RowScoring(data.spec), data.gather("test", positions)[1].numpy()
+    scoring, truth = RowScoring(data.spec), data.samples("test", positions)[1].numpy()
     foreign = (
         "the champion was trained on another dataset, which may hold rows that are tested here; then the comparison "
         "favours it"

@@ -15,8 +15,7 @@ from dtrain_dagster.registry.evaluated import EvaluationError, stored_prediction
 from dtrain_dagster.registry.walk_forward import YearScores, score_year, turbulent_days
 from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.baselines import baseline_forecasts
-from trainer.evaluation.report import JudgedBaseline, Predictions, judge_baseline, score_forecast
+from trainer.evaluation.report import JudgedBaseline, Predictions, judge_baselines, score_forecast
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ def score_predictions(
     if not own:
         raise ValueError("the loss predicts no distribution, so years cannot be compared by likelihood")
     if baselines is None:
-        forecasts = baseline_forecasts(shards, "test")
-        baselines = {name: judge_baseline(forecast, target) for name, forecast in forecasts.items()}
+        baselines = judge_baselines(shards, "test")
     return score_year(
         year,
         shards.dates(predictions.row).astype("datetime64[D]"),

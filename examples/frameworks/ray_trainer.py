@@ -16,8 +16,7 @@ from random_walk import make_windows
 
 from trainer import DistributedConfig, RayTrainer
 from trainer.config import FactoryConfig
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 
 
 def main() -> None:

@@ -251,18 +251,6 @@ def _double_prices(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_cache_that_was_copied_is_read_once_more_and_counts(copy: Path, tmp_path: Path) -> None:
-    shards = DataShardManager(str(copy), tmp_path / "cache")
-    shutil.copytree(tmp_path / "cache", tmp_path / "moved", copy_function=shutil.copy)
-    (tmp_path / "moved" / shards.folder.name).chmod(0o700)
-    before = os.stat(tmp_path / "moved" / shards.folder.name / "features.npy").st_ino
-    again = DataShardManager(str(copy), tmp_path / "moved")
-    assert os.stat(again.folder / "features.npy").st_ino == before, "it was not built anew"
-    record = (again.folder / cached_arrays.RECORD).read_text()
-    DataShardManager(str(copy), tmp_path / "moved")
-    assert (again.folder / cached_arrays.RECORD).read_text() == record
-
-
 def test_what_the_cache_holds_is_its_users_alone(copy: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainer import DistributedConfig, Trainer
 from trainer.config import FactoryConfig, TrackingConfig
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 from trainer.rundir import RunDir
 from trainer.runtime.packages import is_installed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,9 @@ from market import Market
 from trainer.comm.static_rendezvous import join_world
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.evaluation import baselines
-from trainer.evaluation.evaluate import evaluate, final_report
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.window_judge import WindowJudge, forecast_windows
+from trainer.model.build import build_loss, build_model
 from trainer.rundir import RunDir
 
 CPU = torch.device("cpu")
@@ -32,6 +32,11 @@ def forecaster(market: Market, loss: str = "student_t") -> tuple[torch.nn.Module
     return model, criterion
 
 
+def judge_of(criterion: torch.nn.Module, market: Market) -> WindowJudge:
+    """The judge of a job whose loss is this one."""
+    return WindowJudge(criterion, market, lambda _: criterion)  # type: ignore[arg-type]
+
+
 def be_rank(folder: Path, samples: int, environment: Mapping[str, str]) -> None:
     """The life of a rank; what torchrun would say is in ``environment``."""
     os.environ.update(environment)
@@ -40,10 +45,12 @@ def be_rank(folder: Path, samples: int, environment: Mapping[str, str]) -> None:
     market = Market()
     market.rows["valid"] = market.rows["valid"][:samples]
     model, criterion = forecaster(market)
-    evaluation = evaluate(model, criterion, market, "valid", world, 100, CPU, collect=True)
-    rows = None if evaluation.predictions is None else evaluation.predictions.row.tolist()
+    judge = judge_of(criterion, market)
+    request = JudgeRequest(model=model, world=world, device=CPU, batch_size=100)
+    evaluation = judge.validate(request)
+    _, predictions = forecast_windows(criterion, market, "valid", request)  # type: ignore[arg-type]
     baselines.CHUNK = 97  # so that the small market has some for each rank
-    report = final_report(model, criterion, market, world, CPU, RunDir(str(folder / "run")), batch_size=64)
-    result = {"evaluation": {**asdict(evaluation), "predictions": None}, "rows": rows, "report": report}
+    report = judge.report(replace(request, batch_size=64), RunDir(str(folder / "run")), lambda _: None)
+    result = {"evaluation": asdict(evaluation), "rows": predictions.row.tolist(), "report": report}
     (folder / f"rank{world.rank}.json").write_text(json.dumps(result))
     world.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -112,6 +115,9 @@ class Market:
         windows = torch.from_numpy(self.features[rows[:, None] + steps])
         target = np.column_stack([self.columns[name][rows] for name in self.targets]).astype(np.float32)
         return windows, torch.from_numpy(target if len(self.targets) == 2 else target[:, 0])
+
+    def read_each(self, split: str, parts: Sequence[np.ndarray], device: torch.device) -> Iterator[Any]:
+        return (self.gather(self.end_rows(split, positions)) for positions in parts)
 
     def column(self, name: str, rows: np.ndarray) -> np.ndarray:
         return self.columns[name][rows]

@@ -5,10 +5,9 @@ What a batch is made of, and what is looked for in one, belongs here; who reads 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from trainer.runtime.nested import map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,13 @@ class Batch:
 def move_to(data: Any, device: torch.device) -> Any:
     """Return the same structure with its tensors on this device, and objects of other kinds as their own ``to`` moves
     them; other parts stay as they are."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if not _has_parts(data) and callable(to := getattr(data, "to", None)):
-        return to(device)
-    return _rebuilt(data, lambda part: move_to(part, device))
+
+    def move(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device, non_blocking=True)
+        return part.to(device) if callable(getattr(part, "to", None)) else part
+
+    return map_leaves(move, data)
 
 
 _WHOLE = "its batch"
@@ -90,7 +93,7 @@ def find_non_finite(data: Any, row: int, name: str = _WHOLE) -> tuple[str, float
         is_pair = name == _WHOLE and len(data) == 2
         for number, part in enumerate(data):
             look(part, ("its inputs", "its target")[number] if is_pair else f"{name}[{number}]")
-    elif _is_dataclass(data):
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
             look(getattr(data, field.name), f"{name}.{field.name}")
     return found[0] if found else None
@@ -104,32 +107,6 @@ def find_odd_row(data: Any, losses: Tensor) -> tuple[int, str, float] | None:
         if (found := find_non_finite(data, row)) is not None:
             return row, *found
     return None
-
-
-def _has_parts(data: Any) -> bool:
-    return isinstance(data, Mapping | list | tuple) or _is_dataclass(data)
-
-
-def _is_dataclass(data: Any) -> bool:
-    return dataclasses.is_dataclass(data) and not isinstance(data, type)
-
-
-def _rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, Mapping):
-        parts = {key: change(part) for key, part in data.items()}
-        if type(data) is dict or not isinstance(data, MutableMapping):
-            return parts
-        like = copy.copy(data)  # which keeps what a mapping of another kind has beside its items
-        like.update(parts)
-        return like
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(change, data))
-    if isinstance(data, list | tuple):
-        return type(data)(map(change, data))
-    if _is_dataclass(data):
-        fields = [item.name for item in dataclasses.fields(data) if item.init]
-        return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in fields})
-    return data
 
 
 def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:

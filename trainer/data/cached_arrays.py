@@ -1,11 +1,11 @@
 """A dataset's verified shards, turned once on each node into memory-mapped arrays.
 
-What all kinds of datasets share belongs here: a shard is read only after its sha256 was checked; the first process of a
-node unpacks, under a lock; nothing half-written is ever read. Which arrays a kind has, and
-what of a shard goes into which, is said by its own class.
+What all kinds of stored datasets share belongs here: a shard is read only after its sha256 was checked; the first
+process of a node unpacks, under a lock; nothing half-written is ever read. Which arrays a kind has, and what of a shard
+goes into which, is said by its own class.
 
 The cache is a folder of this user alone. An entry counts where every file is as it was left (size, times of change,
-which only the system sets), or holds the same bytes (sha256); then it is read without another look at the dataset.
+which only the system sets); else it is made anew.
 
 A process holds the manifest, and nothing that grows with the rows: they are in the page cache, which all processes of a
 node share and the kernel takes back when it needs room. A dataset that is larger than memory is read by the page.
@@ -21,21 +21,25 @@ import os
 import shutil
 import stat
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.data.loader import ArrayData
 from trainer.data.manifest import DatasetError, kind_of, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside, own_folder
+from trainer.runtime.host_memory import available_bytes
 from trainer.storage.open import open_storage
 
+SAMPLES = ("features", "target")
+"""The arrays that training reads; the others are read for evaluation."""
 _BUFFER = 1 << 20
 CACHE_VERSION = 2
 RECORD = "complete.json"
@@ -65,63 +69,34 @@ def own_file(path: Path, buffering: int = -1) -> IO[bytes]:
     return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-class HashedFile:
-    """A file that is written in order, and computes its sha256 on the way."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Append data and return the number of bytes written."""
-        self._digest.update(data)
-        return self._file.write(data)
-
-    def finish(self) -> str:
-        """Flush the file to the disk and return the sha256 of its content."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._digest.hexdigest()
-
-
-def write_record(folder: Path, content: str, digests: Mapping[str, str]) -> None:
-    """Record that the entry is whole. ``content``: the digest of its source (`trainer.data.manifest.content_digest`);
-    ``digests``: file name → sha256."""
-    files = {name: {**_state(folder / name), "sha256": digest} for name, digest in digests.items()}
-    scratch = folder / f"{RECORD}.{os.getpid()}.tmp"
-    scratch.unlink(missing_ok=True)
-    with own_file(scratch) as file:
+def write_record(folder: Path, content: str) -> None:
+    """Record that the entry is whole. ``content``: the digest of its source (`CachedArrays.content_digest`)."""
+    files = {path.name: _state(path) for path in folder.glob("*.npy")}
+    with own_file(folder / RECORD) as file:
         file.write(json.dumps({"content": content, "files": files}).encode())
-    os.replace(scratch, folder / RECORD)
 
 
 def is_whole(folder: Path, content: str) -> bool:
-    """Return whether the entry exists, was made of this content, belongs to this user alone, and is unchanged. A file
-    that was copied or touched is read again, and counts if its digest is right. A changed file would otherwise be read
-    as prices without an error."""
+    """Return whether the entry exists, was made of this content, belongs to this user alone, and is unchanged: a
+    changed file would otherwise be read as prices without an error."""
     try:
         record = json.loads((folder / RECORD).read_text())
-        if record["content"] != content or not _is_ours(folder, stat.S_ISDIR):
-            return False
         files = record["files"]
-        if not files or not all(_is_ours(folder / name, stat.S_ISREG) for name in files):
-            return False
-        changed = [name for name, file in files.items() if _state(folder / name) != _without_digest(file)]
-        for name in changed:
-            if (
-                _state(folder / name)["bytes"] != files[name]["bytes"]
-                or _digest(folder / name) != files[name]["sha256"]
-            ):
-                return False
-        if changed:
-            write_record(folder, content, {name: file["sha256"] for name, file in files.items()})
-        return True
+        return (
+            record["content"] == content
+            and _is_ours(folder, stat.S_ISDIR)
+            and bool(files)
+            and all(_is_ours(folder / name, stat.S_ISREG) for name in files)
+            and all(_state(folder / name) == state for name, state in files.items())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-class CachedArrays(ABC):
+class CachedArrays(ArrayData):
     """The manifest of one dataset, and its arrays once `open_arrays` was called."""
+
+    device = torch.device("cpu")
 
     kind: ClassVar[str]
     """That of the datasets that this class reads, see `trainer.data.manifest`."""
@@ -146,11 +121,21 @@ class CachedArrays(ABC):
     def content_digest(self) -> str:
         """Return the sha256 of what the arrays depend on."""
 
-    def open_arrays(self, cache_dir: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]]:
-        """Return the folder of the arrays, which are unpacked where they are missing, and a memory map of each. Raise
-        `DatasetError` for a shard that is missing or damaged, OSError where the disk is full."""
-        folder = self._cached(Path(cache_dir) if cache_dir else default_cache_dir())
-        return folder, {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+    def open_arrays(self, cache_dir: str | os.PathLike[str] | None) -> None:
+        """Map the arrays, which are unpacked where they are missing. Raise `DatasetError` for a shard that is missing
+        or damaged, OSError where the disk is full."""
+        self.folder = self._cached(Path(cache_dir) if cache_dir else default_cache_dir())
+        self._maps = {path.stem: np.load(path, mmap_mode="r") for path in self.folder.glob("*.npy")}
+        sampled = [self._maps[name] for name in SAMPLES]
+        self.is_larger_than_memory = sum(array.nbytes for array in sampled) > available_bytes()
+        if self.is_larger_than_memory:  # each sample would bring in its neighbours, and push others out
+            for array in sampled:
+                advise(array, mmap.MADV_RANDOM, 0, self.rows)
+
+    @property
+    def dataset_id(self) -> str:
+        """The dataset's id, from its manifest."""
+        return str(self.manifest["dataset_id"])
 
     @property
     def rows(self) -> int:
@@ -159,8 +144,8 @@ class CachedArrays(ABC):
 
     def _cached(self, cache_dir: Path) -> Path:
         """Return the folder of this dataset's arrays; the first process of a node makes it, under a lock."""
-        name, content = self.manifest["dataset_id"], self.content_digest()
-        folder = open_cache(cache_dir) / f"{name}-v{CACHE_VERSION}"
+        content = self.content_digest()
+        folder = open_cache(cache_dir) / f"{self.dataset_id}-v{CACHE_VERSION}"
         if is_whole(folder, content):
             return folder
         from filelock import FileLock  # not above: most ranks find the arrays made
@@ -168,31 +153,29 @@ class CachedArrays(ABC):
         with FileLock(cache_dir / f"{folder.name}.lock", fallback_to_soft=False):
             if is_whole(folder, content):
                 return folder
-            shutil.rmtree(cache_dir / f"{name}-v1", ignore_errors=True)  # of an earlier version, which checked less
             shutil.rmtree(folder, ignore_errors=True)
             for abandoned in cache_dir.glob(f"{folder.name}-*"):  # by a process that was killed: we hold the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=cache_dir))
             try:
-                write_record(building, content, self._convert(building))
+                self._convert(building)
+                write_record(building, content)
                 building.rename(folder)
             except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
         return folder
 
-    def _convert(self, folder: Path) -> dict[str, str]:
-        """Shards to npy, some rows at a time; file name → sha256. Written as files, not through a map: that room on the
-        disk is missing is an error then, and not a killed process."""
+    def _convert(self, folder: Path) -> None:
+        """Shards to npy, some rows at a time. Written as files, not through a map: that room on the disk is missing is
+        an error then, and not a killed process."""
         import pyarrow as pa
 
         shapes = self.array_shapes()
         converted = 0
         try:
             with ExitStack() as stack:
-                files = {
-                    name: HashedFile(stack.enter_context(own_file(folder / f"{name}.npy", _BUFFER))) for name in shapes
-                }
+                files = {name: stack.enter_context(own_file(folder / f"{name}.npy", _BUFFER)) for name in shapes}
                 for name, (kind, shape) in shapes.items():
                     _write_header(files[name], kind, shape)
                 for shard in self.manifest["shards"]:
@@ -202,7 +185,9 @@ class CachedArrays(ABC):
                             for name, (kind, _) in shapes.items():
                                 files[name].write(np.ascontiguousarray(part[name], dtype=kind).data)
                             converted += len(part[next(iter(shapes))])
-                digests = {f"{name}.npy": file.finish() for name, file in files.items()}
+                for file in files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
         except (pa.ArrowException, KeyError) as error:
             raise DatasetError(f"{self.storage.uri}: a shard does not match its manifest ({error})") from error
         except OSError as error:
@@ -212,7 +197,6 @@ class CachedArrays(ABC):
             raise OSError(error.errno, reason, str(folder)) from error
         if converted != self.rows:
             raise self.miscounted(self.rows, converted)
-        return digests
 
     def miscounted(self, said: int, held: int) -> DatasetError:
         """Return the error for shards with another number of rows than the manifest says."""
@@ -244,10 +228,10 @@ class CachedArrays(ABC):
         return file
 
 
-def _write_header(file: HashedFile, kind: type, shape: tuple[int, ...]) -> None:
+def _write_header(file: IO[bytes], kind: type, shape: tuple[int, ...]) -> None:
     """Write the header of an npy file whose content follows."""
     description = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(cast(IO[bytes], file), description)
+    np.lib.format.write_array_header_1_0(file, description)
 
 
 def advise(array: Any, advice: int, first: int, last: int) -> None:
@@ -276,12 +260,3 @@ def _is_ours(path: Path, is_kind: Any) -> bool:
 def _state(path: Path) -> dict[str, int]:
     found = os.lstat(path)
     return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
-
-
-def _without_digest(file: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in file.items() if name != "sha256"}
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

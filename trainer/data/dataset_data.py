@@ -78,12 +78,6 @@ class _Read(Dataset[Any]):
         samples = many(positions) if callable(many) else [dataset[position] for position in positions]
         return self._collate[order.split](samples)
 
-    def try_one(self) -> None:
-        """Read one sample of each dataset."""
-        with _own_random_state():
-            for dataset in self.datasets.values():
-                dataset[0]
-
     def __len__(self) -> int:
         return len(cast(Sized, next(iter(self.datasets.values()))))
 
@@ -176,8 +170,7 @@ class DatasetData(TrainingData):
     def start_workers(self, config: DistributedTrainingConfig, facts: RankFacts) -> None:
         """Start the worker processes that the loaders ask for, which stay until `close`: those of the training split,
         and those of the other two, together where they are to be alike. To be called before other threads start
-        (`trainer.data.loader_workers`). Raise `trainer.errors.WorkerHungError` where they do not answer,
-        and RuntimeError where one ends."""
+        (`trainer.data.loader_workers`)."""
         # The others wait that long for this rank.
         has_peers = facts.world_size > 1 or "DTRAIN_LAUNCH" in os.environ
         patience = 0.9 * config.collective_timeout_seconds if has_peers else 0.0

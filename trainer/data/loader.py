@@ -104,7 +104,7 @@ class ArrayData(TrainingData):
     """Whether the arrays did not fit into what memory was free when they were opened."""
 
     @abstractmethod
-    def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def samples(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the samples at these positions as one batch on `device`."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class ArrayData(TrainingData):
 
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
         """Return the samples at these positions as one batch on the device."""
-        return tuple(part.to(device) for part in self.gather(split, positions))
+        return tuple(part.to(device) for part in self.samples(split, positions))
 
     def make_reader(self, device: torch.device, prefetch_batches: int | None) -> Reader:
         """Return what reads the training samples of this rank, and ends its own thread."""
@@ -219,7 +219,7 @@ class ArrayReader:
             for first, last in step.ahead:
                 self.data.will_need("train", first, last)
         parts = [part.positions for part in step.parts]
-        inputs, target = self.data.gather("train", parts[0] if len(parts) == 1 else np.concatenate(parts))
+        inputs, target = self.data.samples("train", parts[0] if len(parts) == 1 else np.concatenate(parts))
         copied = None
         if self._stream is not None:
             with torch.cuda.stream(self._stream):

@@ -21,18 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.loader import ArrayData
+from trainer.data.cached_arrays import SAMPLES, CachedArrays, advise, tensor_over
 from trainer.data.manifest import STANDARDISED, DatasetError, split_ranges
-from trainer.runtime.host_memory import available_bytes
 from trainer.spec import LEAST_STEP, REGRESSION, ROWS, row_spec_of
 
 
-class RowData(CachedArrays, ArrayData):
+class RowData(CachedArrays):
     """The rows of one table: batches are pairs (stored rows (B, columns) float32, targets (B,))."""
 
     kind = ROWS
-    device = torch.device("cpu")
 
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
@@ -44,26 +41,16 @@ class RowData(CachedArrays, ArrayData):
         self._is_standardised = self.manifest["schema_version"] >= STANDARDISED
         if not self._is_standardised:
             self._refuse_what_was_rounded()
-        self.folder, maps = self.open_arrays(cache_dir)
-        self._maps = maps
-        self.is_larger_than_memory = sum(array.nbytes for array in maps.values()) > available_bytes()
-        if self.is_larger_than_memory:  # each row would bring in its neighbours, and push others out
-            for array in maps.values():
-                advise(array, mmap.MADV_RANDOM, 0, self.rows)
-        self._features, self._target = tensor_over(maps["features"]), tensor_over(maps["target"])
+        self.open_arrays(cache_dir)
+        self._features, self._target = (tensor_over(self._maps[name]) for name in SAMPLES)
         self._ranges = split_ranges(self.manifest)
-
-    @property
-    def dataset_id(self) -> str:
-        """The dataset's id, from its manifest."""
-        return self.spec.dataset_id
 
     def count(self, split: str) -> int:
         """Return the number of rows of a split."""
         first, last = self._ranges[split]
         return last - first
 
-    def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def samples(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the rows at these positions (B, columns) float32, and their targets (B,): float64, or int64 for
         classes."""
         index = torch.from_numpy(positions + self._ranges[split][0])
@@ -77,7 +64,7 @@ class RowData(CachedArrays, ArrayData):
     def original(self, split: str, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the rows at these positions (B, columns) as they were before they were standardised, to the precision
         in which they are stored."""
-        rows = self.gather(split, positions)[0].double().numpy()
+        rows = self.samples(split, positions)[0].double().numpy()
         return rows * np.array(self.spec.feature_std) + np.array(self.spec.feature_mean)  # 1 and 0 for a category
 
     def will_need(self, split: str, first: int, last: int) -> None:

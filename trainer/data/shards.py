@@ -18,19 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.cached_arrays import CachedArrays, advise, tensor_over
-from trainer.data.loader import ArrayData
 from trainer.data.manifest import DatasetError, content_digest
-from trainer.runtime.host_memory import available_bytes
 from trainer.spec import WINDOWS, spec_of
 
 __all__ = ["DataShardManager", "DatasetError"]
 
-_SAMPLES = ("features", "target")
-"""The arrays that training reads; the others are read for evaluation."""
-
 
 class DataShardManager(CachedArrays):
-    """Reads one dataset of windows. The arrays are shared by all processes of a node through the page cache."""
+    """One dataset of windows: batches are pairs (raw windows (B, W, F), targets (B,) or (B, 2)), float32. The arrays
+    are shared by all processes of a node through the page cache."""
 
     kind = WINDOWS
 
@@ -44,12 +40,8 @@ class DataShardManager(CachedArrays):
         self._extra = [column["name"] for column in columns if column["role"] in ("auxiliary", "price")]
         self.tickers_by_code = sorted({ticker for shard in self.manifest["shards"] for ticker in shard["tickers"]})
         self.spec = spec_of(self.manifest)
-        self.folder, self._maps = self.open_arrays(cache_dir)
+        self.open_arrays(cache_dir)
         rows, width = self._maps["features"].shape
-        self.is_larger_than_memory = sum(self._maps[name].nbytes for name in _SAMPLES) > available_bytes()
-        if self.is_larger_than_memory:  # each window would bring in megabytes of neighbours, and push others out
-            for name in _SAMPLES:
-                advise(self._maps[name], mmap.MADV_RANDOM, 0, rows)
         window = self.spec.window
         self._flat = tensor_over(self._maps["features"]).view(-1)
         self._windows = self._flat.as_strided((rows - window + 1, window * width), (width, 1))
@@ -104,11 +96,6 @@ class DataShardManager(CachedArrays):
         return (self._target,) if self._second_name is None else (self._target, self._second_name)
 
     @property
-    def device(self) -> torch.device:
-        """The device on which windows are gathered."""
-        return self._targets.device
-
-    @property
     def sample_bytes(self) -> int:
         """The bytes of all features and targets."""
         second = 0 if self._second is None else self._targets.nbytes
@@ -117,10 +104,15 @@ class DataShardManager(CachedArrays):
     def keep_on(self, device: torch.device) -> None:
         """Copy features and targets to this device; from now on, windows are gathered there."""
         self._targets, self._flat = self._targets.to(device, copy=True), self._flat.to(device, copy=True)
+        self.device = self._targets.device
         self._windows = self._flat.as_strided(self._windows.shape, self._windows.stride())
         if self._second is not None:
             self._second = self._second.to(device, self._targets.dtype)
         self.is_larger_than_memory = False  # it is not, there
+
+    def samples(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the windows at these positions, and their targets, as `gather`."""
+        return self.gather(self.end_rows(split, positions))
 
     def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32, or
@@ -195,28 +187,3 @@ class DataShardManager(CachedArrays):
             "date": table.column("date").to_numpy().astype("datetime64[D]").astype(np.int32),
             **{name: table.column(name).to_numpy() for name in self._extra},
         }
-
-
-class WindowData(ArrayData):
-    """The windows of ``shards`` as the data of a training: batches are pairs (raw windows (B, W, F), targets (B,) or
-    (B, 2)), float32."""
-
-    def __init__(self, shards: DataShardManager) -> None:
-        self.shards, self.device, self.is_larger_than_memory = shards, shards.device, shards.is_larger_than_memory
-
-    @property
-    def dataset_id(self) -> str:
-        """The dataset's id, from its manifest."""
-        return self.shards.spec.dataset_id
-
-    def count(self, split: str) -> int:
-        """Return the number of windows of a split."""
-        return self.shards.count(split)
-
-    def gather(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the windows at these positions, and their targets."""
-        return self.shards.gather(self.shards.end_rows(split, positions))
-
-    def will_need(self, split: str, first: int, last: int) -> None:
-        """Have the kernel read the windows at positions [first, last) into memory, without waiting for it."""
-        self.shards.will_need(split, first, last)

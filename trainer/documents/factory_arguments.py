@@ -42,7 +42,7 @@ def check_arguments(arguments: Any) -> None:
 
 def is_correction(value: object) -> bool:
     """Return whether a ``correction`` in a ``model.json``, the arguments of a loss that were found after the training
-    (`trainer.model.calibration`), is finite numbers by name. Pure."""
+    (`trainer.model.losses`), is finite numbers by name. Pure."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(number, float) and math.isfinite(number) for name, number in value.items()
     )

@@ -19,8 +19,8 @@ from trainer.config import ConfigError, JobConfig
 from trainer.engine.lr_schedule import peak_learning_rate
 from trainer.engine.step import AUTOCAST, NonFiniteError
 from trainer.engine.window_problem import open_shards
+from trainer.model.build import build_loss
 from trainer.model.compile import compiled
-from trainer.model.losses import build_loss
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer

@@ -11,8 +11,9 @@ from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS, DatasetError
 from trainer.data.row_data import RowData
 from trainer.engine.problem import Problem
-from trainer.evaluation.row_judge import RowJudge, row_task
-from trainer.model.rows import build_row_loss, build_row_model
+from trainer.evaluation.row_judge import RowJudge
+from trainer.model.build import build_loss, build_model
+from trainer.model.task import SupervisedTask
 from trainer.spec import ROWS
 
 ROWS_AT_ONCE = 4096
@@ -36,15 +37,14 @@ class RowProblemMaker:
         """Return the problem on the rows. Raise `trainer.config.ConfigError` for a model or loss that cannot be
         used."""
         assert isinstance(data, RowData)
-        criterion = build_row_loss(job.loss, data.spec).to(device)
-        module = build_row_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
+        criterion = build_loss(job.loss, data.spec).to(device)
+        module = build_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
         model, loss = asdict(job.model), asdict(job.loss)
-        task = row_task(criterion)
         return Problem(
             data=data,
-            task=task,
+            task=SupervisedTask(criterion),
             module=module,
-            judge=RowJudge(task, criterion, data),
+            judge=RowJudge(criterion, data),
             identity=(data.dataset_id, model, loss),
             description={"kind": ROWS, "model": model, "loss": loss, "spec": asdict(data.spec)},
             evaluation_batch=ROWS_AT_ONCE,

@@ -25,7 +25,7 @@ from trainer.data.batches import move_to
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.judge import Judging
+from trainer.evaluation.judge import TaskScorer
 from trainer.model.sizes import model_bytes
 from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, mean_of, per_sample, weigher
 from trainer.runtime.nested import map_leaves
@@ -97,12 +97,12 @@ def try_task(
     own code are raised as they are, those of another split with its name."""
     batch_size = config.batch_size_per_gpu
     with _trial_of(model) as device, _explained(batch_size, config):
-        judging = Judging(task, model)
+        scorer = TaskScorer(task, model)
         for split in SPLITS if thorough else SPLITS[:1]:
             if count := min(_TRIED, batch_size, data.count(split)):
                 try:
                     batch = data.read(split, np.arange(count, dtype=np.int64), device)
-                    judging.figures(batch, count)
+                    scorer.figures(batch, count)
                 except Exception as error:
                     if split == SPLITS[0]:
                         raise

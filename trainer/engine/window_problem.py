@@ -10,12 +10,11 @@ from torch import nn
 
 from trainer.config import JobConfig
 from trainer.data.loader import TrainingData, fits_on_device
-from trainer.data.shards import DatasetError, DataShardManager, WindowData
+from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.problem import Problem, refuse_without_script
 from trainer.evaluation.evaluate import EVAL_BATCH
-from trainer.evaluation.judge import WindowJudge
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.evaluation.window_judge import WindowJudge
+from trainer.model.build import build_loss, build_model
 from trainer.model.task import SupervisedTask
 
 
@@ -36,32 +35,31 @@ def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = 
 class WindowProblemMaker:
     """Makes the problem of a job on windows of prices."""
 
-    def open_data(self, job: JobConfig, device: torch.device) -> WindowData:
+    def open_data(self, job: JobConfig, device: torch.device) -> DataShardManager:
         """Return the dataset of the job. Raise `DatasetError` where it cannot be used."""
-        return WindowData(open_shards(job, device, ("train", "valid", "test")))
+        return open_shards(job, device, ("train", "valid", "test"))
 
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
         """Return the problem on the windows. Raise `trainer.config.ConfigError` for a model or loss that cannot be
         used."""
-        assert isinstance(data, WindowData)
-        shards = data.shards
-        criterion = build_loss(job.loss, shards.spec).to(device)
+        assert isinstance(data, DataShardManager)
+        criterion = build_loss(job.loss, data.spec).to(device)
         second = getattr(criterion, "second_target", None)
         if second is not None:
-            shards.add_target(second)
-        module = build_model(job.model, shards.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
+            data.add_target(second)
+        module = build_model(job.model, data.spec, int(criterion.outputs)).to(device)  # type: ignore[arg-type]
         model, loss = asdict(job.model), asdict(job.loss)
 
         def make_criterion(arguments: Mapping[str, float]) -> nn.Module:
             changed = replace(job.loss, args={**job.loss.args, **arguments})
-            return build_loss(changed, shards.spec).to(device)
+            return build_loss(changed, data.spec).to(device)
 
         return Problem(
-            data=WindowData(shards),
+            data=data,
             task=SupervisedTask(criterion),
             module=module,
-            judge=WindowJudge(criterion, shards, make_criterion),
-            identity=(shards.spec.dataset_id, model, loss),
-            description={"model": model, "loss": loss, "spec": asdict(shards.spec)},
+            judge=WindowJudge(criterion, data, make_criterion),
+            identity=(data.spec.dataset_id, model, loss),
+            description={"model": model, "loss": loss, "spec": asdict(data.spec)},
             evaluation_batch=EVAL_BATCH,
         )

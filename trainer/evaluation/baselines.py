@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.shared_work import SharedWork
+from trainer.evaluation.evaluate import SharedWork
+from trainer.model.losses import Predictive
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
@@ -42,6 +44,14 @@ class BaselineForecast:
     mu: Array
     sigma: Array | None = None
     nu: float = math.inf
+
+    @property
+    def predictive(self) -> Predictive | None:
+        """Return the distribution, None of a forecast of the mean alone."""
+        if self.sigma is None:
+            return None
+        mu, sigma = torch.from_numpy(self.mu), torch.from_numpy(self.sigma)
+        return Predictive(mu, sigma, torch.full_like(sigma, self.nu))
 
 
 class BaselineFits:

@@ -1,198 +1,189 @@
-"""The evaluation of a model: a distributed pass over one split, and the report on the test split with its baselines.
+"""The evaluation of a split, whatever its data and its scores.
 
-Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
-sums are reduced in float64, so the result does not depend on the world size. Memory does not grow with the split: sums
-are taken chunk by chunk, and of a split with more than `MOST_JUDGED` windows that many are kept, at even distances.
-
-Where single forecasts are kept, ranks take whole batches, the same at any world size: with equally many threads and on
-the same kind of processor, a forecast is then the same bit for bit, however many ranks there are.
+Every sample counts exactly once. Ranks take whole batches, the same at any world size, and sums are taken in float64:
+the result does not depend on how many ranks there are. Memory does not grow with the split: of more than `MOST_JUDGED`
+samples single scores are kept of that many, at even distances.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
+from trainer.data.batches import find_odd_row
+from trainer.data.loader import TrainingData
 from trainer.data.sampler import spread_positions
-from trainer.documents.events import FinishStage
-from trainer.evaluation.report import Predictions, build_report, judge_baselines, score_forecast
-from trainer.evaluation.shared_work import SharedWork
-from trainer.model.losses import Predictive, gives_predictive
-from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
     from trainer.comm.world import World
-    from trainer.data.shards import DataShardManager
 
+Array = NDArray[np.float64]
 EVAL_BATCH = 1024
-CHUNK = 1 << 16
-"""Samples whose sums are taken at once."""
-_FIELDS = 6  # row, target, loss, mu, sigma, nu
+Scores = tuple[Mapping[str, Any], Mapping[str, Array]]
+"""Of a batch: what adds up over batches and ranks, numbers or arrays by name; and scores of single samples (n,). Where
+``loss`` is in both, a sample whose loss is no finite number is named."""
+Scorer = Callable[[Any, int], Scores]
+"""Returns the scores of a batch of so many samples."""
+
+
+class SharedWork:
+    """The division of work among the ranks of a world, such that its result does not depend on their number: each does
+    whole blocks, in order. Without a ``world`` this process does everything."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world
+        self.rank, self.size = (world.rank, world.world_size) if world else (0, 1)
+
+    def part(self, count: int, block: int = 1) -> tuple[int, int]:
+        """Return this rank's positions [first, last) of ``count``; they begin and end between two blocks."""
+        blocks = -(-count // block)
+        first, last = (min(count, block * (blocks * place // self.size)) for place in (self.rank, self.rank + 1))
+        return first, last
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return one small value of each rank, as JSON has it. A collective; ranks may come to it at very different
+        times."""
+        if self._world is None:
+            return [value]
+        self._world.barrier()
+        return self._world.all_gather_object(value)
+
+    def sum(self, values: Array) -> Array:
+        """Return the sum over ranks, same shape. A collective, as `gather`."""
+        if self._world is None:
+            return values
+        self._world.barrier()
+        return self._world.all_reduce(torch.from_numpy(np.ascontiguousarray(values))).numpy()
+
+    def join(self, part: Array, first: int, count: int) -> Array:
+        """Return the parts of all ranks (``count``, …), each from its ``first`` place on. A collective, as `gather`."""
+        whole = np.zeros((count, *part.shape[1:]))
+        whole[first : first + len(part)] = part
+        return self.sum(whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeRequest:
+    """What a judgement needs of the training that asks for it."""
+
+    model: nn.Module
+    world: World
+    device: torch.device
+    batch_size: int
+    before_batch: Callable[[], object] = lambda: None
+    """Called before each batch; it may raise, to end the judgement."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the model evaluate, and leave it in its mode."""
+        was_training = self.model.training
+        self.model.eval()
+        yield
+        self.model.train(was_training)
+
+    def score(self, scorer: Scorer, data: TrainingData, split: str, keeps: bool = False) -> SplitScores:
+        """Return what `score_split` gives for the model. A collective."""
+        work = SharedWork(self.world)
+        with self.evaluating():
+            return score_split(scorer, data, split, work, self.batch_size, self.device, self.before_batch, keeps)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``loss`` is the mean per sample and ``metrics`` what could be judged beside it, equal on all ranks;
-    ``predictions`` are on rank 0 only, and only where asked for; of a large split a part
-    (`trainer.data.sampler.spread_positions`)."""
+    """``loss`` is the mean per sample and ``metrics`` what could be judged beside it, equal on all ranks."""
 
     samples: int
     loss: float
     metrics: dict[str, float]
-    predictions: Predictions | None = None
     why: str = ""
     """Why the loss is no finite number, where it is none and that is known."""
     has_odd_sample: bool = False
     """Whether that is because a sample has a number that is not finite."""
 
 
-def evaluate(
-    model: nn.Module,
-    criterion: nn.Module,
-    shards: DataShardManager,
+@dataclass(frozen=True, slots=True)
+class SplitScores:
+    """The scores of a split, equal on all ranks."""
+
+    samples: int
+    sums: dict[str, Array]
+    """What adds up, as a scorer gives it: () or (n,)."""
+    kept: dict[str, Array]
+    """Scores of single samples at the positions `trainer.data.sampler.spread_positions`; empty unless asked for."""
+    why: str
+    has_odd_sample: bool
+
+    def evaluation(self, loss: float, metrics: Mapping[str, float]) -> Evaluation:
+        """Return the evaluation with this mean loss and these means."""
+        return Evaluation(self.samples, loss, dict(metrics), self.why, self.has_odd_sample)
+
+
+def score_split(
+    scorer: Scorer,
+    data: TrainingData,
     split: str,
-    world: World,
+    work: SharedWork,
     batch_size: int,
     device: torch.device,
-    collect: bool = False,
     before_batch: Callable[[], object] = lambda: None,
-) -> Evaluation:
-    """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets single forecasts.
-    ``before_batch`` may raise, to end it.
-
-    Raise ValueError for an empty split.
-    """
-    count = shards.count(split)
+    keeps: bool = False,
+) -> SplitScores:
+    """Return the scores of all samples of a split; a collective. ``keeps``: those of single ones, too. Raise ValueError
+    for an empty split."""
+    count = data.count(split)
     if count == 0:
         raise ValueError(f"the split {split!r} of the dataset has no samples, so there is nothing to evaluate")
-    first, last = SharedWork(world).part(count, batch_size if collect else 1)
-    was_training = model.training
-    model.eval()
-    kept = spread_positions(count) if collect else np.arange(0)
-    begin, end = np.searchsorted(kept, (first, last))
-    forecasts = np.empty((end - begin, _FIELDS))
-    sums = _sums(np.empty((0, _FIELDS)))
-    with torch.no_grad():
-        for chunk in range(first, last, size := max(1, CHUNK // batch_size) * batch_size):
-            table = np.empty((min(size, last - chunk), _FIELDS))
-            for start in range(chunk, chunk + len(table), batch_size):
-                before_batch()
-                stop = min(start + batch_size, chunk + len(table))
-                rows = shards.end_rows(split, np.arange(start, stop))
-                windows, target = shards.gather(rows)
-                windows, target = windows.to(device), target.to(device)
-                table[start - chunk : stop - chunk] = _judge_batch(criterion, rows, model(windows), target)
-            sums += _sums(table)
-            some = slice(*np.searchsorted(kept[begin:end], (chunk, chunk + len(table))))
-            forecasts[some] = table[kept[begin:end][some] - chunk]
-    model.train(was_training)
-    sums = world.all_reduce(torch.from_numpy(sums)).numpy()
-    means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
-    zero = means.pop("zero_squared_error")
-    squared = means.pop("squared_error")
-    metrics = {
-        name: value for name, value in means.items() if name not in ("samples", "loss") and not math.isnan(value)
-    }
-    if not math.isnan(squared) and zero > 0:
-        metrics["mse_to_zero"] = squared / zero
-    predictions = _gather(forecasts, begin, len(kept), world) if collect else None
-    return Evaluation(samples=count, loss=means["loss"], metrics=metrics, predictions=predictions)
+    kept = spread_positions(count) if keeps else np.arange(0)
+    first, last = work.part(count, batch_size)
+    parts = [np.arange(start, min(start + batch_size, last)) for start in range(first, last, batch_size)]
+    sums: dict[str, Any] = {}
+    each: dict[str, list[Array]] = {}
+    odd: tuple[int, bool, str] | None = None
+    for positions, batch in zip(parts, data.read_each(split, parts, device), strict=True):
+        before_batch()
+        added, single = scorer(batch, len(positions))
+        for name, values in added.items():
+            sums[name] = sums.get(name, 0.0) + values
+        if odd is None and not math.isfinite(sums.get("loss", 0.0)):
+            odd = describe_odd(batch, single["loss"], positions)
+        if keeps:
+            begin, end = np.searchsorted(kept, (positions[0], positions[-1] + 1))
+            for name, values in single.items():
+                each.setdefault(name, []).append(values[kept[begin:end] - positions[0]])
+    # A rank without samples knows no names: all use those of the first that has some.
+    told = work.gather([[[name, np.size(values)] for name, values in sums.items()], list(each), odd])
+    names, columns, _ = max(told, key=lambda each: len(each[0]))
+    flat = work.sum(np.concatenate([np.reshape(sums.get(name, np.zeros(size)), -1) for name, size in names]))
+    edges = np.cumsum([0, *(size for _, size in names)])
+    totals = {name: flat[edges[at] : edges[at + 1]] for at, (name, _) in enumerate(names)}
+    table = np.zeros((len(columns), len(kept)))
+    for row, name in zip(table, columns, strict=True):
+        mine = np.concatenate([np.empty(0), *each.get(name, ())])
+        row[(begin := np.searchsorted(kept, first)) : begin + len(mine)] = mine
+    singles = dict(zip(columns, work.sum(table) if columns else table, strict=True))
+    _, has_odd_sample, why = min((each[2] for each in told if each[2]), default=(0, False, _TOO_LARGE))
+    is_finite = bool(np.isfinite(totals.get("loss", np.zeros(1))).all())
+    return SplitScores(count, totals, singles, "" if is_finite else why, has_odd_sample and not is_finite)
 
 
-def _judge_batch(criterion: Any, rows: NDArray, outputs: Tensor, target: Tensor) -> NDArray:
-    """(B, 6) float64: row, target, loss, mu, sigma, nu."""
-    returns = target if target.dim() == 1 else target[:, 0]
-    nothing = torch.full_like(returns, math.nan)
-    mu, sigma, nu = nothing, nothing, nothing
-    if gives_predictive(criterion):
-        predictive: Predictive = criterion.predictive(outputs)
-        mu, sigma, nu = predictive.mu, predictive.sigma, predictive.nu
-    elif callable(getattr(criterion, "point", None)):
-        mu = criterion.point(outputs)
-    columns = (returns, criterion(outputs, target), mu, sigma, nu)
-    return np.column_stack([rows, *(column.double().cpu().numpy() for column in columns)])
+_TOO_LARGE = "the sum of its losses is too large"
 
 
-_SUMS = ("samples", "loss", "nll", "pinball", "coverage_90", "squared_error", "zero_squared_error")
-
-
-def _sums(table: NDArray) -> NDArray:
-    """Return the figures that add up over ranks; NaN if the loss predicts no such thing."""
-    predictions = _predictions(table)
-    judged = {name: values.sum() for name, values in score_forecast(predictions.predictive, predictions.target).items()}
-    named = {
-        "samples": len(table),
-        "loss": predictions.loss.sum(),
-        **judged,
-        "squared_error": ((predictions.target - predictions.mu) ** 2).sum(),
-        "zero_squared_error": (predictions.target**2).sum(),
-    }
-    return np.array([named.get(name, 0.0 if not len(table) else math.nan) for name in _SUMS])
-
-
-def _predictions(table: NDArray) -> Predictions:
-    row, target, loss, mu, sigma, nu = (np.ascontiguousarray(column) for column in table.T)
-    return Predictions(row.astype(np.int64), target, loss, mu, sigma, nu)
-
-
-def _gather(table: NDArray, first: int, count: int, world: World) -> Predictions | None:
-    """All ranks' parts on rank 0, each in its place: a sum, in which the others' parts are nothing."""
-    whole = torch.zeros(count, _FIELDS, dtype=torch.float64)
-    whole[first : first + len(table)] = torch.from_numpy(table)
-    world.all_reduce(whole)
-    return _predictions(whole.numpy()) if world.rank == 0 else None
-
-
-def final_report(
-    model: nn.Module,
-    criterion: nn.Module,
-    shards: DataShardManager,
-    world: World,
-    device: torch.device,
-    run_dir: RunDir,
-    batch_size: int = 1024,
-    begin: Callable[[FinishStage], object] = lambda stage: None,
-) -> dict[str, Any]:
-    """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks,
-    which share the work. ``begin`` is called with each stage of it, as it begins.
-
-    Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
-    names by code) and ``evaluation.json``. Raise ValueError where the loss is not finite, before anything is written.
-    """
-    begin("test split")
-    evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
-    if not math.isfinite(evaluation.loss):
-        raise ValueError(
-            f"the loss on the test split is {evaluation.loss}: the model's outputs have overflowed; "
-            "lower training.learning_rate or training.clip_norm"
-        )
-    begin("baselines")
-    scores = judge_baselines(shards, "test", SharedWork(world))
-    begin("report")
-    report: dict[str, Any] = {}
-    if evaluation.predictions is not None:
-        predictions = evaluation.predictions
-        days = shards.dates(predictions.row).astype("datetime64[D]")
-        report = build_report(predictions, days, scores, shards.spec.horizon)
-        codes = shards.tickers(predictions.row)
-        _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
-        run_dir.write_json(EVALUATION, report)
-    world.barrier()  # rank 0 takes the longer to write, the more data there is
-    return world.all_gather_object(report)[0]
-
-
-def _write_predictions(
-    run_dir: RunDir, predictions: Predictions, days: NDArray, codes: NDArray, names: NDArray
-) -> None:
-    buffer = io.BytesIO()
-    columns = {name: getattr(predictions, name) for name in ("row", "target", "loss", "mu", "sigma", "nu")}
-    np.savez_compressed(buffer, date=days, ticker=codes.astype(np.int32), tickers=names, **columns)
-    run_dir.storage.write(PREDICTIONS, buffer.getvalue())
+def describe_odd(batch: Any, losses: Array, positions: NDArray[np.int64]) -> tuple[int, bool, str]:
+    """Return the first position of a batch whose loss is not finite, whether that is for its data, and a sentence."""
+    rows = np.flatnonzero(~np.isfinite(losses))
+    position = int(positions[rows[0] if len(rows) else 0])
+    found = find_odd_row(batch, torch.from_numpy(losses))
+    if found is None:
+        return position, False, f"sample {position} is the first whose loss is not a number, though its data are finite"
+    row, name, value = found
+    position = int(positions[row])
+    return position, True, f"sample {position} has {value} in {name}: fix that sample, or leave it out"

@@ -1,44 +1,22 @@
-"""Judges: how a model is validated while it trains, and how it is reported on at the end, by the kind of its data.
-
-The interface and the judge of any task belong here; the judge of windows of prices uses `trainer.evaluation.evaluate`.
-"""
+"""The interface of a judge, which validates a model while it trains and reports on it at the end, and the judge of any
+task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.config import ConfigError
-from trainer.data.batches import find_odd_row
 from trainer.data.loader import TrainingData
 from trainer.documents.events import FinishStage
-from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
-from trainer.evaluation.shared_work import SharedWork
+from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores
 from trainer.model.task import Task, mean_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir
-
-if TYPE_CHECKING:
-    from trainer.comm.world import World
-    from trainer.data.shards import DataShardManager
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeRequest:
-    """What a judgement needs of the training that asks for it."""
-
-    model: nn.Module
-    world: World
-    device: torch.device
-    batch_size: int
-    before_batch: Callable[[], object] = lambda: None
-    """Called before each batch; it may raise, to end the judgement."""
 
 
 class Judge(Protocol):
@@ -53,48 +31,6 @@ class Judge(Protocol):
         ``evaluation.json``. ``begin`` is called with each stage, as it begins. Raise ValueError where the loss is not
         finite, before anything is written."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WindowJudge:
-    """Judges forecasts of windows: proper scores, against baselines of volatility."""
-
-    criterion: nn.Module
-    shards: DataShardManager
-    make_criterion: Callable[[Mapping[str, float]], nn.Module]
-    """Returns the loss with these arguments besides its own."""
-
-    def validate(self, request: JudgeRequest) -> Evaluation:
-        """Return the judgement on the validation split."""
-        return evaluate(
-            request.model, self.criterion, self.shards, "valid", request.world, request.batch_size, request.device,
-            before_batch=request.before_batch,
-        )  # fmt: skip
-
-    def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
-        """Return the report on the test split, with its baselines. ``correction`` in it are the arguments of the loss
-        by which its distributions were corrected on the validation split, before they were judged."""
-        arguments = self._calibrate(request)
-        criterion = self.make_criterion(arguments) if arguments else self.criterion
-        report = final_report(
-            request.model, criterion, self.shards, request.world, request.device, run_dir, request.batch_size,
-            begin=begin,
-        )  # fmt: skip
-        return {**report, "correction": arguments}
-
-    def _calibrate(self, request: JudgeRequest) -> dict[str, float]:
-        """Return the arguments that correct the loss; none of a loss that does not calibrate. A collective."""
-        calibrate: Callable[..., dict[str, float]] | None = getattr(self.criterion, "calibrate", None)
-        if calibrate is None:
-            return {}
-        found = evaluate(
-            request.model, self.criterion, self.shards, "valid", request.world, request.batch_size, request.device,
-            collect=True,
-        ).predictions  # fmt: skip
-        names: tuple[str, ...] = getattr(self.criterion, "corrections", ())
-        numbers = {} if found is None else calibrate(found.predictive, torch.from_numpy(found.target))
-        arguments = {name: float(numbers[name]) for name in names if name in numbers}
-        return request.world.all_gather_object(arguments)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,40 +74,15 @@ class TaskJudge:
 
 
 def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
-    """Return the means of loss and metrics over a split; a collective. Ranks take whole batches, the same at any world
-    size, and sums are taken in float64: the result does not depend on how many ranks there are."""
-    count = data.count(split)
-    first, last = SharedWork(request.world).part(count, request.batch_size)
-    was_training = request.model.training
-    request.model.eval()
-    sums: dict[str, float] = {"loss": 0.0, _WEIGHT: 0.0}
-    odd: tuple[int, bool, str] | None = None
-    judging = Judging(task, request.model)
-    parts = [
-        np.arange(start, min(start + request.batch_size, last)) for start in range(first, last, request.batch_size)
-    ]
-    for positions, batch in zip(parts, data.read_each(split, parts, request.device), strict=True):
-        request.before_batch()
-        for name, values in judging.figures(batch, len(positions)).items():
-            sums[name] = sums.get(name, 0.0) + values.sum().item()
-            if odd is None and name == "loss" and not math.isfinite(sums[name]):
-                odd = describe_odd(batch, values, positions)
-    request.model.train(was_training)
-    # A rank without samples knows no names: all use those of the first that has some.
-    names = max(request.world.all_gather_object(sorted(sums)), key=len)
-    summed = request.world.all_reduce(torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64))
-    totals = dict(zip(names, summed.tolist(), strict=True))
+    """Return the means of loss and metrics over a split; a collective."""
+    found = request.score(TaskScorer(task, request.model).score, data, split)
+    totals = {name: values.item() for name, values in found.sums.items()}
     total, weight = totals.pop("loss"), totals.pop(_WEIGHT)
-    loss = mean_of(total, weight) if weight else math.nan
-    means = {name: value / count for name, value in totals.items()}
-    if math.isfinite(loss):
-        return Evaluation(samples=count, loss=loss, metrics=means)
+    metrics = {name: value / found.samples for name, value in totals.items()}
     if not weight:
         why = "none of its samples count: all are ignored (ignore_index), or weigh 0"
-        return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=True)
-    told: list[Any] = [each for each in request.world.all_gather_object(odd) if each is not None]
-    _, has_odd_sample, why = min(told, default=(0, False, "the sum of its losses is too large"))
-    return Evaluation(samples=count, loss=loss, metrics=means, why=why, has_odd_sample=has_odd_sample)
+        return replace(found, why=why, has_odd_sample=True).evaluation(math.nan, metrics)
+    return found.evaluation(mean_of(total, weight), metrics)
 
 
 RESERVED = ("loss", "samples")
@@ -180,12 +91,17 @@ _WEIGHT = ""
 """The name under which the weights of samples are summed, which no metric has."""
 
 
-class Judging:
+class TaskScorer:
     """Figures of a task on batches, without gradients; with them where the loss itself takes derivatives."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self.task, self.model = task, model
         self._takes_derivatives = False
+
+    def score(self, batch: Any, count: int) -> Scores:
+        """Return the sums of `figures`, and the losses."""
+        figures = self.figures(batch, count)
+        return {name: values.sum().item() for name, values in figures.items()}, {"loss": figures["loss"].cpu().numpy()}
 
     def figures(self, batch: Any, count: int) -> dict[str, Tensor]:
         """Return losses and metrics of a batch, and what its samples weigh, each (count,) in float64. Raise
@@ -216,15 +132,3 @@ class Judging:
 
 _NO_DERIVATIVES = "does not require grad"
 """What torch says where derivatives are taken without a graph."""
-
-
-def describe_odd(batch: Any, losses: Tensor, positions: NDArray[np.int64]) -> tuple[int, bool, str]:
-    """Return the first position of a batch whose loss is not finite, whether that is for its data, and a sentence."""
-    rows = (~torch.isfinite(losses)).nonzero()
-    position = int(positions[int(rows[0][0]) if len(rows) else 0])
-    found = find_odd_row(batch, losses)
-    if found is None:
-        return position, False, f"sample {position} is the first whose loss is not a number, though its data are finite"
-    row, name, value = found
-    position = int(positions[row])
-    return position, True, f"sample {position} has {value} in {name}: fix that sample, or leave it out"

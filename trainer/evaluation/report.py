@@ -1,4 +1,4 @@
-"""The content of ``evaluation.json``, computed from forecasts: proper scores, baselines, calibration, years, notes."""
+"""The content of ``evaluation.json``, computed from forecasts: proper scores, baselines, calibration, notes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 from trainer.data.sampler import spread_positions
 from trainer.evaluation import scores
 from trainer.evaluation.baselines import BaselineFits, BaselineForecast
+from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.gate import gate_document, is_beyond_chance, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.shared_work import SharedWork
 
-_MEANS = ("nll", "pinball", "coverage_90")
-"""The scores of `score_forecast`."""
+PROPER_SCORES = ("nll", "pinball", "coverage_90")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 REFERENCE = "har_x"
-"""The baseline that years and quintiles are compared with."""
+"""The baseline that quintiles are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +75,26 @@ class JudgedBaseline:
 
 def judge_baseline(forecast: BaselineForecast, target: Array) -> JudgedBaseline:
     """Return the scores of a baseline's forecast for windows with these targets (n,)."""
-    judged = score_forecast(predictive_of(forecast), target)
+    judged = score_forecast(forecast.predictive, target)
     return JudgedBaseline(_means(judged), scores.mse_to_zero(forecast.mu, target), judged.get("nll"))
 
 
-def judge_baselines(shards: DataShardManager, split: str, work: SharedWork) -> dict[str, JudgedBaseline]:
+def judge_baselines(shards: DataShardManager, split: str, work: SharedWork | None = None) -> dict[str, JudgedBaseline]:
     """Return the scores of all baselines (`trainer.evaluation.baselines`) on a split, each judged by one of the ranks.
-    A collective."""
+    A collective; None: by this process alone."""
+    work = work or SharedWork()
     fits = BaselineFits(shards, split, work)
     rows = shards.end_rows(split, spread_positions(shards.count(split)))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     first, last = work.part(len(fits.names))
-    table = np.empty((last - first, len(_MEANS) + 1 + len(target)))
-    for row, name in zip(table, fits.names[first:last], strict=True):
-        judged = judge_baseline(fits.forecast(name), target)
-        row[: len(_MEANS)] = [judged.means.get(mean, np.nan) for mean in _MEANS]
-        row[len(_MEANS)] = np.nan if judged.mse_to_zero is None else judged.mse_to_zero
-        row[len(_MEANS) + 1 :] = np.nan if judged.nll is None else judged.nll
-    found = {}
-    for name, row in zip(fits.names, work.join(table, first, len(fits.names)), strict=True):
-        *means, mse = row[: len(_MEANS) + 1].tolist()
-        has_distribution = not np.isnan(means[0])
-        found[name] = JudgedBaseline(
-            dict(zip(_MEANS, means, strict=True)) if has_distribution else {},
-            None if np.isnan(mse) else mse,
-            row[len(_MEANS) + 1 :] if has_distribution else None,
-        )
-    return found
+    mine = [judge_baseline(fits.forecast(name), target) for name in fits.names[first:last]]
+    nll = np.array([np.full(len(target), np.nan) if item.nll is None else item.nll for item in mine])
+    nll = work.join(nll.reshape(len(mine), len(target)), first, len(fits.names))
+    told = [item for part in work.gather([[dict(item.means), item.mse_to_zero] for item in mine]) for item in part]
+    return {
+        name: JudgedBaseline(means, mse, row if means else None)
+        for name, (means, mse), row in zip(fits.names, told, nll, strict=True)
+    }
 
 
 def build_report(
@@ -110,7 +102,6 @@ def build_report(
     days: NDArray[np.datetime64],
     baselines: Mapping[str, JudgedBaseline],
     horizon: int,
-    split: str = "test",
 ) -> dict[str, Any]:
     """Return the content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D];
     ``horizon`` is in days and sets the lag of the t-statistics."""
@@ -119,10 +110,9 @@ def build_report(
     has_mean = not np.isnan(predictions.mu).any()
     skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
     parts = [part for part in scores.halves(days) if has_mean and part.any()]
-    likelihoods = {name: {} if item.nll is None else {"nll": item.nll} for name, item in baselines.items()}
-    reference = likelihoods.get(REFERENCE, {})
+    reference = baselines[REFERENCE].nll if REFERENCE in baselines else None
     report: dict[str, Any] = {
-        "split": split,
+        "split": "test",
         "windows": len(target),
         "days": len(np.unique(days)),
         "first_date": str(days.min()),
@@ -131,68 +121,43 @@ def build_report(
         "baselines": {
             name: {
                 **item.means,
-                **gain(own, likelihoods[name], days, horizon),
+                **gain(own.get("nll"), item.nll, days, horizon),
                 "mse_to_zero": item.mse_to_zero,
             }
             for name, item in baselines.items()
         },
         "calibration": _calibration(predictions.sigma, own, reference) if own else [],
         "halves": [scores.mean_skill(predictions.mu[part], target[part], days[part], horizon) for part in parts],
-        "by_year": _by_year(predictions, own, reference, days),
     }
     report["notes"] = notes(report)
     report["gate"] = gate_document(report)
     return report
 
 
-def predictive_of(forecast: BaselineForecast) -> Predictive | None:
-    """Return the distribution of a baseline, None for a baseline of the mean alone."""
-    if forecast.sigma is None:
-        return None
-    mu, sigma = torch.from_numpy(forecast.mu), torch.from_numpy(forecast.sigma)
-    return Predictive(mu, sigma, torch.full_like(sigma, forecast.nu))
-
-
 def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, float]:
     return {name: float(values[part].mean()) for name, values in judged.items()}
 
 
-def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
-    """Return by how much the model's NLL is lower, and the paired t-statistic over days."""
-    if not own or not other:
+def gain(own: Array | None, other: Array | None, days: NDArray, horizon: int) -> dict[str, float | None]:
+    """Return by how much the model's NLL (n,) is lower, and the paired t-statistic over days; nothing where one of the
+    two has none."""
+    if own is None or other is None:
         return {}
-    daily = scores.daily_means(other["nll"] - own["nll"], days)
+    daily = scores.daily_means(other - own, days)
     t = scores.newey_west_t(daily, scores.newey_west_lag(len(daily), horizon))
-    return {"model_gain_nll": float((other["nll"] - own["nll"]).mean()), "model_gain_t": t}
+    return {"model_gain_nll": float((other - own).mean()), "model_gain_t": t}
 
 
-def _calibration(sigma: Array, own: Mapping[str, Array], reference: Mapping[str, Array]) -> list[dict[str, Any]]:
+def _calibration(sigma: Array, own: Mapping[str, Array], reference: Array | None) -> list[dict[str, Any]]:
     """Scores within each fifth of the predicted scale, calm to stormy."""
     fifth = scores.quintiles(sigma)
     rows = []
     for index in np.unique(fifth):
         part = fifth == index
         row = {"quintile": int(index) + 1, "samples": int(part.sum()), "sigma_mean": float(sigma[part].mean())}
-        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
+        row |= {} if reference is None else {f"nll_{REFERENCE}": float(reference[part].mean())}
         rows.append(row | _means(own, part))
     return rows
-
-
-def _by_year(
-    predictions: Predictions, own: Mapping[str, Array], reference: Mapping[str, Array], days: NDArray
-) -> dict[str, dict[str, Any]]:
-    years = days.astype("datetime64[Y]")
-    table = {}
-    for year in np.unique(years):
-        part = years == year
-        row: dict[str, Any] = {"samples": int(part.sum()), "loss": float(predictions.loss[part].mean())}
-        row |= _means(own, part)
-        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
-        if not np.isnan(predictions.mu).any():
-            ic = scores.rank_ic_by_day(predictions.mu[part], predictions.target[part], days[part])
-            row["rank_ic"] = float(ic.mean()) if len(ic) else None
-        table[str(year)] = row
-    return table
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
@@ -208,9 +173,6 @@ def notes(report: Mapping[str, Any]) -> list[str]:
             f"The 90 % interval covered {model['coverage_90']:.1%} of the outcomes, between {min(cover):.1%} and "
             f"{max(cover):.1%} across fifths of the predicted volatility."
         )
-        worse = [year for year, row in report["by_year"].items() if row["nll"] >= row.get(f"nll_{REFERENCE}", np.inf)]
-        if worse:
-            said.append(f"It was no better than {REFERENCE} in {', '.join(worse)}.")
     if "mse_to_zero" in model:
         said.append(_note_on_mean(model, baselines))
     leak = suspect_leak(report["halves"])

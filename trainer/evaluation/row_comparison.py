@@ -11,7 +11,7 @@ of a large table; the sums over them are the same on all, so all come to the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
+from trainer.evaluation.evaluate import EVAL_BATCH, Scores, SharedWork, score_split
 from trainer.evaluation.row_scores import RowScoring
-from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
 from trainer.spec import REGRESSION, RowSpec
 
@@ -84,7 +84,7 @@ def constant_forecast(data: RowData, work: SharedWork) -> NDArray[np.float64]:
     first, last = work.part(data.count("train"), CHUNK)
     counts = np.zeros(len(data.spec.classes))
     for start in range(first, last, CHUNK):
-        _, target = data.gather("train", np.arange(start, min(start + CHUNK, last)))
+        _, target = data.samples("train", np.arange(start, min(start + CHUNK, last)))
         counts += np.bincount(target.numpy(), minlength=len(counts))
     counts = work.sum(counts)
     return counts / counts.sum()
@@ -106,8 +106,8 @@ def fit_linear(
     if len(positions) * (spec.inputs + 1) * outputs <= ALONE:
         work = SharedWork()
     first, last = work.part(len(positions), 1)
-    rows, _ = data.gather("train", positions[first:last])
-    _, target = data.gather("train", labelled[first:last])
+    rows, _ = data.samples("train", positions[first:last])
+    _, target = data.samples("train", labelled[first:last])
     inputs = _extended(encoder, rows)
     if is_number:
         target = (target.double() - spec.target_mean) / spec.target_std
@@ -137,106 +137,57 @@ def fit_linear(
     return LinearModel(encoder, weights.detach(), spec, len(positions))
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The baselines and the canary as ``evaluation.json`` has them."""
+def compare_rows(
+    data: RowData,
+    own: Array,
+    work: SharedWork,
+    batch_size: int = EVAL_BATCH,
+    before_batch: Callable[[], object] = lambda: None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the figures of the constant and of the linear model on the test split, with what a model gains over them
+    whose scores at `trainer.data.sampler.spread_positions` are ``own`` (`RowScoring.score`; NaN without a forecast);
+    and the canary. A collective; ``before_batch`` may raise, to end it.
 
-    baselines: dict[str, dict[str, Any]]
-    """The figures of each, and what the model gains over it."""
-    canary: dict[str, Any]
+    The canary is what a linear model of shuffled targets gains over the constant per row, which has to be no more than
+    chance: in the rows that are judged, and in the fit. Its weights are small, and as likely to point in the right
+    direction as in the wrong one, which gains the more, the more can be learned of the true targets."""
+    scoring = RowScoring(data.spec)
+    constant = constant_forecast(data, work)
+    linear, shuffled = (fit_linear(data, work, before_batch, shuffle_seed=seed) for seed in (None, 0))
 
+    def score(batch: Any, count: int) -> Scores:
+        rows, truth = batch[0], batch[1].numpy()
+        plain = np.repeat(constant, count) if scoring.is_number else np.tile(constant, (count, 1))
+        found = {"constant": plain, "linear": linear.forecast(rows), "shuffled": shuffled.forecast(rows)}
+        return (
+            {name: scoring.sums(forecast, truth) for name, forecast in found.items()},
+            {name: scoring.score(forecast, truth) for name, forecast in found.items()},
+        )
 
-@dataclass(frozen=True, slots=True)
-class RowComparison:
-    """The comparison on the test split, in batches that ranks share."""
-
-    data: RowData
-    work: SharedWork
-    batch_size: int
-    before_batch: Callable[[], object] = lambda: None
-    """Called before each batch and each step of a fit; it may raise, to end it."""
-
-    def judge(self, own: Array) -> Compared:
-        """Return what the constant and the linear model come to beside a model whose scores on this rank's part of
-        `trainer.data.sampler.spread_positions` are ``own`` (`RowScoring.score`; NaN without a forecast). A
-        collective."""
-        constant = constant_forecast(self.data, self.work)
-        linear = fit_linear(self.data, self.work, self.before_batch)
-        shuffled = fit_linear(self.data, self.work, self.before_batch, shuffle_seed=0)
-        is_number = self._scoring.is_number
-        named = {"constant": lambda rows: _repeated(constant, len(rows), is_number), "linear": linear.forecast}
-        baselines = {}
-        for name, forecast in named.items():
-            sums, gain = self._judge(forecast, own)
-            baselines[name] = {**self._scoring.figures(sums), **gain}
-        return Compared(baselines, self._canary(shuffled, constant, self._learned(baselines)))
-
-    def _learned(self, baselines: Mapping[str, Mapping[str, float]]) -> float:
-        """Return what the linear model gains over the constant per row, in the units of `RowScoring.score`."""
-        constant, linear = baselines["constant"], baselines["linear"]
-        if self._scoring.is_number:
-            return (constant["rmse"] ** 2 - linear["rmse"] ** 2) / self.data.spec.target_std**2
-        return constant["log_loss"] - linear["log_loss"]
-
-    @property
-    def _scoring(self) -> RowScoring:
-        return RowScoring(self.data.spec)
-
-    def _judge(self, forecast: Callable[[Tensor], Array], own: Array) -> tuple[Array, dict[str, float | None]]:
-        """Return the sums of a baseline's scores, and what the model gains over it per row, with the paired t-statistic
-        over rows; nothing of the latter where the model has no scores."""
-        count = self.data.count("test")
-        kept = spread_positions(count)
-        first, last = self.work.part(count, self.batch_size)
-        begin = np.searchsorted(kept, first)
-        sums, gains = np.zeros(self._scoring.width), np.zeros(3)
-        for start in range(first, last, self.batch_size):
-            self.before_batch()
-            rows, target = self.data.gather("test", np.arange(start, min(start + self.batch_size, last)))
-            found, truth = forecast(rows), target.numpy()
-            sums += self._scoring.sums(found, truth)
-            some = slice(*np.searchsorted(kept, (start, start + len(truth))))
-            here = kept[some] - start
-            gains += _moments(
-                self._scoring.score(found[here], truth[here]) - own[some.start - begin : some.stop - begin]
-            )
-        sums, gains = self.work.sum(sums), self.work.sum(gains)
-        if math.isnan(gains[1]):
-            return sums, {}
-        mean, error = _mean_and_error(gains)
-        return sums, {"model_gain": mean, "model_gain_t": mean / error if error > 0 else None}
-
-    def _canary(self, shuffled: LinearModel, constant: Array, learned: float) -> dict[str, Any]:
-        """Return what a linear model of shuffled targets gains over the constant per row, which has to be no more than
-        chance: in the rows that are judged, and in the fit. Its weights are small, and as likely to point in the right
-        direction as in the wrong one, which gains the more, the more can be learned of the true targets."""
-        first, last = self.work.part(self.data.count("test"), self.batch_size)
-        sums = np.zeros(3)
-        for start in range(first, last, self.batch_size):
-            self.before_batch()
-            rows, target = self.data.gather("test", np.arange(start, min(start + self.batch_size, last)))
-            truth, plain = target.numpy(), _repeated(constant, len(rows), self._scoring.is_number)
-            sums += _moments(self._scoring.score(plain, truth) - self._scoring.score(shuffled.forecast(rows), truth))
-        mean, error = _mean_and_error(self.work.sum(sums))
-        error = math.hypot(error, math.sqrt(4 * max(0.0, learned) / shuffled.fitted))
-        return {"gain": mean, "standard_error": error, "passed": mean <= CERTAIN * error}
+    judged = score_split(score, data, "test", work, batch_size, torch.device("cpu"), before_batch, keeps=True)
+    plain, best, blind = (judged.kept[name] for name in ("constant", "linear", "shuffled"))
+    baselines = {
+        name: {**scoring.figures(judged.sums[name]), **_gain(scores - own)}
+        for name, scores in (("constant", plain), ("linear", best))
+    }
+    gain, error = _mean_and_error(plain - blind)
+    learned = float((plain - best).mean())
+    error = math.hypot(error, math.sqrt(4 * max(0.0, learned) / shuffled.fitted))
+    return baselines, {"gain": gain, "standard_error": error, "passed": gain <= CERTAIN * error}
 
 
-def _moments(gain: Array) -> Array:
-    """(3,): count, sum and sum of squares."""
-    return np.array([len(gain), gain.sum(), (gain**2).sum()])
+def _gain(gains: Array) -> dict[str, float | None]:
+    """Return what a model gains per row, with the paired t-statistic over rows; nothing of a model without scores."""
+    if np.isnan(gains).any():
+        return {}
+    mean, error = _mean_and_error(gains)
+    return {"model_gain": mean, "model_gain_t": mean / error if error > 0 else None}
 
 
-def _mean_and_error(moments: Array) -> tuple[float, float]:
+def _mean_and_error(gains: Array) -> tuple[float, float]:
     """Return the mean and its standard error."""
-    count, total, squares = moments.tolist()
-    mean = total / count
-    return mean, math.sqrt(max(0.0, squares / count - mean**2) / count)
-
-
-def _repeated(constant: Array, count: int, is_number: bool) -> Array:
-    """Return the constant as forecasts of ``count`` rows."""
-    return np.repeat(constant, count) if is_number else np.tile(constant, (count, 1))
+    mean = float(gains.mean())
+    return mean, math.sqrt(max(0.0, float((gains**2).mean()) - mean**2) / len(gains))
 
 
 def _extended(encoder: nn.Module, rows: Tensor) -> Tensor:

@@ -1,49 +1,30 @@
 """`RowJudge`: how a model of rows is validated while it trains, and how it is reported on at the end.
 
-Every row of a split counts exactly once. Ranks take whole batches, the same at any world size, and sums are taken in
-float64, so a report does not depend on how many ranks there were, but for rounding in the fit of the linear baseline.
-The baselines are judged in `trainer.evaluation.row_comparison`.
+The baselines are judged in `trainer.evaluation.row_comparison`, and how forecasts are scored is
+`trainer.evaluation.row_scores`.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
 from trainer.documents.events import FinishStage
-from trainer.evaluation.evaluate import Evaluation
+from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores, SharedWork, SplitScores
 from trainer.evaluation.gate import gate_document
-from trainer.evaluation.judge import JudgeRequest, evaluate_task
-from trainer.evaluation.row_comparison import Compared, RowComparison
+from trainer.evaluation.row_comparison import compare_rows
 from trainer.evaluation.row_scores import RowScoring, calibration_table
-from trainer.evaluation.shared_work import SharedWork
-from trainer.model.task import SupervisedTask
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 from trainer.spec import ROWS
-
-Array = NDArray[np.float64]
-
-
-def row_task(criterion: nn.Module) -> SupervisedTask:
-    """Return the task of a loss, with the accuracy where it knows probabilities, and the squared error in the target's
-    unit where it knows a forecast."""
-    known: Any = criterion
-    metrics: dict[str, Callable[[Any, Any], Tensor]] = {}
-    if callable(getattr(criterion, "probabilities", None)):
-        metrics["accuracy"] = lambda outputs, target: (known.probabilities(outputs).argmax(1) == target).float()
-    elif callable(getattr(criterion, "point", None)):
-        metrics["squared_error"] = lambda outputs, target: (known.point(outputs) - target) ** 2
-    return SupervisedTask(criterion, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,40 +32,51 @@ class RowJudge:
     """Judges forecasts of classes by log-loss, accuracy and calibration, and forecasts of numbers by their errors,
     against the constant and a linear model."""
 
-    task: SupervisedTask
     criterion: nn.Module
     data: RowData
 
     def validate(self, request: JudgeRequest) -> Evaluation:
-        """Return the judgement on the validation split."""
-        return evaluate_task(self.task, self.data, "valid", request)
+        """Return the judgement on the validation split, with the accuracy of a loss that knows probabilities, and the
+        squared error, in the target's unit, of one that knows a forecast."""
+        found = request.score(self._scorer(request.model), self.data, "valid")
+        metrics = {}
+        if "figures" in found.sums:
+            name, place = ("squared_error", 1) if RowScoring(self.data.spec).is_number else ("accuracy", 2)
+            metrics[name] = float(found.sums["figures"][place]) / found.samples
+        return found.evaluation(found.sums["loss"].item() / found.samples, metrics)
 
     def report(self, request: JudgeRequest, run_dir: RunDir, begin: Callable[[FinishStage], object]) -> dict[str, Any]:
         """Return the report on the test split. Rank 0 writes it, and single forecasts as ``predictions.npz`` (row,
         target, loss, mu: the number or the code of the class; of a large split a part). Raise ValueError where the loss
         is not finite, before anything is written."""
         begin("test split")
-        work = SharedWork(request.world)
-        loss, sums, table, own = self._judge_model(request, work)
+        found = request.score(self._scorer(request.model), self.data, "test", keeps=True)
+        loss = found.sums["loss"].item() / found.samples
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss on the test split is {loss}: lower training.learning_rate or training.clip_norm"
             )
         begin("baselines")
-        comparison = RowComparison(self.data, work, request.batch_size, request.before_batch)
-        compared = comparison.judge(own)
+        work = SharedWork(request.world)
+        compared = compare_rows(self.data, found.kept["score"], work, request.batch_size, request.before_batch)
         begin("report")
-        report = self._document(loss, sums, compared)
+        report = self._document(loss, found, *compared)
         if request.world.rank == 0:
-            _write_predictions(run_dir, table)
+            buffer = io.BytesIO()
+            rows = spread_positions(found.samples)
+            nothing = np.full(len(rows), math.nan)  # that no distribution was forecast
+            columns: dict[str, Any] = {name: found.kept[name] for name in ("target", "loss", "mu")}
+            np.savez_compressed(buffer, row=rows, sigma=nothing, nu=nothing, **columns)
+            run_dir.storage.write(PREDICTIONS, buffer.getvalue())
             run_dir.write_json(EVALUATION, report)
         request.world.barrier()  # rank 0 takes the longer to write, the more data there is
         return report
 
-    def _document(self, loss: float, sums: Array | None, compared: Compared) -> dict[str, Any]:
-        scoring = RowScoring(self.data.spec)
-        model: dict[str, Any] = {"loss": loss, "samples": self.data.count("test")}
-        baselines, canary = compared.baselines, compared.canary
+    def _document(
+        self, loss: float, found: SplitScores, baselines: Mapping[str, Any], canary: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        scoring, sums = RowScoring(self.data.spec), found.sums.get("figures")
+        model: dict[str, Any] = {"loss": loss, "samples": found.samples}
         notes = []
         if sums is None:
             notes.append("the loss gives neither probabilities nor a forecast, so it is judged by its own value alone")
@@ -108,55 +100,26 @@ class RowJudge:
         report["gate"] = gate_document(report)
         return report
 
-    def _judge_model(self, request: JudgeRequest, work: SharedWork) -> tuple[float, Array | None, Array, Array]:
-        """Return the mean loss, the sums for the figures (None where the loss knows no forecast), the table of single
-        forecasts (row, target, loss, forecast), and the scores of this rank's part of it (`RowScoring.score`; NaN
-        without a forecast)."""
-        known: Any = self.criterion
+    def _scorer(self, model: nn.Module) -> Callable[[Any, int], Scores]:
+        """Return what scores a batch: the losses, and where the loss knows a forecast, its figures."""
         scoring = RowScoring(self.data.spec)
-        kind = "point" if scoring.is_number else "probabilities"
-        has_forecast = callable(getattr(self.criterion, kind, None))
-        count = self.data.count("test")
-        kept = spread_positions(count)
-        first, last = work.part(count, request.batch_size)
-        begin, end = np.searchsorted(kept, (first, last))
-        part, scores = np.empty((end - begin, 4)), np.full(end - begin, math.nan)
-        total = np.zeros(1)
-        sums = None
-        was_training = request.model.training
-        request.model.eval()
-        with torch.no_grad():
-            for start in range(first, last, request.batch_size):
-                request.before_batch()
-                positions = np.arange(start, min(start + request.batch_size, last))
-                rows, target = self.data.read("test", positions, request.device)
-                outputs = request.model(rows).float()
-                losses = known(outputs, target).double().cpu().numpy()
-                total += losses.sum()
-                chosen = np.full(len(losses), math.nan)
-                truth = target.cpu().numpy()
-                some = slice(*np.searchsorted(kept[begin:end], (start, start + len(losses))))
-                here = kept[begin:end][some] - start
-                if has_forecast:
-                    found = getattr(known, kind)(outputs).double().cpu().numpy()
-                    scored = scoring.sums(found, truth)
-                    sums = scored if sums is None else sums + scored
-                    scores[some] = scoring.score(found[here], truth[here])
-                    chosen = found if scoring.is_number else found.argmax(axis=1).astype(np.float64)
-                part[some] = np.column_stack([kept[begin:end][some], truth[here], losses[here], chosen[here]])
-        request.model.train(was_training)
-        loss = float(work.sum(total)[0]) / count
-        table = work.join(part, int(begin), len(kept))
-        if not has_forecast:
-            return loss, None, table, scores
-        return loss, work.sum(np.zeros(scoring.width) if sums is None else sums), table, scores
+        forecast: Callable[[Any], Any] | None = getattr(
+            self.criterion, "point" if scoring.is_number else "probabilities", None
+        )
 
+        def score(batch: Any, count: int) -> Scores:
+            rows, target = batch
+            with torch.no_grad():
+                outputs = model(rows).float()
+                losses = self.criterion(outputs, target).double().cpu().numpy()
+                found = None if forecast is None else forecast(outputs).double().cpu().numpy()
+            truth = target.cpu().numpy()
+            sums, each = {"loss": losses.sum()}, {"target": truth.astype(np.float64), "loss": losses}
+            if found is None:
+                nothing = np.full(count, math.nan)
+                return sums, {**each, "mu": nothing, "score": nothing}
+            sums["figures"] = scoring.sums(found, truth)
+            each["mu"] = found if scoring.is_number else found.argmax(axis=1).astype(np.float64)
+            return sums, {**each, "score": scoring.score(found, truth)}
 
-def _write_predictions(run_dir: RunDir, table: Array) -> None:
-    buffer = io.BytesIO()
-    nothing = np.full(len(table), math.nan)  # that no distribution was forecast
-    np.savez_compressed(
-        buffer, row=table[:, 0].astype(np.int64), target=table[:, 1], loss=table[:, 2], mu=table[:, 3], sigma=nothing,
-        nu=nothing,
-    )  # fmt: skip
-    run_dir.storage.write(PREDICTIONS, buffer.getvalue())
+        return score

@@ -105,9 +105,3 @@ class RowScoring:
     def figures(self, sums: Array) -> dict[str, Any]:
         """Return the figures of a forecast."""
         return number_figures(sums) if self.is_number else class_figures(sums)
-
-    @property
-    def width(self) -> int:
-        """The number of sums."""
-        nothing = np.zeros((0, max(1, len(self.spec.classes))))
-        return len(self.sums(nothing[:, 0] if self.is_number else nothing, np.zeros(0)))

@@ -26,7 +26,6 @@ def main(order_file: str) -> None:
     torch.set_num_threads(order["threads"])
     if order["kind"] != "mlflow":  # which brings a `trainer` of its own
         sys.path.insert(0, str(Path(__file__).parents[2]))
-        import trainer.model.parts_by_kind
         import trainer.model.saved_model  # noqa: F401 - before the model's code, which may hold a `numpy`
     sys.path[:0] = order["path"]
     ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal, "count": _count}[order["kind"]]
@@ -47,32 +46,32 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
 def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Build the loss and the model that a job names, as a rank does, and return the losses of a training step, and the
     bytes of the model."""
-    from trainer.model.parts_by_kind import training_step
+    from trainer.model.build import training_step
 
-    kind, model, loss, spec = _parts_of(order)
-    losses, found = training_step(kind, model, loss, spec, windows, tuple(order["modules"]))
+    model, loss, spec = _parts_of(order)
+    losses, found = training_step(model, loss, spec, windows, tuple(order["modules"]))
     return {"loss": losses.double().numpy()} | _columns(found, len(windows))
 
 
 def _count(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Return the bytes of the model that a job names, which is built without its memory."""
-    from trainer.model.parts_by_kind import count_bytes
+    from trainer.model.build import count_bytes
 
-    kind, model, loss, spec = _parts_of(order)
-    return _columns(count_bytes(kind, model, loss, spec, tuple(order["modules"])), len(windows))
+    model, loss, spec = _parts_of(order)
+    return _columns(count_bytes(model, loss, spec, tuple(order["modules"])), len(windows))
 
 
 def _parts_of(order: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the kind of data, the sections of the model and the loss, and what describes the data."""
+    """Return the sections of the model and the loss, and what describes the data."""
     from pydantic import TypeAdapter
 
     from trainer.config import FactoryConfig
-    from trainer.model.parts_by_kind import PARTS
+    from trainer.model.build import KINDS
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
-    description: Any = PARTS[document["kind"]].spec
+    description: Any = KINDS[document["kind"]].spec
     spec = TypeAdapter(description).validate_python(document["spec"])
-    return document["kind"], *(FactoryConfig(**document[name]) for name in ("model", "loss")), spec
+    return *(FactoryConfig(**document[name]) for name in ("model", "loss")), spec
 
 
 def _columns(found: Any, count: int) -> dict[str, Any]:

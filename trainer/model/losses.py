@@ -15,6 +15,7 @@ methods say what the outputs mean, in the unit of the target:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.config import ConfigError, FactoryConfig
-from trainer.model.calibration import fit_correction
-from trainer.model.factories import build_criterion, try_criterion
 from trainer.spec import DataSpec
 
 
@@ -316,44 +314,43 @@ class MeanSquaredError(nn.Module):
         return ((self.point(outputs) - target) / self.unit) ** 2
 
 
+LOG_FACTOR_SPREAD = 0.5
+"""Standard deviation that is expected of the logarithm of the factor, before any outcome is seen."""
+SHIFT_SPREAD = 2.0
+"""The same of the shift of the raw shape."""
+
+
+def fit_correction(nll: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+    """Return the correction of a trained forecast by two numbers: the logarithm of a factor of its scale, and a shift
+    of its shape, that make the outcomes of windows that it was not trained on most likely; (0, 0) where there is no
+    finite optimum. Temperature scaling (Guo et al. 2017) is the same thing for classifiers.
+
+    ``nll`` returns the negative log likelihood of all outcomes together, in nats, for the two as scalars of float64,
+    differentiably. With few outcomes the result stays near (0, 0).
+    """
+    from scipy.optimize import minimize  # not above: only the end of a training needs it
+
+    def loss(at: NDArray) -> tuple[float, NDArray]:
+        numbers = torch.from_numpy(at).requires_grad_()
+        log_factor, shift = numbers
+        expected = 0.5 * (log_factor / LOG_FACTOR_SPREAD) ** 2 + 0.5 * (shift / SHIFT_SPREAD) ** 2
+        total = nll(log_factor, shift) + expected
+        [gradient] = torch.autograd.grad(total, [numbers])
+        return total.item(), gradient.numpy()
+
+    with torch.enable_grad():
+        found = minimize(loss, [0.0, 0.0], jac=True, method="L-BFGS-B")
+    log_factor, shift = found.x.tolist()
+    is_finite = all(map(math.isfinite, (log_factor, shift, float(found.fun))))
+    return (log_factor, shift) if is_finite else (0.0, 0.0)
+
+
 STOCK: dict[str, type[nn.Module]] = {
     "return_and_volatility": ReturnAndVolatility,
     "student_t": StudentTLoss,
     "gaussian": GaussianLoss,
     "mse": MeanSquaredError,
 }
-
-
-def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
-    """Return the loss by name (a key of `STOCK`) or ``package.module:factory``, called with ``(spec, **args)`` and
-    tried on two samples. ``modules``: as for `build_model`. Raise `ConfigError` if it cannot be used."""
-    loss = build_criterion(config, STOCK, spec, modules)
-    outputs, target = torch.zeros(2, int(loss.outputs)), torch.full((2,), spec.target_mean)  # type: ignore[arg-type]
-    try_criterion(config, loss, outputs, target)
-    where = f"loss.factory = {config.factory!r}"
-    try:
-        with torch.no_grad():
-            predictive = _predictive(loss, outputs)
-    except Exception as error:
-        raise ConfigError(
-            f"{where} failed on outputs of shape {tuple(outputs.shape)}: {type(error).__name__}: {error}"
-        ) from error
-    if callable(getattr(loss, "calibrate", None)):
-        names = getattr(loss, "corrections", None)
-        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ConfigError(
-                f"{where} has calibrate(), and its attribute corrections is {names!r}; it must be a tuple of the names "
-                "of arguments that calibrate() gives numbers for"
-            )
-    if predictive is not None and not isinstance(predictive, Predictive):
-        raise ConfigError(
-            f"{where}: predictive() returned a {type(predictive).__name__}; it must return trainer.losses.Predictive"
-        )
-    return loss
-
-
-def _predictive(loss: Any, outputs: Tensor) -> object | None:
-    return loss.predictive(outputs) if gives_predictive(loss) else None
 
 
 def gives_predictive(criterion: object) -> bool:

@@ -1,8 +1,8 @@
-"""The stock models and losses for rows of a table, and how a user's own is loaded.
+"""The stock models and losses for rows of a table.
 
-A model maps encoded rows (B, inputs), float32, to (B, outputs). `build_row_model` wraps it in `RowInputs`, so what is
-trained and saved takes rows as they are stored: numbers in deviations from their mean, and categories as codes. A saved
-model standardises what it is given (`trainer.model.saved_rows`).
+A model maps encoded rows (B, inputs), float32, to (B, outputs). `trainer.model.build` wraps it in `RowInputs`, so what
+is trained and saved takes rows as they are stored: numbers in deviations from their mean, and categories as codes. A
+saved model standardises what it is given (`trainer.model.saved_model`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.config import ConfigError, FactoryConfig
+from trainer.config import ConfigError
 from trainer.model.allowed_factories import usual_parts
-from trainer.model.factories import build_criterion, build_network, try_criterion, try_network
-from trainer.spec import BINARY, LEAST_STEP, REGRESSION, ROWS, RowSpec
+from trainer.spec import BINARY, REGRESSION, ROWS, RowSpec
 
 
 class RowEncoder(nn.Module):
@@ -168,50 +167,3 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "linear": linear}
 LOSSES: dict[str, type[nn.Module]] = {
     "squared_error": SquaredError, "logistic": Logistic, "cross_entropy": CrossEntropy
 }  # fmt: skip
-
-
-def build_row_loss(config: FactoryConfig, spec: RowSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
-    """Return the loss by name (``squared_error``, ``logistic``, ``cross_entropy``) or ``package.module:factory``,
-    called with ``(spec, **args)`` and tried on two rows. ``modules``: as for `build_row_model`. Raise `ConfigError` if
-    it cannot be used."""
-    loss = build_criterion(config, LOSSES, spec, modules)
-    outputs = torch.zeros(2, int(loss.outputs))  # type: ignore[arg-type]
-    mean = torch.full((2,), spec.target_mean, dtype=torch.float64)
-    try_criterion(config, loss, outputs, torch.zeros(2, dtype=torch.int64) if spec.classes else mean)
-    if not spec.classes:
-        _refuse_single_precision(config, loss, spec)
-    return loss
-
-
-def _refuse_single_precision(config: FactoryConfig, loss: nn.Module, spec: RowSpec) -> None:
-    """Raise `ConfigError` for a loss that rounds targets, or what it forecasts, where single precision has too few
-    numbers for them."""
-    mean, unit = spec.target_mean, spec.target_std
-    targets = mean + unit * (1 + LEAST_STEP * torch.arange(64, dtype=torch.float64))
-    if len(targets.float().unique()) == len(targets):
-        return
-    point: Any = getattr(loss, "point", None)
-    outputs = torch.zeros(len(targets), int(loss.outputs))  # type: ignore[arg-type]
-    with torch.no_grad():
-        is_rounded = len(loss(outputs, targets).unique()) < len(targets)
-        if is_rounded or (callable(point) and point(outputs).dtype != torch.float64):
-            raise ConfigError(
-                f"loss.factory = {config.factory!r} computes in single precision, in which numbers near the mean of "
-                f"{spec.target!r}, {mean:.6g}, are too far apart for its deviation, {unit:.3g}: let it take "
-                "spec.target_mean from the target first, which is float64, and let point() return float64; or take a "
-                "constant from the target before the dataset is built"
-            )
-
-
-def build_row_model(
-    config: FactoryConfig, spec: RowSpec, outputs: int, modules: tuple[str, ...] | None = None
-) -> RowInputs:
-    """Return the model by name (``mlp``, ``linear``) or ``package.module:factory``, called with ``(spec, outputs,
-    **args)``, wrapped in `RowInputs` and tried on two rows. Raise `ConfigError`. ``modules``: those that a factory may
-    be of; None: those of the settings (`trainer.model.allowed_factories`).
-
-    Weights come from torch's global random state: seed it before.
-    """
-    model = RowInputs(build_network(config, MODELS, spec, outputs, modules), spec)
-    try_network(config, model, torch.zeros(2, len(spec.features)), "batch, columns", (2, outputs))
-    return model

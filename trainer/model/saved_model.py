@@ -25,18 +25,17 @@ from torch import Tensor, nn
 
 from trainer.config import FactoryConfig
 from trainer.documents.factory_arguments import is_correction
+from trainer.model.build import KINDS, build_loss, build_model
 from trainer.model.losses import gives_predictive
-from trainer.model.parts_by_kind import PARTS
-from trainer.model.saved_rows import SavedRows
 from trainer.setting_errors import describe_errors
-from trainer.spec import ROWS, WINDOWS, DataSpec
+from trainer.spec import WINDOWS, DataSpec, RowSpec
 
 FOLDER = "model"
 DESCRIPTION = "model.json"
 WEIGHTS = "weights.pt"
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 BATCH = 4096
-"""Windows that go through the model at once: bounds the memory of a large request."""
+"""Windows or rows that go through the model at once: bounds the memory of a large request."""
 
 
 class SavedModelError(ValueError):
@@ -44,60 +43,104 @@ class SavedModelError(ValueError):
 
 
 class SavedModel:
-    """A trained model that forecasts from raw feature windows, on the CPU."""
+    """A trained model that forecasts on the CPU, from raw feature windows, or from rows as they were before they were
+    stored."""
 
-    def __init__(self, model: nn.Module, criterion: nn.Module, spec: DataSpec, description: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, criterion: nn.Module, spec: DataSpec | RowSpec, description: dict[str, Any]
+    ) -> None:
         self.model, self.criterion = model.eval(), criterion
         self.spec = spec
         self.description = description
-        self.columns = tuple(self._batch(torch.zeros(2, spec.window, len(spec.features))))
+        shape = (len(spec.features),) if isinstance(spec, RowSpec) else (spec.window, len(spec.features))
+        self.columns = tuple(self._batch(torch.zeros(2, *shape)))
         """Names of what `predict` gives, in order."""
 
-    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for windows (n, window, features).
+    def predict(self, samples: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for windows (n, window, features) float32, or rows (n, columns) float64: numbers as
+        they are, not a number where one is missing; categories as codes, from 1 in the order of their values, 0 for a
+        missing or unknown one.
 
-        A loss that predicts a distribution gives ``mu``, ``sigma`` (the scale), ``nu`` (degrees of freedom; left out
-        for a normal distribution, where it is infinite) and the quantiles ``q05`` … ``q95``; one with a point forecast
-        gives ``prediction``; any other the model's raw outputs, ``prediction`` or ``prediction_1`` …. All but ``nu``
-        and raw outputs are in the unit of the target. Raise ValueError for a wrong shape, and for a value that is not
-        finite.
+        Of windows, a loss that predicts a distribution gives ``mu``, ``sigma`` (the scale), ``nu`` (degrees of freedom;
+        left out for a normal distribution, where it is infinite) and the quantiles ``q05`` … ``q95``. Of rows, one of
+        classes gives ``prediction``, the code of the most probable class, and the probabilities of the classes,
+        ``probability_0`` …. One with a point forecast gives ``prediction``; any other the model's raw outputs,
+        ``prediction_1`` …, or ``prediction`` for the one output of a window. All but ``nu``, codes, probabilities and
+        raw outputs are in the unit of the target. Raise ValueError for a wrong shape, and for a value that is not
+        finite, or that no training row could have.
         """
         spec = self.spec
-        array = np.asarray(windows, dtype=np.float32)
-        if array.ndim != 3 or array.shape[1:] != (spec.window, len(spec.features)):
-            raise ValueError(
-                f"the input has shape {array.shape}; expected (n, {spec.window}, {len(spec.features)}): n windows of "
-                f"{spec.window} days, oldest first, each with {', '.join(spec.features)}"
-            )
-        bad = np.flatnonzero(~np.isfinite(array).all(axis=(1, 2)))
-        if len(bad):
-            raise ValueError(
-                f"window {bad[0]} holds a value that is not finite ({len(bad)} of {len(array)} windows do): "
-                "leave out windows with missing days"
-            )
-        batches = [self._batch(torch.from_numpy(array[at : at + BATCH])) for at in range(0, len(array), BATCH)]
+        given = _stored_rows(spec, samples) if isinstance(spec, RowSpec) else _checked_windows(spec, samples)
+        batches = [self._batch(torch.from_numpy(given[at : at + BATCH])) for at in range(0, len(given), BATCH)]
         return {name: np.concatenate([batch[name] for batch in batches] or [np.empty(0)]) for name in self.columns}
 
-    def _batch(self, windows: Tensor) -> dict[str, NDArray[np.float64]]:
+    def _batch(self, samples: Tensor) -> dict[str, NDArray[np.float64]]:
         criterion: Any = self.criterion
+        is_row = isinstance(self.spec, RowSpec)
         with torch.inference_mode():
-            outputs = self.model(windows)
-            if gives_predictive(criterion):
+            outputs = self.model(samples)
+            if not is_row and gives_predictive(criterion):
                 predictive = criterion.predictive(outputs)
                 columns = {"mu": predictive.mu, "sigma": predictive.sigma}
                 if not torch.isinf(predictive.nu).all():  # JSON knows no infinity
                     columns["nu"] = predictive.nu
                 columns |= {name: predictive.quantile(level) for name, level in QUANTILES.items()}
+            elif is_row and callable(getattr(criterion, "probabilities", None)):
+                found = criterion.probabilities(outputs)
+                columns = {"prediction": found.argmax(1)}
+                columns |= {f"probability_{code}": column for code, column in enumerate(found.unbind(1))}
             elif callable(getattr(criterion, "point", None)):
                 columns = {"prediction": criterion.point(outputs)}
-            elif outputs.shape[1] == 1:
+            elif not is_row and outputs.shape[1] == 1:
                 columns = {"prediction": outputs[:, 0]}
             else:
                 columns = {f"prediction_{number + 1}": column for number, column in enumerate(outputs.unbind(1))}
         return {name: column.double().numpy() for name, column in columns.items()}
 
 
-def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel | SavedRows:
+def _checked_windows(spec: DataSpec, windows: NDArray[Any]) -> NDArray[np.float32]:
+    """Return windows as a model takes them. Raise ValueError for a wrong shape, and for a value that is not finite."""
+    array = np.asarray(windows, dtype=np.float32)
+    if array.ndim != 3 or array.shape[1:] != (spec.window, len(spec.features)):
+        raise ValueError(
+            f"the input has shape {array.shape}; expected (n, {spec.window}, {len(spec.features)}): n windows of "
+            f"{spec.window} days, oldest first, each with {', '.join(spec.features)}"
+        )
+    bad = np.flatnonzero(~np.isfinite(array).all(axis=(1, 2)))
+    if len(bad):
+        raise ValueError(
+            f"window {bad[0]} holds a value that is not finite ({len(bad)} of {len(array)} windows do): "
+            "leave out windows with missing days"
+        )
+    return array
+
+
+def _stored_rows(spec: RowSpec, rows: NDArray[Any]) -> NDArray[np.float32]:
+    """Return rows as they are stored. Raise ValueError for a wrong shape, and for a value that no training row could
+    have."""
+    array = np.asarray(rows, dtype=np.float64)
+    if array.ndim != 2 or array.shape[1] != len(spec.features):
+        raise ValueError(
+            f"the input has shape {array.shape}; expected (n, {len(spec.features)}): n rows of "
+            f"{', '.join(spec.features)}"
+        )
+    for column, name, values, missing in zip(array.T, spec.features, spec.categories, spec.has_missing, strict=True):
+        if values and not np.isin(column, np.arange(len(values) + 1)).all():
+            raise ValueError(
+                f"{name} is a category: give the code of its value, from 1 to {len(values)} in the order of the "
+                "dataset's manifest, or 0 for a missing or unknown one"
+            )
+        if not values and (np.isinf(column).any() or (np.isnan(column).any() and not missing)):
+            raise ValueError(f"{name} holds a value that is missing or infinite, and no training row lacked it")
+    with np.errstate(over="ignore"):  # of a category the mean is 0, and the deviation 1
+        stored = ((array - np.array(spec.feature_mean)) / np.array(spec.feature_std)).astype(np.float32)
+    if np.isinf(stored).any():
+        name = spec.features[int(np.flatnonzero(np.isinf(stored).any(axis=0))[0])]
+        raise ValueError(f"{name} holds a value that is too far outside the range of the training rows")
+    return stored
+
+
+def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel:
     """Load a job's model. ``read(name)`` returns the content of ``model.json`` and ``weights.pt``. ``modules``: the
     modules that its factories may be in; None: those of the settings (`trainer.model.allowed_factories`).
 
@@ -120,20 +163,20 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
             "changed; do not use it, train again"
         )
     kind = description.get("kind", WINDOWS)
-    if kind not in _SAVED:
+    if kind not in KINDS:
         raise SavedModelError(
             f"{DESCRIPTION} is of a dataset of kind {str(kind)[:40]!r}, whose models are neither registered nor served "
-            f"(only those of {' and '.join(_SAVED)} are): load {WEIGHTS} into a module of your own"
+            f"(only those of {' and '.join(KINDS)} are): load {WEIGHTS} into a module of your own"
         )
     try:
         config = TypeAdapter(FactoryConfig).validate_python(description["model"])
         loss = TypeAdapter(FactoryConfig).validate_python(description["loss"])
-        spec: Any = TypeAdapter(PARTS[kind].spec).validate_python(description["spec"])
+        spec: Any = TypeAdapter(KINDS[kind].spec).validate_python(description["spec"])
     except KeyError as error:
         raise SavedModelError(f"{DESCRIPTION} lacks {error}; it was written by another version, train again") from error
     except ValidationError as error:
         raise SavedModelError(describe_errors(error, FactoryConfig, DESCRIPTION)) from None
-    criterion: Any = PARTS[kind].build_loss(loss, spec, modules)
+    criterion: Any = build_loss(loss, spec, modules)
     if correction := description.get("correction"):
         allowed = getattr(criterion, "corrections", ())
         if not is_correction(correction) or not set(correction) <= set(allowed):
@@ -141,8 +184,8 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
                 f"{DESCRIPTION} has a correction of loss.factory = {loss.factory!r} that is none: finite numbers for "
                 f"{', '.join(allowed) or 'no argument at all'} are one; train again"
             )
-        criterion = PARTS[kind].build_loss(replace(loss, args={**loss.args, **correction}), spec, modules)
-    model = PARTS[kind].build_model(config, spec, criterion.outputs, modules)
+        criterion = build_loss(replace(loss, args={**loss.args, **correction}), spec, modules)
+    model = build_model(config, spec, criterion.outputs, modules)
     refuse_unpacking(data)
     try:
         weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -156,10 +199,7 @@ def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | No
             f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {error}; "
             "its code has changed since it was trained"
         ) from error
-    return _SAVED[kind](model, criterion, spec, description)
-
-
-_SAVED: dict[str, Callable[..., SavedModel | SavedRows]] = {WINDOWS: SavedModel, ROWS: SavedRows}
+    return SavedModel(model, criterion, spec, description)
 
 
 def refuse_unpacking(data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""The stock models and how a user's own is loaded.
+"""The stock models of windows.
 
-Every model maps windows (B, W, F), standardised float32, to (B, outputs). `build_model` wraps it in `Standardize`, so
-what is trained, saved and served takes raw feature windows.
+Every model maps windows (B, W, F), standardised float32, to (B, outputs). `trainer.model.build` wraps it in
+`Standardize`, so what is trained, saved and served takes raw feature windows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import FactoryConfig
-from trainer.model.factories import build_network, try_network
 from trainer.spec import DataSpec
 
 
@@ -116,7 +114,8 @@ class LastOfLayer(nn.TransformerEncoderLayer):
         around = self.norm1(src)
         seen, _ = self.self_attn(around[:, -1:], around, around, need_weights=False)
         x = src[:, -1:] + self.dropout1(seen)
-        return x + self._ff_block(self.norm2(x))
+        inner = self.dropout(self.activation(self.linear1(self.norm2(x))))
+        return x + self.dropout2(self.linear2(inner))
 
 
 class LastToken(nn.Module):
@@ -226,18 +225,3 @@ def transformer(
 
 
 STOCK: dict[str, Callable[..., nn.Module]] = {"har_tcn": har_tcn, "tcn": tcn, "lstm": lstm, "transformer": transformer}
-
-
-def build_model(
-    config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
-) -> Standardize:
-    """Return the model by name (a key of `STOCK`) or ``package.module:factory``, called with ``(spec, outputs,
-    **args)``, wrapped in `Standardize` and tried on two samples. Raise `ConfigError`.
-    ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
-
-    Weights come from torch's global random state: seed it before.
-    """
-    model = Standardize(build_network(config, STOCK, spec, outputs, modules), spec)
-    batch = torch.zeros(2, spec.window, len(spec.features))
-    try_network(config, model, batch, "batch, window, features", (2, outputs))
-    return model

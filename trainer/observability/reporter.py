@@ -115,7 +115,7 @@ class Reporter:
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Queue an event and return at once. A number that is not finite is written as null."""
-        self._queue.put(event(kind, self.rank, self.generation, **_finite(fields)))
+        self._queue.put(event(kind, self.rank, self.generation, **finite(fields)))
 
     def write_now(self, seconds: float) -> None:
         """Write what was emitted so far, and wait at most so long for it. Any thread may call this."""
@@ -256,11 +256,12 @@ def _write_to(sink: Sink, batch: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return the value with None for numbers that are not finite, which JSON does not know."""
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

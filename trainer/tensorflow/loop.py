@@ -37,7 +37,7 @@ from trainer.engine.signals import Stopped
 from trainer.engine.state import Progress, describe_changes, read_progress, take_up
 from trainer.engine.step import NonFiniteError
 from trainer.engine.workload import count_steps, make_sampler, needs_evaluation
-from trainer.evaluation.shared_work import SharedWork
+from trainer.evaluation.evaluate import SharedWork
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import EVALUATION, MODEL, RunDir
 from trainer.runtime.fault_injection import Faults

@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
     parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
-    parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     if not options.seconds >= LEAST_SECONDS:
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         parser.error(f"--config {options.config}: {error}")
     with record_presence(job, os.environ) as leaving:
-        leaving.code = run_tuning(job, options.seconds, options.global_batch)
+        leaving.code = run_tuning(job, options.seconds)
     return leaving.code
 
 

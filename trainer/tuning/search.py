@@ -72,8 +72,8 @@ class TrialRunner(Protocol):
         """Free what the candidate holds."""
 
     def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
-        """Train the candidate from its first weights, with the whole schedule of the learning rate, on the samples that
-        the configuration has in ``steps`` steps."""
+        """Train the candidate from its first weights for ``steps`` steps, with the whole schedule of the learning
+        rate."""
 
     def step_seconds(self, candidate: TrialSettings) -> float:
         """Return the seconds per step in the candidate's last measurement."""
@@ -87,7 +87,6 @@ class Search:
     facts: TuningContext
     runner: TrialRunner
     seconds: float
-    vary_batch: bool = False
     say: Callable[..., None] = lambda **_: None
     """Called with keywords that describe each action."""
     keep: Callable[[], None] = lambda: None
@@ -114,7 +113,7 @@ class Search:
         """Search all groups and confirm the result. Raise `ConfigError` if the configuration cannot be trained at
         all."""
         self._begin()
-        parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
+        parts = [group for group in groups(self.facts) if self._options(group)]
         for number, group in enumerate(parts):
             self._improve(group, self.runner.elapsed + share(parts[number:], self._limit - self.runner.elapsed))
             self.keep()

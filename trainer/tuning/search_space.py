@@ -84,15 +84,6 @@ def layouts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Set
     return found
 
 
-def larger_batches(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Return global batches of four times and twice the size."""
-    parts = config.gradient_accumulation_steps
-    return [
-        {"batch_size_per_gpu": factor * config.batch_size_per_gpu, "gradient_accumulation_steps": parts}
-        for factor in (4, 2)
-    ]
-
-
 def thread_counts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Return half and twice the threads, and a fair share of the cores: threads without a core of their own wait for
     each other."""
@@ -141,13 +132,11 @@ def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Tuni
     return options
 
 
-def groups(vary_batch: bool, facts: TuningContext) -> list[SettingsGroup]:
+def groups(facts: TuningContext) -> list[SettingsGroup]:
     """Return the groups in the order of their influence: the layout and the precision decide how long a step computes,
     and so what all others are worth. Compiling comes last, because nothing else can take so much of the budget."""
-    batch = SettingsGroup(name="global batch", options=larger_batches, changes_numbers=True)
     return [
         SettingsGroup(name="layout", options=layouts, changes_numbers=facts.batch_matters),
-        *([batch] if vary_batch else []),
         SettingsGroup(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
         SettingsGroup(name="threads", options=thread_counts),
         SettingsGroup(name="device", options=places),

@@ -23,7 +23,8 @@ from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.problem import maker_of
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler
-from trainer.evaluation.judge import JudgeRequest, evaluate_task
+from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.judge import evaluate_task
 from trainer.model.losses import gives_predictive
 from trainer.runtime.fault_injection import Faults
 from trainer.strategies import PLAIN

@@ -33,14 +33,14 @@ from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData, batches_ahead, fits_on_device
-from trainer.data.shards import DatasetError, WindowData
+from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
 from trainer.engine.problem import maker_of
 from trainer.engine.step import NonFiniteError
 from trainer.engine.workload import BATCH_NORMS
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
-from trainer.observability.reporter import Reporter
+from trainer.observability.reporter import Reporter, finite
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
@@ -83,7 +83,7 @@ class Alone(World):
 class Tuner:
     """The `trainer.tuning.search.TrialRunner` on real ranks, which also reports and writes the result."""
 
-    def __init__(self, job: JobConfig, seconds: float, vary_batch: bool) -> None:
+    def __init__(self, job: JobConfig, seconds: float) -> None:
         self.rundir, self.facts = RunDir(job.run_dir), rank_facts(os.environ, job.training)
         self.device, self.backend = choose_device(self.facts, job.training.backend)
         threads = prepare_process(job.training, self.facts, self.device, os.environ)
@@ -106,8 +106,7 @@ class Tuner:
         self._measurement_seconds = min(LONGEST, max(SHORTEST, seconds / MEASUREMENTS))
         self._step_seconds: dict[TrialSettings, float] = {}
         self.search = Search(
-            config=self.job.training, runner=self, seconds=seconds, vary_batch=vary_batch, say=self._say,
-            keep=self.write,
+            config=self.job.training, runner=self, seconds=seconds, say=self._say, keep=self.write,
             facts=TuningContext(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=available_cores(), ranks_per_host=hosts.count(platform.node()),
@@ -200,8 +199,7 @@ class Tuner:
         trial, why = self._first_step(candidate, stays=False)
         first = loss = math.nan
         if trial is not None:
-            ratio = self.job.training.global_batch_size / trial.config.global_batch_size
-            trial.total_steps = left = max(1, round(steps * ratio))
+            trial.total_steps = left = steps
             try:
                 trial.enter_world(self.world)
                 first = trial.validation_loss()
@@ -260,7 +258,7 @@ class Tuner:
     def write(self) -> None:
         """Write the best settings so far, on rank 0."""
         if self.world.rank == 0:
-            self.rundir.write_json(TUNED, _strict(self.document()))
+            self.rundir.write_json(TUNED, finite(self.document()))
 
     def close(self) -> None:
         """Release all candidates and leave the world."""
@@ -319,9 +317,9 @@ class Tuner:
 
 def fits_gpu(data: TrainingData, device: torch.device) -> bool:
     """Return whether the data can be kept on the GPU of this rank."""
-    if device.type != "cuda" or not isinstance(data, WindowData):
+    if device.type != "cuda" or not isinstance(data, DataShardManager):
         return False
-    return fits_on_device(data.shards.sample_bytes, torch.cuda.mem_get_info(device)[0])
+    return fits_on_device(data.sample_bytes, torch.cuda.mem_get_info(device)[0])
 
 
 def usual_batches_ahead(data: TrainingData, device: torch.device) -> int | None:
@@ -329,8 +327,7 @@ def usual_batches_ahead(data: TrainingData, device: torch.device) -> int | None:
     loader reads."""
     if isinstance(data, DatasetData):
         return None
-    held = data.shards if isinstance(data, WindowData) else data
-    return batches_ahead(None, device, False, bool(getattr(held, "is_larger_than_memory", False)))
+    return batches_ahead(None, device, False, bool(getattr(data, "is_larger_than_memory", False)))
 
 
 def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:
@@ -354,15 +351,6 @@ def _figures(spread: Any) -> dict[str, float] | None:
     return None if spread is None else asdict(spread)
 
 
-def _strict(value: Any) -> Any:
-    """Return the value with None for numbers that are not finite, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _cpu() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
@@ -371,11 +359,11 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def run_tuning(job: JobConfig, seconds: float, vary_batch: bool) -> int:
+def run_tuning(job: JobConfig, seconds: float) -> int:
     """Tune in this process, together with its peers; return the exit code."""
     tuner = None
     try:
-        tuner = Tuner(job, seconds, vary_batch)
+        tuner = Tuner(job, seconds)
         tuner.search.run()
         return DONE
     except Interrupted:

@@ -27,9 +27,8 @@ from tests.page import Page
 from tests.trained import record_training
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
 from trainer.data.shards import DataShardManager
-from trainer.model.losses import build_loss
+from trainer.model.build import build_loss, build_model
 from trainer.model.saved_model import DESCRIPTION, FOLDER, WEIGHTS
-from trainer.model.stock import build_model
 from trainer.rundir import RunDir
 
 

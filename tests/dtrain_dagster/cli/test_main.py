@@ -132,7 +132,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--nodes", "--procs-per-node", "--script", "--set", "--settings", "arguments"),
         ],
         "tune": [
-            *("--config", "--dataset", "--epochs", "--global-batch", "--loss", "--model", "--name", "--nodes", "--out"),
+            *("--config", "--dataset", "--epochs", "--loss", "--model", "--name", "--nodes", "--out"),
             *("--procs-per-node", "--seconds", "--set"),
         ],
         "search": [

@@ -277,7 +277,7 @@ def tuning(run_dir: Path, uri: str, model: str, loss: str, seconds: float = 30.0
         job_id="t", run_dir=str(run_dir), dataset=DatasetRef(uri=uri), model=FactoryConfig(factory=model),
         loss=FactoryConfig(factory=loss), training=training,
     )  # fmt: skip
-    made = Tuner(job, seconds, vary_batch=False)
+    made = Tuner(job, seconds)
     try:
         yield made
     finally:

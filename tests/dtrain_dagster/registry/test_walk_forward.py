@@ -21,12 +21,11 @@ from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
-from trainer.evaluation.baselines import baseline_forecasts
-from trainer.evaluation.evaluate import evaluate
-from trainer.evaluation.report import build_report, judge_baseline
+from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.report import Predictions, build_report, judge_baselines
 from trainer.evaluation.scores import newey_west_lag, newey_west_t
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.evaluation.window_judge import forecast_windows
+from trainer.model.build import build_loss, build_model
 
 CPU = torch.device("cpu")
 
@@ -138,18 +137,18 @@ def test_the_gate_says_why() -> None:
     assert "covers 0.950, outside" in reasons(GOOD, cover=0.95)
 
 
+def forecasts(model: torch.nn.Module, criterion: torch.nn.Module, market: Market) -> Predictions:
+    request = JudgeRequest(model=model, world=World(RankFacts(), CPU, "gloo"), device=CPU, batch_size=64)
+    return forecast_windows(criterion, market, "test", request)[1]
+
+
 def test_a_year_s_figures_are_those_of_its_evaluation(market: Market) -> None:
     model, criterion = forecaster(market)
-    alone = World(RankFacts(), CPU, "gloo")
-    found = evaluate(model, criterion, market, "test", alone, 64, CPU, collect=True)
-    assert found.predictions is not None
-    days = market.dates(found.predictions.row).astype("datetime64[D]")
-    target = found.predictions.target
-    baselines = {
-        name: judge_baseline(forecast, target) for name, forecast in baseline_forecasts(market, "test").items()
-    }
-    report = build_report(found.predictions, days, baselines, market.spec.horizon)
-    scores = score_predictions(2003, found.predictions, market)
+    found = forecasts(model, criterion, market)
+    days = market.dates(found.row).astype("datetime64[D]")
+    baselines = judge_baselines(market, "test")
+    report = build_report(found, days, baselines, market.spec.horizon)
+    scores = score_predictions(2003, found, market)
     judged = judge_years([scores])["all"]
     assert judged["nll"] == pytest.approx(report["model"]["nll"])
     assert judged["coverage_90"] == pytest.approx(report["model"]["coverage_90"])
@@ -165,8 +164,7 @@ def test_a_year_s_figures_are_those_of_its_evaluation(market: Market) -> None:
 
 def test_a_forecast_of_the_mean_alone_has_no_likelihood(market: Market) -> None:
     model, criterion = forecaster(market)
-    found = evaluate(model, criterion, market, "test", World(RankFacts(), CPU, "gloo"), 64, CPU, collect=True)
-    assert found.predictions is not None
-    blind = replace(found.predictions, sigma=np.full_like(found.predictions.sigma, np.nan))
+    found = forecasts(model, criterion, market)
+    blind = replace(found, sigma=np.full_like(found.sigma, np.nan))
     with pytest.raises(ValueError, match="predicts no distribution"):
         score_predictions(2003, blind, market)

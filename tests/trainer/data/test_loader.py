@@ -10,7 +10,7 @@ import torch
 
 from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits_on_device
 from trainer.data.sampler import Sampler
-from trainer.data.shards import DataShardManager, WindowData
+from trainer.data.shards import DataShardManager
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -24,7 +24,7 @@ def sampler(shards: DataShardManager, batch: int = 240) -> Sampler:
 
 
 def loader(shards: DataShardManager, ahead: int = 0) -> BatchLoader:
-    reader = WindowData(shards).make_reader(CPU, ahead)
+    reader = shards.make_reader(CPU, ahead)
     return BatchLoader(reader, sampler(shards), CPU, Faults({}, 0), StepTimer(True, CPU))
 
 

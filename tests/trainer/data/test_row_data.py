@@ -65,7 +65,7 @@ def test_rows_and_targets_are_those_of_the_parquet_files(built: Path, cache: Pat
         found = [pq.read_table(built / s["path"]) for s in data.manifest["shards"] if s["split"] == split]
         stored = pa.concat_tables(found)
         positions = np.random.default_rng(0).permutation(data.count(split))
-        rows, target = data.gather(split, positions)
+        rows, target = data.samples(split, positions)
         assert data.count(split) == len(stored)
         for place, name in enumerate(data.spec.features):
             assert np.array_equal(rows[:, place].numpy(), stored[name].to_numpy()[positions].astype(np.float32))
@@ -138,7 +138,7 @@ def test_rows_are_encoded_as_the_rule_says(tmp_path: Path) -> None:
     frame.loc[::7, "x"] = None
     data = RowData(build_table(tmp_path, frame=frame, missing="mean").uri, tmp_path / "cache")
     spec = row_spec_of(data.manifest)
-    rows, _ = data.gather("train", np.arange(data.count("train")))
+    rows, _ = data.samples("train", np.arange(data.count("train")))
     encoded = RowEncoder(spec)(rows)
     assert encoded.shape == (len(rows), spec.inputs)
     assert spec.inputs == 2 + 1 + 3
@@ -159,7 +159,7 @@ def test_rows_are_given_back_as_they_were(tmp_path: Path) -> None:
     frame = table()[["x", "colour", "value"]].assign(seconds=1_700_000_000 + np.arange(1200))
     data = RowData(build_table(tmp_path, "value", frame=frame).uri, tmp_path / "cache")
     every = np.arange(data.count("train"))
-    rows, (_, target) = data.original("train", every), data.gather("train", every)
+    rows, (_, target) = data.original("train", every), data.samples("train", every)
     given = frame.set_index("seconds").loc[rows[:, 2].round().astype(int)]
     assert rows[:, 0] == pytest.approx(given["x"], abs=1e-6)
     assert rows[:, 1].tolist() == [["blue", "green", "red"].index(colour) + 1 for colour in given["colour"]]
@@ -189,9 +189,9 @@ def test_a_dataset_of_an_older_version_is_standardised_as_it_is_read(tmp_path: P
     made = Path(build_table(tmp_path, "value").uri)
     now = RowData(str(made), tmp_path / "cache")
     every = np.arange(now.count("test"))
-    rows, target = now.gather("test", every)
+    rows, target = now.samples("test", every)
     then = RowData(str(as_older(made)), tmp_path / "cache")
-    for found, expected in zip(then.gather("test", every), (rows, target), strict=True):
+    for found, expected in zip(then.samples("test", every), (rows, target), strict=True):
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
     assert then.original("test", every) == pytest.approx(now.original("test", every), abs=1e-5)
 
@@ -218,7 +218,7 @@ def test_two_ranks_read_each_row_once(built: Path, cache: Path) -> None:
         return torch.cat(found).tolist()
 
     data = RowData(str(built), cache)
-    every = data.gather("train", np.arange(data.count("train")))[0][:, 0].tolist()
+    every = data.samples("train", np.arange(data.count("train")))[0][:, 0].tolist()
     assert sorted(itertools.chain(*on_two_ranks(read))) == sorted(every)
 
 
@@ -234,7 +234,7 @@ def anonymous():
 
 random, before, total = np.random.default_rng(0), anonymous(), 0.0
 for _ in range(100):
-    rows, target = data.gather("train", random.integers(0, data.count("train"), 1024))
+    rows, target = data.samples("train", random.integers(0, data.count("train"), 1024))
     assert (rows[:, 0] == target).all()
 print(data.count("train"), anonymous() - before)
 """

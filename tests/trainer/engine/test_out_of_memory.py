@@ -23,7 +23,8 @@ from trainer.engine.out_of_memory import (
     is_out_of_memory,
     reduce_limit,
 )
-from trainer.model.stock import STOCK, build_model
+from trainer.model.build import build_model
+from trainer.model.stock import STOCK
 from trainer.spec import DataSpec
 
 WINDOW, FEATURES = 32, 8

@@ -18,7 +18,7 @@ from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import digest_samples as digest_of
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
-from trainer.data.shards import DataShardManager, WindowData
+from trainer.data.shards import DataShardManager
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
@@ -214,7 +214,7 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
     sampler = Sampler(
         samples=shards.count("train"), global_batch_size=240, micro_batches=6, seed=1, rank=1, world_size=2
     )
-    loader = BatchLoader(WindowData(shards).make_reader(CPU, None), sampler, CPU, Faults({}, 0), StepTimer(True, CPU))
+    loader = BatchLoader(shards.make_reader(CPU, None), sampler, CPU, Faults({}, 0), StepTimer(True, CPU))
     whole = list(loader.batches(2, 0, 0))
     assert len(whole) == sampler.steps_per_epoch
     for step, found in enumerate(whole):

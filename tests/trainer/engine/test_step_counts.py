@@ -23,11 +23,10 @@ from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
 from trainer.data.batches import Batch
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
-from trainer.data.shards import DataShardManager, WindowData
+from trainer.data.shards import DataShardManager
 from trainer.engine.step import StepFlags, TrainingStep
 from trainer.engine.trainer import DistributedTrainer
-from trainer.model.losses import build_loss
-from trainer.model.stock import build_model
+from trainer.model.build import build_loss, build_model
 from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
@@ -143,8 +142,8 @@ def test_a_step_makes_no_more_operations_than_its_bound_and_gathers_no_byte_twic
     made = trainer.counted[-3]
     assert made.count.total() <= needed.count.total()
     data = trainer.session.problem.data
-    assert isinstance(data, WindowData)
-    spec = data.shards.spec
+    assert isinstance(data, DataShardManager)
+    spec = data.spec
     assert made.bytes["aten.index_select"] == SIZE * (spec.window * len(spec.features) + 1) * 4
     assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
 
@@ -165,7 +164,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         step.adopt(world)
         assert world.group is not None
         before = len(world.group.collectives)
-        batches = BatchLoader(WindowData(shards).make_reader(CPU, None), sampler, CPU, faults, timer).batches(0, 0, 0)
+        batches = BatchLoader(shards.make_reader(CPU, None), sampler, CPU, faults, timer).batches(0, 0, 0)
         for number in range(3):
             step(next(batches), number, 1e-3, StepFlags())
         return [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]

@@ -21,7 +21,8 @@ from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.data.dataset_data import DatasetData
 from trainer.engine.step import StepFlags, TrainingStep
-from trainer.evaluation.judge import JudgeRequest, evaluate_task
+from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.judge import evaluate_task
 from trainer.losses import LastDimCrossEntropyLoss
 from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults

@@ -11,8 +11,8 @@ from two_ranks import on_two_ranks
 
 from trainer.evaluation import baselines
 from trainer.evaluation.baselines import baseline_forecasts, fit_student_t
-from trainer.evaluation.report import judge_baselines, predictive_of, score_forecast
-from trainer.evaluation.shared_work import SharedWork
+from trainer.evaluation.evaluate import SharedWork
+from trainer.evaluation.report import judge_baselines, score_forecast
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 
@@ -42,7 +42,7 @@ def nll(market: Market) -> dict[str, float]:
     target = market.column("target_return", rows)
     forecasts = baseline_forecasts(market, "test")
     assert set(forecasts) == NAMES
-    judged = {name: score_forecast(predictive_of(forecast), target) for name, forecast in forecasts.items()}
+    judged = {name: score_forecast(forecast.predictive, target) for name, forecast in forecasts.items()}
     return {name: values["nll"].mean() for name, values in judged.items() if values}
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluate_ranks import CPU, be_rank, forecaster
+from evaluate_ranks import CPU, be_rank, forecaster, judge_of
 from market import Market
 from scipy import stats
 from torch import Tensor, nn
@@ -19,14 +18,30 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.baselines import baseline_forecasts
-from trainer.evaluation.evaluate import evaluate, final_report
-from trainer.evaluation.gate import better_baselines
-from trainer.evaluation.reevaluate import reevaluate
-from trainer.evaluation.report import build_report
-from trainer.model.saved_model import SavedModel
+from trainer.evaluation.evaluate import Evaluation, JudgeRequest
+from trainer.evaluation.report import Predictions, build_report
+from trainer.evaluation.window_judge import forecast_windows
 from trainer.rundir import RunDir
 
 ALONE = World(RankFacts(), CPU, "gloo")
+
+
+def ask(model: nn.Module, batch_size: int = 1024) -> JudgeRequest:
+    return JudgeRequest(model=model, world=ALONE, device=CPU, batch_size=batch_size)
+
+
+def validate(market: Market, model: nn.Module, criterion: nn.Module, batch_size: int = 64) -> Evaluation:
+    return judge_of(criterion, market).validate(ask(model, batch_size))
+
+
+def forecasts(
+    market: Market, model: nn.Module, criterion: nn.Module, split: str = "valid", size: int = 64
+) -> Predictions:
+    return forecast_windows(criterion, market, split, ask(model, size))[1]  # type: ignore[arg-type]
+
+
+def report_on(market: Market, model: nn.Module, criterion: nn.Module, folder: Path) -> dict[str, Any]:
+    return judge_of(criterion, market).report(ask(model), RunDir(str(folder)), lambda _: None)
 
 
 def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
@@ -46,7 +61,7 @@ def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
 
 def test_metrics_are_what_scipy_says(market: Market) -> None:
     model, criterion = forecaster(market)
-    result = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
+    result, predictions = validate(market, model, criterion), forecasts(market, model, criterion)
     rows = market.end_rows("valid", np.arange(market.count("valid")))
     windows, target = market.gather(rows)
     with torch.no_grad():
@@ -67,19 +82,17 @@ def test_metrics_are_what_scipy_says(market: Market) -> None:
         },
         rel=1e-5,
     )
-    assert result.predictions is not None
-    np.testing.assert_array_equal(result.predictions.row, rows)
-    np.testing.assert_allclose(result.predictions.sigma, sigma, rtol=1e-5)
+    np.testing.assert_array_equal(predictions.row, rows)
+    np.testing.assert_allclose(predictions.sigma, sigma, rtol=1e-5)
 
 
 def test_the_batch_size_changes_nothing_and_the_models_mode_stays(market: Market) -> None:
     model, criterion = forecaster(market)
     model.train()
-    one, other = (evaluate(model, criterion, market, "valid", ALONE, size, CPU) for size in (17, 10_000))
+    one, other = (validate(market, model, criterion, size) for size in (17, 10_000))
     assert model.training
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
     assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
-    assert one.predictions is None
 
 
 @pytest.mark.slow
@@ -89,15 +102,15 @@ def test_every_sample_counts_once_whatever_the_world(size: int, samples: int, ma
         (tmp_path / name).mkdir()
     [alone] = run_world(1, tmp_path / "alone", samples)
     ranks = run_world(size, tmp_path / "many", samples)
-    assert ranks[0]["rows"] == alone["rows"] == market.rows["valid"][:samples].tolist()
-    assert all(rank["rows"] is None for rank in ranks[1:])
     for rank in ranks:
+        assert rank["rows"] == alone["rows"] == market.rows["valid"][:samples].tolist()
         assert rank["evaluation"]["samples"] == samples
         assert rank["evaluation"]["loss"] == pytest.approx(alone["evaluation"]["loss"], rel=1e-6)
         assert rank["evaluation"]["metrics"] == pytest.approx(alone["evaluation"]["metrics"], rel=1e-6)
         assert rank["report"] == ranks[0]["report"]
         assert rank["report"]["model"] == pytest.approx(alone["report"]["model"], rel=1e-4)
-    assert RunDir(str(tmp_path / "many" / "run")).read_json("evaluation.json") == ranks[0]["report"]
+    written = RunDir(str(tmp_path / "many" / "run")).read_json("evaluation.json")
+    assert {**written, "correction": {}} == ranks[0]["report"]
 
 
 @pytest.mark.slow
@@ -119,21 +132,19 @@ def test_ranks_share_the_last_evaluation_and_it_stays_the_same(market: Market, t
 
 def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     model, criterion = forecaster(market)
-    whole = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
-    monkeypatch.setattr("trainer.evaluation.evaluate.CHUNK", 150)
-    monkeypatch.setattr("trainer.evaluation.evaluate.spread_positions", partial(spread_positions, most=101))
-    part = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
-    assert (part.samples, part.loss) == (whole.samples, pytest.approx(whole.loss, rel=1e-9))
-    assert part.metrics == pytest.approx(whole.metrics, rel=1e-9)
-    assert whole.predictions is not None
-    assert part.predictions is not None
-    positions = spread_positions(whole.samples, 101)
+    loss, whole = forecast_windows(criterion, market, "valid", ask(model, 64))  # type: ignore[arg-type]
+    for module in ("evaluate", "window_judge"):
+        monkeypatch.setattr(f"trainer.evaluation.{module}.spread_positions", partial(spread_positions, most=101))
+    part_loss, part = forecast_windows(criterion, market, "valid", ask(model, 64))  # type: ignore[arg-type]
+    assert part_loss == loss
+    count = market.count("valid")
+    positions = spread_positions(count, 101)
     steps = np.diff(positions)
     assert (len(positions), positions[0]) == (101, 0)
     assert steps.max() - steps.min() <= 1
-    assert positions[-1] + steps.max() >= whole.samples
-    np.testing.assert_array_equal(part.predictions.row, whole.predictions.row[positions])
-    np.testing.assert_allclose(part.predictions.mu, whole.predictions.mu[positions], rtol=1e-5)
+    assert positions[-1] + steps.max() >= count
+    np.testing.assert_array_equal(part.row, whole.row[positions])
+    np.testing.assert_allclose(part.mu, whole.mu[positions], rtol=1e-5)
 
 
 class Median(nn.Module):
@@ -147,8 +158,8 @@ class Median(nn.Module):
 
 def test_a_point_loss_is_judged_by_its_squared_error(market: Market, tmp_path: Path) -> None:
     model, criterion = forecaster(market, "mse")
-    assert set(evaluate(model, criterion, market, "valid", ALONE, 512, CPU).metrics) == {"mse_to_zero"}
-    report = final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
+    assert set(validate(market, model, criterion).metrics) == {"mse_to_zero"}
+    report = report_on(market, model, criterion, tmp_path)
     assert "nll" not in report["model"]
     assert report["calibration"] == []
     assert not report["gate"]["passed"]
@@ -157,18 +168,17 @@ def test_a_point_loss_is_judged_by_its_squared_error(market: Market, tmp_path: P
 
 def test_a_loss_that_explains_nothing_is_judged_by_itself(market: Market, tmp_path: Path) -> None:
     model, _ = forecaster(market, "mse")
-    assert evaluate(model, Median(), market, "valid", ALONE, 512, CPU).metrics == {}
-    report = final_report(model, Median(), market, ALONE, CPU, RunDir(str(tmp_path)))
+    assert validate(market, model, Median()).metrics == {}
+    report = report_on(market, model, Median(), tmp_path)
     assert set(report["model"]) == {"loss"}
 
 
 def test_the_report_holds_what_it_promises(market: Market, tmp_path: Path) -> None:
     model, criterion = forecaster(market)
-    run_dir = RunDir(str(tmp_path))
-    report = final_report(model, criterion, market, ALONE, CPU, run_dir)
-    assert run_dir.read_json("evaluation.json") == report
+    report = report_on(market, model, criterion, tmp_path)
+    assert report.pop("correction") == {}
+    assert RunDir(str(tmp_path)).read_json("evaluation.json") == report
     assert report["windows"] == market.count("test")
-    assert sum(row["samples"] for row in report["by_year"].values()) == report["windows"]
     assert sum(row["samples"] for row in report["calibration"]) == report["windows"]
     covered = sum(row["samples"] * row["coverage_90"] for row in report["calibration"]) / report["windows"]
     assert covered == pytest.approx(report["model"]["coverage_90"])
@@ -187,7 +197,7 @@ def test_an_overflowed_model_is_refused_and_leaves_no_report(market: Market, tmp
     model, criterion = forecaster(market)
     nn.init.constant_(model.get_submodule("model.head").weight, float("nan"))
     with pytest.raises(ValueError, match="loss on the test split is nan"):
-        final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
+        report_on(market, model, criterion, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,15 +205,14 @@ def test_an_empty_split_is_refused_by_name(market: Market) -> None:
     empty = Market(tickers=1, days=200)
     empty.rows["valid"] = empty.rows["valid"][:0]
     with pytest.raises(ValueError, match="the split 'valid' of the dataset has no samples"):
-        evaluate(*forecaster(empty), empty, "valid", ALONE, 8, CPU)
+        validate(empty, *forecaster(empty))
 
 
 @pytest.fixture(scope="module")
 def judged(market: Market) -> Any:
     """Predictions of the test split to build reports from, with honest days and no baselines."""
     model, criterion = forecaster(market)
-    predictions = evaluate(model, criterion, market, "test", ALONE, 512, CPU, collect=True).predictions
-    assert predictions is not None
+    predictions = forecasts(market, model, criterion, "test", 512)
     return predictions, market.dates(predictions.row)
 
 
@@ -225,23 +234,3 @@ def test_a_mean_that_knows_the_future_is_called_a_leak(judged: Any) -> None:
     report = build_report(knowing, days, {}, horizon=5)
     assert any("Suspect leakage" in note for note in report["notes"])
     assert any("contain the future" in reason for reason in report["gate"]["reasons"])
-
-
-def test_a_reassessment_says_of_its_days_what_the_report_said(market: Market, tmp_path: Path) -> None:
-    model, criterion = forecaster(market)
-    report = final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
-    saved = SavedModel(model, criterion, market.spec, {})
-    first, last = (np.datetime64(report[name]) for name in ("first_date", "last_date"))
-    whole = reevaluate(saved, market, first - 1)
-    assert (whole["windows"], whole["days"]) == (report["windows"], report["days"])
-    assert whole["nll"] == pytest.approx(report["model"]["nll"], rel=1e-6)
-    for name, row in whole["baselines"].items():
-        assert row == pytest.approx({key: report["baselines"][name][key] for key in row}, rel=1e-5)
-    assert better_baselines(whole) == better_baselines(report)
-
-    part = reevaluate(saved, market, last - 30)
-    assert part["days"] == 30
-    assert part["first_date"] == str(last - 29)
-    assert reevaluate(saved, market, last)["windows"] == 0
-    with pytest.raises(ValueError, match="horizon is 6"):
-        reevaluate(SavedModel(model, criterion, replace(market.spec, horizon=6), {}), market, first)

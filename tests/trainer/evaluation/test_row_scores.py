@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,9 @@ from two_ranks import on_two_ranks
 from tests.kinds import build_table
 from trainer.data.row_data import RowData
 from trainer.evaluation import row_comparison
-from trainer.evaluation.row_comparison import RowComparison, constant_forecast, fit_linear
+from trainer.evaluation.evaluate import SharedWork
+from trainer.evaluation.row_comparison import compare_rows, constant_forecast, fit_linear
 from trainer.evaluation.row_scores import calibration_table, class_figures, class_sums, number_figures, number_sums
-from trainer.evaluation.shared_work import SharedWork
 from trainer.model.rows import RowEncoder
 
 
@@ -61,7 +62,7 @@ def test_numbers_are_scored_as_by_others() -> None:
 def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> None:
     data = RowData(build_table(tmp_path, target).uri, tmp_path / "cache")
     model = fit_linear(data, SharedWork(), lambda: None)
-    (x, y), (rows, truth) = (data.gather(split, np.arange(data.count(split))) for split in ("train", "test"))
+    (x, y), (rows, truth) = (data.samples(split, np.arange(data.count(split))) for split in ("train", "test"))
     encoder = RowEncoder(data.spec)
     inputs, judged = encoder(x).numpy(), encoder(rows).numpy()
     found = model.forecast(rows)
@@ -77,22 +78,25 @@ def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> N
 
 @pytest.mark.parametrize("target", ["value", "bought"])
 def test_the_canary_is_silent_where_much_can_be_learned_and_not_where_targets_are_true(
-    tmp_path: Path, target: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     """Weights of shuffled targets point in the right direction half of the time."""
     x = np.random.default_rng(0).normal(size=3000)
     frame = pd.DataFrame({"x": x, "value": 10 * x, "bought": np.where(x > 0, "yes", "no")})
     data = RowData(build_table(tmp_path, target, frame).uri, tmp_path / "cache")
-    comparison, scores = RowComparison(data, SharedWork(), 4096), np.full(data.count("test"), np.nan)
-    learned = comparison._learned(comparison.judge(scores).baselines)
-    constant = constant_forecast(data, SharedWork())
+    scores, seeds = np.full(data.count("test"), np.nan), iter([*range(30), None])
 
-    def is_silent(seed: int | None) -> bool:
-        model = fit_linear(data, SharedWork(), lambda: None, shuffle_seed=seed)
-        return bool(comparison._canary(model, constant, learned)["passed"])
+    def fit(data: RowData, work: SharedWork, before_step: Any, shuffle_seed: int | None) -> Any:
+        return fit_linear(data, work, before_step, None if shuffle_seed is None else next(seeds))
 
-    assert all(is_silent(seed) for seed in range(30))
-    assert not is_silent(None)
+    monkeypatch.setattr(row_comparison, "fit_linear", fit)
+
+    def is_silent() -> bool:
+        _, canary = compare_rows(data, scores, SharedWork())
+        return bool(canary["passed"])
+
+    assert all(is_silent() for _ in range(30))
+    assert not is_silent()
 
 
 def test_ranks_share_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +134,8 @@ def test_the_fit_does_not_load_what_no_rank_has_loaded(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from trainer.data.row_data import RowData\n"
+        "from trainer.evaluation.evaluate import SharedWork\n"
         "from trainer.evaluation.row_comparison import fit_linear\n"
-        "from trainer.evaluation.shared_work import SharedWork\n"
         f"fit_linear(RowData({uri!r}, {str(tmp_path / 'cache')!r}), SharedWork(), lambda: None)\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from trainer.config import ConfigError, FactoryConfig
+from trainer.model.build import build_loss
 from trainer.model.losses import (
     GaussianLoss,
     MeanSquaredError,
     Predictive,
     ReturnAndVolatility,
     StudentTLoss,
-    build_loss,
     student_t_cdf,
     student_t_nll,
     student_t_quantile,

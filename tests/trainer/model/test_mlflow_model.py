@@ -19,9 +19,8 @@ from scipy import stats
 
 import trainer
 from trainer.config import ConfigError, FactoryConfig
-from trainer.model.losses import build_loss
+from trainer.model.build import build_loss, build_model
 from trainer.model.saved_model import QUANTILES, SavedModel, SavedModelError, load_saved_model
-from trainer.model.stock import build_model
 
 SAVED = dict[str, bytes]
 

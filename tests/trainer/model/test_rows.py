@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.model import rows
-from trainer.model.rows import RowInputs, SquaredError, build_row_loss, linear
-from trainer.model.saved_rows import SavedRows
+from trainer.model.build import build_loss
+from trainer.model.rows import RowInputs, SquaredError, linear
+from trainer.model.saved_model import SavedModel
 from trainer.spec import RowSpec
 
 SPEC = RowSpec(
@@ -45,16 +46,16 @@ class RoundingForecast(SquaredError):
 def test_a_loss_that_rounds_is_refused_only_where_that_matters(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rows.LOSSES, "own", loss)
     with pytest.raises(ConfigError, match=r"'own' computes in single precision.*'y', 1.7e\+09.*return float64"):
-        build_row_loss(FactoryConfig(factory="own"), SPEC)
-    build_row_loss(FactoryConfig(factory="own"), replace(SPEC, target_mean=1000.0))
-    build_row_loss(FactoryConfig(factory="squared_error"), SPEC)
+        build_loss(FactoryConfig(factory="own"), SPEC)
+    build_loss(FactoryConfig(factory="own"), replace(SPEC, target_mean=1000.0))
+    build_loss(FactoryConfig(factory="squared_error"), SPEC)
 
 
 def test_a_saved_model_takes_numbers_as_they_are() -> None:
     model = RowInputs(linear(SPEC, 1), SPEC)
     with torch.no_grad():
         model.model.weight[0, 0] = 1  # type: ignore[index, union-attr]
-    saved = SavedRows(model, SquaredError(SPEC), SPEC, {})
+    saved = SavedModel(model, SquaredError(SPEC), SPEC, {})
     given = np.array([[1.7e9 + step, 1] for step in range(-50, 50)])
     found = saved.predict(given)["prediction"]
     assert found == pytest.approx(1.7e9 + 10 * np.arange(-50, 50) / 29, abs=1e-5, rel=0)

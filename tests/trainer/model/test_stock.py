@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.model.losses import StudentTLoss, build_loss
-from trainer.model.stock import STOCK, DilatedTree, SpanAverages, Standardize, build_model
+from trainer.model.build import build_loss, build_model
+from trainer.model.losses import StudentTLoss
+from trainer.model.stock import STOCK, DilatedTree, SpanAverages, Standardize
 from trainer.spec import DataSpec
 
 SPEC = DataSpec(

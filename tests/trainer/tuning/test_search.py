@@ -340,7 +340,7 @@ def test_a_confirmation_that_had_too_few_rounds_is_no_result():
 
 
 def test_compiling_gets_the_time_that_it_needs_where_there_is_any():
-    parts = groups(False, FACTS)
+    parts = groups(FACTS)
     assert share(parts[-1:], 40.0) == 40.0
     for left, enough in ((180.0, True), (72.0, False)):
         for number in range(len(parts) - 1):
@@ -370,22 +370,12 @@ def test_batches_ahead_are_tried_where_they_make_a_difference():
     on_gpu = replace(FACTS, batches_ahead=1, fits_gpu=True)
     assert depths(CONFIG, on_gpu) == []
     assert depths(replace(CONFIG, data_on_device=False), on_gpu)
-    assert [group.name for group in groups(False, FACTS)].index("device") == 3  # and then input
+    assert [group.name for group in groups(FACTS)].index("device") == 3  # and then input
 
 
 def test_threads_get_cores_of_their_own():
     assert thread_counts(replace(CONFIG, threads_per_rank=1), FACTS) == [{"threads_per_rank": n} for n in (2, 4)]
     assert thread_counts(replace(CONFIG, threads_per_rank=1), replace(FACTS, cores=2)) == []
-
-
-def test_a_larger_global_batch_is_tried_only_on_request():
-    def speed(settings: dict) -> float:
-        each = settings.get("batch_size_per_gpu", 64) * settings.get("gradient_accumulation_steps", 4)
-        return 100.0 * each / 256
-
-    assert searched(Machine(speed)).best == TrialSettings()
-    free = searched(Machine(speed), vary_batch=True)
-    assert dict(free.best.settings)["batch_size_per_gpu"] == 256
 
 
 def test_cuda_graphs_are_tried_with_a_gpu_only():
