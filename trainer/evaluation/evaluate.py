@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.data.sampler import spread_positions
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.evaluation.report import Predictions, build_report, judge_baselines, score_forecast
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.losses import Predictive, gives_predictive

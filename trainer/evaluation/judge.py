@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.config import ConfigError
 from trainer.data.batches import find_odd_row
 from trainer.data.loader import TrainingData
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, evaluate, final_report
 from trainer.evaluation.shared_work import SharedWork
 from trainer.model.task import Task, mean_of, per_sample, weigher

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation
 from trainer.evaluation.gate import gate_document
 from trainer.evaluation.judge import JudgeRequest, evaluate_task

@@ -18,7 +18,7 @@ from trainer.config import DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import artifact_location, authorised, make_tables
 from trainer.observability.scalars import Scalar, Scalars
-from trainer.rundir import EVALUATION, RunDir
+from trainer.rundir import EVALUATION, TRACKING, RunDir
 from trainer.secrets.azure_token import WORKSPACE, tracking_address
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ DETAILS = frozenset(
 """Scores of stock models that ``evaluation.json`` has, and that no metric is, unless models are compared by it."""
 MOST_OWN = 3
 """Figures of a script or of a task of one's own that become metrics, of each split."""
-TRACKING = "tracking.json"
-"""In the run directory: the MLflow run, so that a resumed job continues it."""
-TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
-"""Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """By this tag of an experiment MLflow's pages open on its runs; without it they guess what it is of."""
 COLUMN_PIXELS = 110

@@ -18,15 +18,12 @@ from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
 from trainer.observability.mlflow_sink import (
     KIND_TAG,
-    OFF,
-    TRACKING,
-    TRACKING_OF_LAUNCH,
     MLflowSink,
     Shown,
 )
-from trainer.observability.reporter import Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
-from trainer.observability.scalars import NODE, Scalars
-from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
+from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH, Reporter, Sink, StepWindow, sinks_of
+from trainer.observability.scalars import NODE, Scalars, TensorBoardSink
+from trainer.rundir import EVALUATION, TRACKING, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
 
 NOW = 1_700_000_000.0
