@@ -42,12 +42,9 @@ def read_arrays(
     except Exception as error:  # as varied as the damage: of the archive, of what it packs, of a header
         raise ArraysError(f"is not a file of arrays: {error}") from error
     for name, values in found.items():
-        if (
-            not isinstance(values, np.ndarray)
-            or values.dtype.kind not in "biuf"
-            or values.dtype.itemsize > _VALUE_BYTES
-        ):
-            raise ArraysError(f"holds {getattr(values, 'dtype', type(values).__name__)} in {name}; expected numbers")
+        kind = getattr(values, "dtype", None)
+        if kind is None or kind.kind not in "biuf" or kind.itemsize > _VALUE_BYTES:
+            raise ArraysError(f"holds {kind or 'something else'} in {name}; expected numbers")
     if (count := sum(math.prod(values.shape) for values in found.values())) > most_values:
         raise ArraysError(f"holds {count:,} values, more than {most_values:,}")
     return found
