@@ -83,7 +83,7 @@ class KerasModule(nn.Module):
     def settle(self) -> Any:
         """Return the Keras model with the weights of this module."""
         for variable, parameter in zip(self._variables, self.parameters(), strict=True):
-            variable.assign(_tensorflow(parameter))
+            variable.value.assign(_tensorflow(parameter), read_value=False)
         return self.keras_model
 
     def forward(self, inputs: Any) -> Any:
@@ -91,7 +91,7 @@ class KerasModule(nn.Module):
         self.settle()
         if self.training:
             for variable in self._seeds:
-                variable.assign(torch.randint(1 << 32, (2,)).numpy().astype(np.uint32))
+                variable.value.assign(torch.randint(1 << 32, (2,)).numpy().astype(np.uint32), read_value=False)
         given = tf.nest.map_structure(_tensorflow, inputs)
         trained = [parameter.requires_grad for parameter in self.parameters()]
         sources = [variable.value for variable, is_trained in zip(self._variables, trained, strict=True) if is_trained]
@@ -176,15 +176,20 @@ def _name_of(figure: Figure) -> str:
 
 def _judge(figure: Figure, outputs: Any, target: Any) -> Any:
     wanted, flat = tf.nest.map_structure(_tensorflow, target), tf.nest.flatten(outputs)
-    sources = [_tensorflow(each) for each in flat]
-    return _differentiable(lambda given: figure(wanted, tf.nest.pack_sequence_as(outputs, given)), sources, flat)
+    sources, call = [_tensorflow(each) for each in flat], _compiled(figure)
+    return _differentiable(lambda given: call(wanted, tf.nest.pack_sequence_as(outputs, given)), sources, flat)
+
+
+@functools.cache
+def _compiled(figure: Figure) -> Any:
+    return tf.function(figure, autograph=False, reduce_retracing=True)
 
 
 def _differentiable(compute: Callable[[list[Any]], Any], sources: list[Any], tensors: Sequence[Tensor]) -> Any:
     """Return what TensorFlow computes from ``sources``, as tensors of torch whose gradients are those of ``tensors``,
     of which the sources are copies."""
     if not torch.is_grad_enabled():
-        return tf.nest.map_structure(_torch, compute(sources))
+        return tf.nest.map_structure(lambda each: _torch(each).to(tensors[0].device), compute(sources))
     structure = list[Any]()
     flat = _ByTape.apply(compute, sources, structure, *tensors)
     return tf.nest.pack_sequence_as(structure[0], flat)
