@@ -20,7 +20,7 @@ _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
     **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.adapters.torch_trainers"),
     "RayTrainer": "trainer.adapters.ray_trainer",
-    "TensorFlowDistributedTrainer": "trainer.tensorflow.face",
+    "TensorFlowDistributedTrainer": "trainer.adapters.keras_trainer",
 }
 """The public names, and the modules that they are of."""
 __all__ = [

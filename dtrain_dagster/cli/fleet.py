@@ -101,7 +101,7 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
     from dtrain_dagster.settings.tiers import tier_of
-    from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
+    from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import run_dir, say
 from trainer.config import TrackingConfig
-from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH
+from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import RESULT
 from trainer.secrets.redaction import redact
 

@@ -42,7 +42,7 @@ STAGES = {
     "report": "writing the report",
     "model": "writing the model",
 }
-"""The words for the stages of the finish (`trainer.documents.events.FinishStage`)."""
+"""The words for the stages of the finish (`trainer.documents.schemas.FinishStage`)."""
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.documents.events import NO_COLLECTIVE, HangEvent, read_events
+from trainer.documents.events import HangEvent, read_events
+from trainer.documents.schemas import NO_COLLECTIVE
 
 SETTLE_SECONDS = 10.0
 """Seconds within which all ranks of a hang report; a rank that has not by then is silent."""

@@ -17,9 +17,9 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG
 from trainer.documents.events import MembershipEvent, read_events
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, ensure_experiment, summarise
+from trainer.observability.mlflow_sink import NOTE_TAG, ensure_experiment, summarise
 from trainer.observability.mlflow_sqlite import authorised
-from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, TRACKING, RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import WORKSPACE
 from trainer.secrets.redaction import redact

@@ -1,4 +1,4 @@
-"""A small Keras model, trained by TensorFlow's strategy: `trainer.TensorFlowDistributedTrainer`.
+"""A small Keras model, trained by `trainer.TensorFlowDistributedTrainer`.
 
     pip install tensorflow
     python examples/frameworks/tensorflow_trainer.py

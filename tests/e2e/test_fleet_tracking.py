@@ -15,7 +15,7 @@ from dtrain_dagster.costs.money import usd
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.e2e.fleet_story import PACED_MODEL, PRICE, ROOT, FleetShell
 from tests.tables import copy_tables
-from trainer.observability.mlflow_sink import TRACKING
+from trainer.rundir import TRACKING
 
 
 @pytest.fixture

@@ -12,20 +12,16 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.documents.schemas import LEAVING
+from trainer.documents.schemas import LEAVING, NO_COLLECTIVE
 
 _E = TypeVar("_E", bound="Event")
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Figure = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-
-
-NO_COLLECTIVE = "no collective"
-"""The ``operation`` of a rank that waits in none."""
 
 
 class EventError(ValueError):
@@ -90,10 +86,6 @@ class EvaluationEvent(Event):
     seconds: Figure | None = None
     metrics: Mapping[str, Figure | None] | None = None
     """What a task measures besides its loss, such as ``accuracy``."""
-
-
-FinishStage = Literal["test split", "baselines", "report", "model"]
-"""A stage of the finish: evaluation of the test split, of the baselines, the report on both, the model's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

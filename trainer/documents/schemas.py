@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 Check = Callable[[Any], str]
 """A function that returns the error of a value in words, or ""."""
@@ -181,6 +181,10 @@ _candidate_more: dict[str, Check] = {
 }  # fmt: skip
 CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))
 """``membership/g000007/<member>.json``"""
+FinishStage = Literal["test split", "baselines", "report", "model"]
+"""A stage of the finish: evaluation of the test split, of the baselines, the report on both, the model's files."""
+NO_COLLECTIVE = "no collective"
+"""The ``operation`` of a ``hang`` event whose rank waits in none."""
 START = "start"
 """The reason of the first generation of a launch."""
 LEAVING = "a node was asked to leave"

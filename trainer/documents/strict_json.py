@@ -14,9 +14,6 @@ DEPTH = 64
 LARGEST_INTEGER, LARGEST_FLOAT = 1 << 64, 1e150
 """Magnitudes beyond these are none of ours: products of two figures stay finite."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-_EXPONENT = re.compile(rb"(?:^|[\s:,\[])-?[\d.]+[eE]\+?\d{3}")
-"""Of a number. The names of members, which are hexadecimal, have such letters and digits, too."""
-_DIGITS, _LONG = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
 
 
 class Document(dict[str, Any]):
@@ -35,15 +32,23 @@ def parse_strict_json(data: bytes, where: str, is_named: bool = False) -> Any:
     duplicate keys and deep nesting."""
     try:
         value = (_named_decoder(where) if is_named else _DECODER).decode(data.decode())
-        if _is_suspicious(data):
-            _check(value)
-        elif data.count(b"[") + data.count(b"{") > DEPTH:
+        if _HALF.search(data) is not None:
+            json.dumps(value, ensure_ascii=False).encode()
+        if data.count(b"[") + data.count(b"{") > DEPTH:
             _check_depth(value)
+        return value
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DamagedError):
-            raise
         raise DamagedError(where, _words(error)) from None
-    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        parts = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [part for found in parts for part in found if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Document:
@@ -57,7 +62,25 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+def _integer(text: str) -> int:
+    if len(text) > 21 or abs(value := int(text)) > LARGEST_INTEGER:
+        raise ValueError("a number in it is out of range")
+    return value
+
+
+def _float(text: str) -> float:
+    if abs(value := float(text)) > LARGEST_FLOAT:
+        raise ValueError("a number in it is out of range")
+    return value
+
+
+def _decoder(make: Any) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        parse_constant=_refuse_constant, object_pairs_hook=make, parse_int=_integer, parse_float=_float
+    )
+
+
+_DECODER = _decoder(_object)
 
 
 def _named_decoder(where: str) -> json.JSONDecoder:
@@ -68,45 +91,7 @@ def _named_decoder(where: str) -> json.JSONDecoder:
         found.where = where
         return found
 
-    return json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=named)
-
-
-def _is_suspicious(data: bytes) -> bool:
-    """Return whether half a character or a number out of range may be in it. That is rare, so most documents are not
-    looked at part by part."""
-    return _HALF.search(data) is not None or _EXPONENT.search(data) is not None or _LONG in data.translate(_DIGITS)
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError for objects and lists that are nested too deeply. All members of a large world read a record of
-    as many objects at once: nothing but these is looked at."""
-    level = [value]
-    for _ in range(DEPTH):
-        parts = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [part for found in parts for part in found if isinstance(part, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {DEPTH} levels")
-
-
-def _check(value: Any) -> None:
-    """ValueError for a part of the value that must not be."""
-    waiting = [(value, 1)]
-    while waiting:
-        item, depth = waiting.pop()
-        if depth > DEPTH:
-            raise ValueError(f"it is nested deeper than {DEPTH} levels")
-        if isinstance(item, dict):
-            waiting += [(part, depth + 1) for pair in item.items() for part in pair]
-        elif isinstance(item, list):
-            waiting += [(part, depth + 1) for part in item]
-        elif isinstance(item, str):
-            if any("\ud800" <= character <= "\udfff" for character in item):
-                raise ValueError("it contains half a character (a lone surrogate)")
-        elif isinstance(item, int | float) and abs(item) > (
-            LARGEST_FLOAT if isinstance(item, float) else LARGEST_INTEGER
-        ):
-            raise ValueError("a number in it is out of range")
+    return _decoder(named)
 
 
 def _words(error: Exception) -> str:
@@ -114,6 +99,8 @@ def _words(error: Exception) -> str:
         return f"it is nested deeper than {DEPTH} levels"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return "it contains half a character (a lone surrogate)"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-    return "a number in it is out of range" if "digits" in str(error) else str(error)
+    return str(error)

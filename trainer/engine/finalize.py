@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer.comm.group import GroupError
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.recovery import best_pointer

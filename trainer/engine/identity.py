@@ -40,6 +40,8 @@ _DEEPEST, _MOST_VALUES = 4, 1000
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 """Attributes by which torch keeps a module's parts and hooks, and which mode it is in."""
+DESCRIBES_ITSELF = "describe_structure"
+"""The method of a module of this package whose parts are none of torch's: it returns JSON in their place."""
 Plain = bool | int | float | str | None
 
 
@@ -100,6 +102,8 @@ def digest(value: Any) -> str:
 
 def _show(module: nn.Module) -> str:
     name = type(module).__qualname__
+    if (describe := getattr(type(module), DESCRIBES_ITSELF, None)) is not None:
+        return f"{name} {json.dumps(describe(module))}"
     if not _is_torchs(type(module)):  # what its author shows may be a weight
         return name
     plain = {key: each for key, each in vars(module).items() if key not in _OF_MODULES and not key.startswith("_")}
@@ -171,6 +175,8 @@ class _Reader:
 
     def read_made_with(self, part: Any, depth: int = 0, with_tensors: bool = True) -> dict[str, Any]:
         """Return the attributes of an object that only its ``__init__`` sets, or whoever made it."""
+        if hasattr(type(part), DESCRIBES_ITSELF):
+            return {}
         kinds = type(part).__mro__
         slots = [name for kind in kinds for name in vars(kind).get("__slots__", ()) if hasattr(part, name)]
         held = {**{name: getattr(part, name) for name in slots}, **getattr(part, "__dict__", {})}

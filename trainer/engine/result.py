@@ -12,8 +12,7 @@ from typing import Any
 
 from trainer.engine.signals import JobOver, Stopped
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import TRACKING
-from trainer.rundir import RESULT, RunDir
+from trainer.rundir import RESULT, TRACKING, RunDir
 
 
 def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:

@@ -25,7 +25,7 @@ from trainer.observability.reporter import StepWindow
 from trainer.runtime.packages import load
 
 if TYPE_CHECKING:
-    from trainer.evaluation.judge import JudgeRequest
+    from trainer.evaluation.evaluate import JudgeRequest
 
 
 class Session:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError
 from trainer.data.loader import TrainingData
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores
 from trainer.model.task import Task, mean_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.data.row_data import RowData
 from trainer.data.sampler import spread_positions
-from trainer.documents.events import FinishStage
+from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores, SharedWork, SplitScores
 from trainer.evaluation.gate import gate_document
 from trainer.evaluation.row_comparison import compare_rows

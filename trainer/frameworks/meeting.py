@@ -19,7 +19,7 @@ from trainer.comm.channel import Channel, Flow, PeerError, connect, run_flows
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.listener import BACKLOG, Door, check_rank
+from trainer.comm.listener import BACKLOG, Door, admit_ranks, check_rank
 from trainer.comm.own_address import own_address
 from trainer.errors import ConfigError
 
@@ -120,35 +120,26 @@ class Meeting:
             raise MeetingError(f"rank {error.rank} has left, or does not answer: {error}") from error
 
     def _admit(self, environment: Mapping[str, str]) -> None:
-        address = bind_address(self.facts, environment)
+        size, address = self.facts.world_size, bind_address(self.facts, environment)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener = socket.create_server((address, self.facts.master_port or 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot listen at {address}:{self.facts.master_port} ({error.strerror}): set DTRAIN_HOST "
+                "to the address of its node, or choose another --master-port"
+            ) from error
+        with listener:
+            door: Door[int] = Door(listener, self._key, NAME, lambda name: check_rank(name, size, self._links))
             try:
-                listener.bind((address, self.facts.master_port or 0))
-            except OSError as error:
-                raise ConfigError(
-                    f"rank 0 cannot listen at {address}:{self.facts.master_port} ({error.strerror}): set DTRAIN_HOST "
-                    "to the address of its node, or choose another --master-port"
-                ) from error
-            listener.listen(BACKLOG)
-            door: Door[int] = Door(listener, self._key, NAME, lambda name: check_rank(name, self.facts.world_size))
-            until = time.monotonic() + self._seconds
-            while len(self._links) < self.facts.world_size - 1:
-                try:
-                    link, rank = door.next(until)
-                except TimeoutError:
-                    missing = sorted(set(range(1, self.facts.world_size)) - set(self._links))
-                    turned_away = f"; {door.refused[-1]}" if door.refused else ""
-                    raise MeetingError(
-                        f"ranks {missing} did not connect to {address}:{self.facts.master_port} within "
-                        f"{self._seconds:.0f} s{turned_away}"
-                    ) from None
-                if (before := self._links.pop(rank, None)) is not None:
-                    before.connection.close()
-                link.peer = rank
-                self._links[rank] = link
-            door.close()
+                admit_ranks(door, self._links, size - 1, time.monotonic() + self._seconds)
+            except TimeoutError:
+                missing = sorted(set(range(1, size)) - set(self._links))
+                turned_away = f"; {door.refused[-1]}" if door.refused else ""
+                raise MeetingError(
+                    f"ranks {missing} did not connect to {address}:{self.facts.master_port} within "
+                    f"{self._seconds:.0f} s{turned_away}"
+                ) from None
 
     def _join(self) -> Channel:
         address = (self.facts.master_addr, self.facts.master_port or 0)

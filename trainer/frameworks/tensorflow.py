@@ -7,7 +7,7 @@ no setting for either.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import hold_ports, own_address
@@ -23,15 +23,9 @@ def describe_workers(rank: int, workers: Sequence[str]) -> str:
     return json.dumps({"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": rank}})
 
 
-def gather_workers(
-    facts: RankFacts, environment: Mapping[str, str], gather: Callable[[str], Sequence[str]]
-) -> Sequence[str]:
-    """Return HOST:PORT of each rank, in order. ``gather`` tells all ranks what each says, a collective."""
-    host = own_address(environment, facts.master_addr)
-    with hold_ports(host) as [port]:  # until all have theirs: no two of one host get the same
-        return gather(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-
-
 def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to run a rank with."""
-    return {TF_CONFIG: describe_workers(facts.rank, gather_workers(facts, environment, meeting.gather))}
+    host = own_address(environment, facts.master_addr)
+    with hold_ports(host) as [port]:  # until all have theirs: no two of one host get the same
+        workers = meeting.gather(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return {TF_CONFIG: describe_workers(facts.rank, workers)}

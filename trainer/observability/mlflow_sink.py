@@ -18,7 +18,7 @@ from trainer.config import DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import artifact_location, authorised, make_tables
 from trainer.observability.scalars import Scalar, Scalars
-from trainer.rundir import EVALUATION, RunDir
+from trainer.rundir import EVALUATION, TRACKING, RunDir
 from trainer.secrets.azure_token import WORKSPACE, tracking_address
 
 if TYPE_CHECKING:
@@ -42,12 +42,6 @@ DETAILS = frozenset(
      "balanced_accuracy_t", "mse_to_zero_t", "brier", "ece", "mae", "r2")
 )  # fmt: skip
 """Scores of stock models that ``evaluation.json`` has, and that no metric is, unless models are compared by it."""
-MOST_OWN = 3
-"""Figures of a script or of a task of one's own that become metrics, of each split."""
-TRACKING = "tracking.json"
-"""In the run directory: the MLflow run, so that a resumed job continues it."""
-TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
-"""Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """By this tag of an experiment MLflow's pages open on its runs; without it they guess what it is of."""
 COLUMN_PIXELS = 110
@@ -83,7 +77,7 @@ class MLflowSink:
         make_tables(self._uri)
         self._client = MlflowClient(tracking_uri=self._uri)
         self.run_id = self._begin(job)
-        self._scalars, self._shown = Scalars(), Shown()
+        self._scalars = Scalars()
 
     def _begin(self, job: JobConfig) -> str:
         """Return the run of this job: the one it had before, or a new one."""
@@ -101,7 +95,7 @@ class MLflowSink:
 
         metrics = []
         for step, name, value, at in self._scalars.of(events):
-            if self._shown.has(name):
+            if is_shown(name):
                 metrics.append(Metric(metric_name(name, self._on_azure), value, int(at * 1000), step))
         if any(item["kind"] == "end" and item["status"] == "succeeded" for item in events) and not self._on_azure:
             metrics += self._write_test()
@@ -237,34 +231,19 @@ def metric_name(name: str, on_azure: bool) -> str:
     return f"system/{name}" if name.startswith("cluster/") else name
 
 
-class Shown:
-    """The choice of the scalars that become metrics of one run: `CURVES`, and of each split its loss, the score by
-    which models are compared, and `MOST_OWN` figures that are not `DETAILS`."""
-
-    def __init__(self) -> None:
-        self._own: dict[str, set[str]] = {}
-
-    def has(self, name: str) -> bool:
-        """Return whether a scalar of this name becomes a metric."""
-        if name in CURVES:
-            return True
-        split, _, figure = name.partition("/")
-        if split not in ("valid", "test") or figure in DETAILS:
-            return False
-        if figure in COMPARED_BY:
-            return True
-        own = self._own.setdefault(split, set())
-        if len(own) < MOST_OWN:
-            own.add(figure)
-        return figure in own
+def is_shown(name: str) -> bool:
+    """Return whether a scalar of this name becomes a metric: `CURVES`, and the figures of each split that are not
+    `DETAILS`. Pure."""
+    split, _, figure = name.partition("/")
+    return name in CURVES or (split in ("valid", "test") and figure not in DETAILS)
 
 
 def figures_of_test(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of the test split that become metrics: loss and score of the model, and by how much its score
     is better than that of the best baseline. Pure."""
-    model, shown = _numbers(evaluation.get("model")), Shown()
+    model = _numbers(evaluation.get("model"))
     score, best = _best_baseline(evaluation)
-    names = [name for name in model if name == score or shown.has(f"test/{name}")]
+    names = [name for name in model if name == score or is_shown(f"test/{name}")]
     found = {f"test/{name}": model[name] for name in names}
     return found | ({"test/margin": best[1] - model[score]} if best else {})
 

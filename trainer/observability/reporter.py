@@ -1,8 +1,8 @@
 """The reports of a rank and the threads that write them, fed by queues, so that training never waits.
 
 Every rank writes events; rank 0 also writes TensorBoard and MLflow. A tracking server that fails is reported once and
-left alone: training goes on. How events become curves belongs in `trainer.observability.scalars`, and what MLflow gets
-in `trainer.observability.mlflow_sink`.
+left alone: training goes on. How events become curves, and TensorBoard's files, belong in
+`trainer.observability.scalars`, and what MLflow gets in `trainer.observability.mlflow_sink`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,22 @@ import logging
 import math
 import os
 import queue
-import sys
-import tempfile
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import JobConfig
-from trainer.observability.mlflow_sink import OFF, TRACKING_OF_LAUNCH, MLflowSink
-from trainer.observability.scalars import Scalars
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file, flush_seconds
 from trainer.secrets.redaction import redact
-from trainer.storage.base import Storage
 
-TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
+TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
+"""Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
-UPLOAD_SECONDS, LONGEST_UPLOAD_SECONDS = 60.0, 600.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """The least seconds whose events share a file (`trainer.rundir.flush_seconds`), and those between two batches for
 tracking; on remote storage every file costs money."""
@@ -284,61 +277,23 @@ class StepWindow:
         self.samples += samples
 
 
-class TensorBoardSink:
-    """A sink that writes loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard
-    scalars."""
-
-    def __init__(self, storage: Storage) -> None:
-        """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
-        other storage they are made on this machine, and each is copied once, when the next one begins: after
-        `upload_seconds`, and at the end. TensorBoard reads them one after the other."""
-        # TensorBoard's own switch: else it loads TensorFlow, where that is installed, to write a file. That takes
-        # seconds, and a process that then loads triton, as torch's compiler does, crashes.
-        sys.modules.setdefault(_WITHOUT_TENSORFLOW, types.ModuleType(_WITHOUT_TENSORFLOW))
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._remote = None if storage.is_local else storage
-        self._scratch = tempfile.TemporaryDirectory() if self._remote else None
-        self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
-        self._writer = SummaryWriter(self._folder)
-        self._scalars = Scalars()
-        self._began = self._copied_at = time.monotonic()
-
-    def write(self, events: list[dict[str, Any]]) -> None:
-        """Write the scalars of these events, and begin a new file if that is due."""
-        for step, name, value, at in self._scalars.of(events):
-            self._writer.add_scalar(name, value, step, walltime=at)
-        self._writer.flush()
-        now = time.monotonic()
-        if self._remote is not None and now - self._copied_at > upload_seconds(now - self._began):
-            self._copy()
-
-    def close(self) -> None:
-        """Close the last file and copy it."""
-        self._copy()
-        if self._scratch:
-            self._scratch.cleanup()
-
-    def _copy(self) -> None:
-        self._writer.close()  # what is written next begins a file
-        if self._remote is not None:
-            for path in Path(self._folder).iterdir():
-                self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
-                path.unlink()
-        self._copied_at = time.monotonic()
-
-
-def upload_seconds(age: float) -> float:
-    """Return the seconds that a file of curves covers on remote storage, by the age of the training: a hundredth of it,
-    so that a long one has hundreds of files and not thousands."""
-    return min(LONGEST_UPLOAD_SECONDS, max(UPLOAD_SECONDS, age / 100))
-
-
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
-    """Return the sinks that rank 0 writes to besides the run directory; none on other ranks."""
+    """Return what opens the sinks that rank 0 writes to besides the run directory; nothing on other ranks. The imports
+    are left to the thread that opens them."""
+
+    def open_tensorboard() -> Sink:
+        from trainer.observability.scalars import TensorBoardSink
+
+        return TensorBoardSink(rundir.storage)
+
+    def open_mlflow() -> Sink:
+        from trainer.observability.mlflow_sink import MLflowSink
+
+        return MLflowSink(job, rundir)
+
     factories: list[Callable[[], Sink]] = []
     if rank == 0 and job.tracking.tensorboard:
-        factories.append(lambda: TensorBoardSink(rundir.storage))
+        factories.append(open_tensorboard)
     if rank == 0 and job.tracking.mlflow_tracking_uri and os.environ.get(TRACKING_OF_LAUNCH) != OFF:
-        factories.append(lambda: MLflowSink(job, rundir))
+        factories.append(open_mlflow)
     return factories

@@ -1,12 +1,21 @@
 """The conversion of events to the curves that TensorBoard and MLflow draw: of the training, of each node, and over all
-nodes."""
+nodes; and the files in which TensorBoard finds them."""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import time
+import types
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.documents.events import TimingEvent, read_events
+from trainer.storage.base import Storage
+
+TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
+UPLOAD_SECONDS, LONGEST_UPLOAD_SECONDS = 60.0, 600.0
 
 TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
 NODE = (
@@ -99,3 +108,53 @@ def _timing(timing: TimingEvent) -> Iterable[tuple[str, float]]:
     ranks = list(zip(timing.nodes, timing.segments.get("waiting", ()), strict=False))
     for node in dict.fromkeys(node for node, _ in ranks):
         yield f"node_{node}/waiting_milliseconds", 1000 * mean([seconds for at, seconds in ranks if at == node])
+
+
+class TensorBoardSink:
+    """A sink that writes loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard
+    scalars."""
+
+    def __init__(self, storage: Storage) -> None:
+        """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
+        other storage they are made on this machine, and each is copied once, when the next one begins: after
+        `upload_seconds`, and at the end. TensorBoard reads them one after the other."""
+        # TensorBoard's own switch: else it loads TensorFlow, where that is installed, to write a file. That takes
+        # seconds, and a process that then loads triton, as torch's compiler does, crashes.
+        sys.modules.setdefault(_WITHOUT_TENSORFLOW, types.ModuleType(_WITHOUT_TENSORFLOW))
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._remote = None if storage.is_local else storage
+        self._scratch = tempfile.TemporaryDirectory() if self._remote else None
+        self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
+        self._writer = SummaryWriter(self._folder)
+        self._scalars = Scalars()
+        self._began = self._copied_at = time.monotonic()
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        """Write the scalars of these events, and begin a new file if that is due."""
+        for step, name, value, at in self._scalars.of(events):
+            self._writer.add_scalar(name, value, step, walltime=at)
+        self._writer.flush()
+        now = time.monotonic()
+        if self._remote is not None and now - self._copied_at > upload_seconds(now - self._began):
+            self._copy()
+
+    def close(self) -> None:
+        """Close the last file and copy it."""
+        self._copy()
+        if self._scratch:
+            self._scratch.cleanup()
+
+    def _copy(self) -> None:
+        self._writer.close()  # what is written next begins a file
+        if self._remote is not None:
+            for path in Path(self._folder).iterdir():
+                self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
+                path.unlink()
+        self._copied_at = time.monotonic()
+
+
+def upload_seconds(age: float) -> float:
+    """Return the seconds that a file of curves covers on remote storage, by the age of the training: a hundredth of it,
+    so that a long one has hundreds of files and not thousands."""
+    return min(LONGEST_UPLOAD_SECONDS, max(UPLOAD_SECONDS, age / 100))

@@ -205,12 +205,11 @@ class StepProfiler:
             # Without this CUPTI stays attached after the trace, and each later step pays for it (`benchmarks.gpu`).
             # Below CUDA 12.6 it crashed with CUDA graphs; the pinned torch is built with a later one.
             os.environ.setdefault("TEARDOWN_CUPTI", "1")
-        # Two at once end in a crash. One of all threads is known to the second of these only.
-        if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
+        if torch.autograd.profiler._is_profiler_enabled:  # two at once end in a crash
             return self._failed(step, "the model's own code is tracing already")
-        profile = torch.profiler.profile(
-            activities=activities, with_stack=due.python, experimental_config=_all_threads()
-        )
+        # Collectives happen on a thread that was there before.
+        all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        profile = torch.profiler.profile(activities=activities, with_stack=due.python, experimental_config=all_threads)
         try:
             profile.start()
         except Exception as error:  # CUPTI is taken, or not permitted
@@ -245,11 +244,6 @@ class StepProfiler:
             self.reporter.emit("error", message=f"the trace {path} was not written: {error}", fatal=False)
             return
         self.reporter.emit("profile", step=step, steps=steps, path=path, top=top)
-
-
-def _all_threads() -> Any:
-    """Collectives happen on a thread that was there before."""
-    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[str, Any]]:

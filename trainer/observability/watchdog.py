@@ -24,7 +24,7 @@ from typing import Any
 
 from trainer.comm.group import Collective, InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
-from trainer.documents.events import NO_COLLECTIVE
+from trainer.documents.schemas import NO_COLLECTIVE
 from trainer.observability.reporter import Reporter
 
 LEAST_SECONDS, STEPS = 20.0, 20

@@ -24,8 +24,7 @@ from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.progress import last_step
 from tests.tables import copy_tables
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
-from trainer.observability.mlflow_sink import TRACKING
-from trainer.rundir import RunDir
+from trainer.rundir import TRACKING, RunDir
 
 
 @pytest.mark.slow

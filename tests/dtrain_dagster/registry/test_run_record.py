@@ -12,8 +12,8 @@ from dtrain_dagster.jobs.source_tags import source_tags
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, nested_in, note_of
 from tests.tables import copy_tables
 from trainer.documents.schemas import LEAVING
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING
-from trainer.rundir import JOB, LAUNCH, RESULT, RunDir, event
+from trainer.observability.mlflow_sink import NOTE_TAG
+from trainer.rundir import JOB, LAUNCH, RESULT, TRACKING, RunDir, event
 
 FORMED = {"nodes": [0], "joined": [], "world_size": 1, "topology": "mesh", "step": 1, "seconds": 0.5}
 COURSE = [

@@ -18,15 +18,12 @@ from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
 from trainer.observability.mlflow_sink import (
     KIND_TAG,
-    OFF,
-    TRACKING,
-    TRACKING_OF_LAUNCH,
     MLflowSink,
-    Shown,
+    is_shown,
 )
-from trainer.observability.reporter import Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
-from trainer.observability.scalars import NODE, Scalars
-from trainer.rundir import EVALUATION, RunDir, SeenFiles, event
+from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH, Reporter, Sink, StepWindow, sinks_of
+from trainer.observability.scalars import NODE, Scalars, TensorBoardSink
+from trainer.rundir import EVALUATION, TRACKING, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
 
 NOW = 1_700_000_000.0
@@ -318,8 +315,7 @@ def test_a_run_gets_a_handful_of_curves_however_many_nodes_it_has() -> None:
     events.append(event("step", 0, 1, step=1, epoch=0, loss=1.0, **STEP))
     scores = {"nll": 1.0, "coverage_90": 0.9, "pinball": 0.1}
     events.append(event("evaluation", 0, 1, step=1, split="valid", loss=1.0, metrics=scores))
-    shown = Shown()
-    assert {item.name for item in Scalars().of(events) if shown.has(item.name)} == {
+    assert {item.name for item in Scalars().of(events) if is_shown(item.name)} == {
         "train/loss", "train/learning_rate", "train/grad_norm", "train/samples_per_second", "communication/share",
         "cluster/gpu_utilization", "valid/loss", "valid/nll",
     }  # fmt: skip
