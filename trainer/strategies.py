@@ -42,6 +42,11 @@ def explain_strategy(config: Any) -> str:
             "training.cpu_offload = True needs sharded parameters: set training.strategy to fsdp or hsdp, or to "
             "deepspeed"
         )
+    if config.communication == "topk" and config.precision == "fp16":
+        return (
+            "training.communication = 'topk' cannot be combined with training.precision = 'fp16', whose loss scale "
+            "changes while entries are held back: use precision 'bf16', or communication 'fp16'"
+        )
     return _explain_horovod(config) if config.strategy == "horovod" else ""
 
 

@@ -93,7 +93,7 @@ def _compression(
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []
-    takes_topk = training.get("precision") != "fp16"  # see `trainer.parallel.compression.check_compression`
+    takes_topk = training.get("precision") != "fp16"  # see `trainer.strategies.explain_strategy`
     size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
     found = []
     for name, setting, left, note in (

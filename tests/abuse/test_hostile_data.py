@@ -30,11 +30,11 @@ from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
-from trainer.data import cached_arrays
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.documents.places import PlaceError
 from trainer.errors import DamagedError
+from trainer.storage.open import default_cache_dir
 
 STRANGER = 12_345
 
@@ -307,6 +307,6 @@ def test_rows_and_samples_of_a_segment_are_whole_numbers(copy: Path, place: tupl
 def test_the_default_cache_has_the_users_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cached_arrays.default_cache_dir().name == f"dtrain-cache-{os.geteuid()}"
+    assert default_cache_dir().name == f"dtrain-cache-{os.geteuid()}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cached_arrays.default_cache_dir() == tmp_path / "dtrain"
+    assert default_cache_dir() == tmp_path / "dtrain"

@@ -36,7 +36,7 @@ from trainer.data.loader import ArrayData
 from trainer.data.manifest import DatasetError, kind_of, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside, own_folder
 from trainer.runtime.host_memory import available_bytes
-from trainer.storage.open import open_storage
+from trainer.storage.open import default_cache_dir, open_storage
 
 SAMPLES = ("features", "target")
 """The arrays that training reads; the others are read for evaluation."""
@@ -44,16 +44,6 @@ _BUFFER = 1 << 20
 CACHE_VERSION = 2
 RECORD = "complete.json"
 _REMEDY = "point DTRAIN_CACHE (or DTRAIN_HOME, whose cache it is) to a folder of your own"
-
-
-def default_cache_dir() -> Path:
-    """Return ``DTRAIN_CACHE``, else ``dtrain`` in ``XDG_CACHE_HOME``, else a folder of this user under the temporary
-    one."""
-    if configured := os.environ.get("DTRAIN_CACHE"):
-        return Path(configured)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "dtrain"
-    return Path(tempfile.gettempdir()) / f"dtrain-cache-{os.geteuid()}"
 
 
 def open_cache(folder: Path) -> Path:

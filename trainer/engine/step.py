@@ -27,8 +27,7 @@ from trainer.engine.module_state import (
     read_module_state,
     refuse_extra_state,
 )
-from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
-from trainer.model.compile import compiled
+from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
@@ -36,6 +35,7 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
+COMPILED = "trainer.model.compile:compiled"
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SYNCHRONIZERS = {"horovod": "trainer.parallel.horovod_synchronizer:HorovodSynchronizer"}
 """What sums gradients, by the strategy; with others `GradientSynchronizer`."""
@@ -109,7 +109,7 @@ class TrainingStep:
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
         self.optimizer = self._make_optimizer(list(module.parameters()))
-        self.model = compiled(module, config.compile, device)
+        self.model = module if config.compile == "off" else load(COMPILED)(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -158,10 +158,10 @@ class TrainingStep:
         self.limit = fit
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True
-            checkpoint_activations(self.module)
+            load("trainer.model.blocks:checkpoint_activations")(self.module)
             if self.config.compile != "off":  # what was compiled before keeps all activations
                 torch.compiler.reset()
-                self.model = compiled(self.module, self.config.compile, self.device)
+                self.model = load(COMPILED)(self.module, self.config.compile, self.device)
 
     def __call__(self, batch: Batch, step: int, learning_rate: float, flags: StepFlags) -> StepResult:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those

@@ -20,8 +20,9 @@ from trainer.comm.group import is_communication_error, shorten_error
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch
-from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations
+from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
+from trainer.model.blocks import checkpoint_activations
 from trainer.model.task import Task
 from trainer.parallel.zero_engine import ZeroEngine, ZeroSynchronizer, form_default_group
 from trainer.runtime.fault_injection import Faults

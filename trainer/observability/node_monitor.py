@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from trainer.data.cached_arrays import default_cache_dir
 from trainer.observability.reporter import Reporter
+from trainer.storage.open import default_cache_dir
 
 _log = logging.getLogger(__name__)
 

@@ -1,40 +1,24 @@
-"""The communication hooks: how a bucket of gradients is summed over ranks, exactly or with fewer bytes.
+"""The communication hooks by which a bucket of gradients is summed over ranks with fewer bytes, or over fewer links.
 
-A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
-leaves the same bits on all of them. Its computation is timed apart from the network, see
+A `trainer.parallel.synchronizer.CommHook` works on the communication thread, on one bucket after the other, in the same
+order on all ranks, and leaves the same bits on all of them. Its computation is timed apart from the network, see
 `trainer.comm.group.InterruptibleGroup.computing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.parallel.synchronizer import CommHook, Computing
 from trainer.performance.link import bytes_carried
 
-Computing = Callable[[], AbstractContextManager[None]]
 SAMPLED, SPARE = 8192, 1.3
 """To find the largest entries, a threshold is estimated from about `SAMPLED` entries, so that about `SPARE` times the
 wanted number pass it."""
-
-
-class CommHook:
-    """Sums one bucket over ranks: exactly, by the transport's own all-reduce. Every other hook sums types other than
-    float32 exactly, too."""
-
-    def bytes_of(self, buffer: Tensor) -> int:
-        """Return the bytes of a tensor whose plain all-reduce loads each rank's link as much as this hook does."""
-        return buffer.nbytes
-
-    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
-        """Sum the buffer over ranks, in place, by a `trainer.comm.torch_transport.TorchTransport`. ``bucket`` and
-        ``step`` identify it; a step that is done again has the same number."""
-        transport.all_reduce(buffer)
 
 
 class Hierarchical(CommHook):
@@ -182,12 +166,3 @@ def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook
     if name == "topk":
         return TopKCompression(len(nodes), fraction)
     return Hierarchical(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else CommHook()
-
-
-def check_compression(config: DistributedTrainingConfig) -> None:
-    """Raise `ConfigError` for settings that exclude each other."""
-    if config.communication == "topk" and config.precision == "fp16":
-        raise ConfigError(
-            "training.communication = 'topk' cannot be combined with training.precision = 'fp16', whose loss scale "
-            "changes while entries are held back: use precision 'bf16', or communication 'fp16'"
-        )

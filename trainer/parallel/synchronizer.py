@@ -9,6 +9,7 @@ gradients go to rank 0 and back, uncompressed, since that mode is the last resor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,10 +21,26 @@ from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.parallel.buckets import Bucket, Buckets, divide
-from trainer.parallel.compression import CommHook, Computing, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.nested import leaves_of
+from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
+
+Computing = Callable[[], AbstractContextManager[None]]
+
+
+class CommHook:
+    """Sums one bucket over ranks: exactly, by the transport's own all-reduce. Every other hook sums types other than
+    float32 exactly, too."""
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        """Return the bytes of a tensor whose plain all-reduce loads each rank's link as much as this hook does."""
+        return buffer.nbytes
+
+    def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
+        """Sum the buffer over ranks, in place, by a `trainer.comm.torch_transport.TorchTransport`. ``bucket`` and
+        ``step`` identify it; a step that is done again has the same number."""
+        transport.all_reduce(buffer)
 
 
 class GradientSync:
@@ -99,7 +116,6 @@ class GradientSynchronizer(GradientSync):
         """Whether buckets are summed during the backward pass."""
         self._pass = -1
         """Autograd's number of the latest backward pass, for `sum_each_pass`."""
-        check_compression(self.config)
 
     def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
@@ -114,7 +130,9 @@ class GradientSynchronizer(GradientSync):
             return
         group.run("forming the group", _nothing)
         nodes = self.world.all_gather_object(self.world.facts.node_rank)
-        self._hook = make_comm_hook(self.config.communication, nodes, self.config.topk_fraction)
+        self._hook = CommHook()
+        if (name := self.config.communication) != "allreduce":
+            self._hook = load("trainer.parallel.compression:make_comm_hook")(name, nodes, self.config.topk_fraction)
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:

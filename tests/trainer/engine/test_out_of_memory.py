@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from trainer.config import FactoryConfig
 from trainer.engine.out_of_memory import (
     MicroBatchLimit,
-    checkpoint_activations,
     is_out_of_memory,
     reduce_limit,
 )
+from trainer.model.blocks import checkpoint_activations
 from trainer.model.build import build_model
 from trainer.model.stock import STOCK
 from trainer.spec import DataSpec
