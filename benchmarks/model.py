@@ -50,8 +50,8 @@ from dtrain_dagster.registry.year_scores import score_predictions
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job
-from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts, fit_student_t
-from trainer.evaluation.report import Predictions, judge_baseline, judge_baselines
+from trainer.evaluation.window_baselines import BaselineForecast, baseline_forecasts, fit_student_t
+from trainer.evaluation.window_report import Predictions, judge_baseline, judge_baselines
 from trainer.exit_codes import DONE
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import PREDICTIONS, RESULT, RunDir

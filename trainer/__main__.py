@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(job.to_json())  # noqa: T201 - the output of --dry-run
         return DONE
     raise_descriptor_limit()
-    from trainer.elastic.node_presence import record_presence
     from trainer.engine.run_job import run_job  # loads torch, so only after the configuration was checked
+    from trainer.observability.node_presence import record_presence
 
     with record_presence(job, os.environ) as leaving:
         leaving.code = run_job(job)

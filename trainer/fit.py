@@ -48,7 +48,6 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.sampler import steps_left
 from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
-from trainer.elastic.node_presence import record_presence
 from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
@@ -58,6 +57,7 @@ from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
+from trainer.observability.node_presence import record_presence
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
 from trainer.strategies import ENGINES, require_package, settings_of_backend

@@ -1,7 +1,8 @@
 """What sums gradients and holds the model: the strategies of a training, what goes with each, and what each needs.
 
 Only pure decisions on names and settings belong here, without torch: the orchestrator refuses with them before a node
-is asked for. The strategies themselves are in `trainer.parallel`.
+is asked for. The class that makes the steps of each is named
+in `trainer.engine.step.STRATEGIES`, and what sums or holds parameters is in `trainer.parallel`.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from torch import Tensor  # noqa: TID253
 from trainer.config import ConfigError, FactoryConfig
 from trainer.data.sampler import spread_positions
 from trainer.data.shards import DataShardManager
-from trainer.evaluation import scores
-from trainer.evaluation.baselines import BaselineForecast, fit_student_t
+from trainer.evaluation import window_scores as scores
 from trainer.evaluation.gate import suspect_leak
-from trainer.evaluation.report import score_forecast
+from trainer.evaluation.window_baselines import BaselineForecast, fit_student_t
+from trainer.evaluation.window_report import score_forecast
 from trainer.model.build import build_model
 from trainer.model.losses import Predictive, ReturnAndVolatility
 

@@ -15,7 +15,7 @@ from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.report import Predictions
+    from trainer.evaluation.window_report import Predictions
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves", "baselines")
 """The figures that the gate and the model card read."""
@@ -40,7 +40,7 @@ def refuse_false_evaluation(
     import numpy as np
 
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.report import build_report, judge_baselines
+    from trainer.evaluation.window_report import build_report, judge_baselines
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
     predictions = stored_predictions(rundir, shards)
@@ -60,7 +60,7 @@ def stored_predictions(rundir: RunDir, shards: DataShardManager) -> Predictions:
     import numpy as np
 
     from trainer.data.sampler import spread_positions
-    from trainer.evaluation.report import Predictions
+    from trainer.evaluation.window_report import Predictions
 
     rows = shards.end_rows("test", spread_positions(shards.count("test")))
     stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))

@@ -25,7 +25,7 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
     import torch
 
     from trainer.data.sampler import spread_positions
-    from trainer.evaluation.report import gain, judge_baselines
+    from trainer.evaluation.window_report import gain, judge_baselines
     from trainer.model.losses import student_t_nll
 
     for name in ALIKE:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.evaluation.gate import CHANCE_T, COVERAGE_HIGH, COVERAGE_LOW, MUST_BEAT, Gate
-from trainer.evaluation.scores import Array, daily_means, newey_west_lag, newey_west_t
+from trainer.evaluation.window_scores import Array, daily_means, newey_west_lag, newey_west_t
 
 LEAST_YEARS = 5
 """The fewest test years from which a verdict is given."""

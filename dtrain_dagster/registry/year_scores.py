@@ -15,7 +15,7 @@ from dtrain_dagster.registry.evaluated import EvaluationError, stored_prediction
 from dtrain_dagster.registry.walk_forward import YearScores, score_year, turbulent_days
 from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.report import JudgedBaseline, Predictions, judge_baselines, score_forecast
+from trainer.evaluation.window_report import JudgedBaseline, Predictions, judge_baselines, score_forecast
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dtrain_dagster.registry.walk_forward import YearScores, gain_over
 from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, svg
-from trainer.evaluation.scores import Array
+from trainer.evaluation.window_scores import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

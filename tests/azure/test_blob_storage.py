@@ -46,7 +46,7 @@ class Absent:
         if name == "azure" or name.startswith("azure."):
             raise ImportError(f"no module named {name}")
 sys.meta_path.insert(0, Absent())
-import trainer.engine.trainer, trainer.engine.finalize, trainer.elastic.node_presence
+import trainer.engine.trainer, trainer.engine.finalize, trainer.observability.node_presence
 from trainer.config import ConfigError
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage

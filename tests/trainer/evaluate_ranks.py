@@ -13,7 +13,7 @@ from market import Market
 
 from trainer.comm.static_rendezvous import join_world
 from trainer.config import DistributedTrainingConfig, FactoryConfig
-from trainer.evaluation import baselines
+from trainer.evaluation import window_baselines as baselines
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.window_judge import WindowJudge, forecast_windows
 from trainer.model.build import build_loss, build_model

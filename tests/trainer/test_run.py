@@ -28,7 +28,7 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 # judges its baselines.
 SOLO = """
 import os, runpy, sys, time
-import trainer.evaluation.baselines, trainer.data.shards
+import trainer.evaluation.window_baselines, trainer.data.shards
 def slow(place, name):
     real, done = getattr(place, name), []
     def wrapped(*args, **more):
@@ -39,7 +39,7 @@ def slow(place, name):
 if os.environ["RANK"] == "1":
     slow(trainer.data.shards.DataShardManager, "_cached")
 else:
-    slow(trainer.evaluation.baselines.BaselineFits, "forecast")
+    slow(trainer.evaluation.window_baselines.BaselineFits, "forecast")
 sys.argv[0] = "trainer"
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """

@@ -21,9 +21,9 @@ from trainer.comm.launch_secret import SECRET_BYTES, SECRET_FILE
 from trainer.comm.launcher_env import RankFacts, rank_variables
 from trainer.comm.own_address import LOOPBACK, hold_ports
 from trainer.config import ConfigError
+from trainer.engine.interruptions import Stopped
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
-from trainer.engine.signals import Stopped
 from trainer.exit_codes import DONE, EVICTED, LOST, UNUSABLE
 from trainer.fit import FitResult, Trainer, TrainingFailedError
 from trainer.observability.progress_line import ProgressLine

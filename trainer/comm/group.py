@@ -150,7 +150,7 @@ class InterruptibleGroup:
         thread."""
         collective = self._begin_here(what, tensor)
         if collective is None:
-            return self.submit(what, partial(_summed, tensor), tensor.nbytes)
+            return self.submit(what, partial(summed, tensor), tensor.nbytes)
         assert self.transport is not None
         try:
             with traced(f"peer-to-peer {what}"):
@@ -262,7 +262,8 @@ class InterruptibleGroup:
         self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail, mistake is None, mistake))
 
 
-def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+def summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Sum the tensor over ranks, in place, and return it."""
     transport.all_reduce(tensor)
     return tensor
 

@@ -1,7 +1,7 @@
 """The presence of nodes: one small file per incarnation of a node in the run directory, the base of every dollar.
 
 Its fields, its file and its age belong here; `trainer.rundir.RunDir` reads and writes it, and
-`trainer.elastic.node_presence` records it from within a process.
+`trainer.observability.node_presence` records it from within a process.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once its silence is out of proportion to those before
-(`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, separate
-from the training.
+(`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, in a
+process beside that of the training (`trainer.elastic.peer_watch`).
 
 A message goes to all who watch this process. It only wakes them and says where to look: what counts is the record in
 the storage (`trainer.elastic.membership`).

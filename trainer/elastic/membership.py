@@ -75,7 +75,8 @@ class _Waiting:
 
 
 class Membership:
-    """This process's part in the agreement. One thread uses it, but for `read_newest` and `find_newcomers`."""
+    """This process's part in the agreement. One thread uses it; another one calls
+    `is_over`, `find_requests` and `find_newcomers`."""
 
     def __init__(
         self, storage: Storage, peers: FailureDetector | PeerWatch, launch: int, planned: int, limit: int, retries: int,
@@ -104,11 +105,6 @@ class Membership:
         """Return the newest generation, which is the valid one, of any launch."""
         names = records(self.storage)
         return read_generation(self.storage, names[-1]) if names else None
-
-    def read_candidates(self, number: int) -> list[Candidate]:
-        """Return the candidates for a generation, of this launch. An unreadable candidacy is ignored: its owner is
-        unknown and files it again."""
-        return self.candidacies.read_all(number)
 
     def enter(self, generation: Generation) -> None:
         """Take part in a generation: watch its members, and take messages to be about it."""

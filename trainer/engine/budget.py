@@ -39,7 +39,7 @@ UNMEASURED_SECONDS = 2.0
 """Seconds that a checkpoint is assumed to need before one was written."""
 SOONEST_SECONDS, LATEST_SECONDS = 0.5, 60.0
 """The shortest and the longest pause between two looks at what was paid."""
-LAST_PRESENCE = "trainer.elastic.node_presence:write_last_presence"
+LAST_PRESENCE = "trainer.observability.node_presence:write_last_presence"
 LAST_EVENTS_SECONDS = 5.0
 """Seconds that the end waits for events to be written."""
 _log = logging.getLogger(__name__)

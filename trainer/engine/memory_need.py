@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
+from trainer.engine.interruptions import GPUTooSmall, OutOfMemoryError
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.session import Session
-from trainer.engine.signals import GPUTooSmall, OutOfMemoryError
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
 from trainer.performance.memory import ModelBytes, format_bytes, rank_bytes

@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from trainer.engine.signals import JobOver, Stopped
+from trainer.engine.interruptions import JobOver, Stopped
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, TRACKING, RunDir
 

@@ -18,10 +18,11 @@ import torch
 from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
 from trainer.data.manifest import DatasetError
+from trainer.engine.interruptions import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
-from trainer.engine.signals import BudgetSpent, GPUTooSmall, JobOver, OutOfMemoryError, Stopped
+from trainer.engine.step import NonFiniteError
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError, NoGenerationError, WorkerHungError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
@@ -112,6 +113,8 @@ def _run(trainer: DistributedTrainer, failure: Exception | None) -> tuple[int, d
         raise
     except OutOfMemoryError as error:
         return FAILED, {"status": "failed", "error": str(error), **({"memory": error.facts} if error.facts else {})}
+    except NonFiniteError as error:
+        return FAILED, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     except KeyboardInterrupt:
         return FAILED, {"status": "failed", "error": INTERRUPTED}
     except Exception as error:

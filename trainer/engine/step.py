@@ -1,11 +1,11 @@
-"""One optimizer step: the rank's micro-batches, the sums of gradients, agreement that all is finite, clipping,
-update."""
+"""One optimizer step: the rank's micro-batches, the sums of gradients, their norm and clipping, agreement that all is
+finite, update. Which class makes the steps of a strategy is in `STRATEGIES`."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from trainer.checkpoint.files import MOMENTS
-from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
+from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error, summed
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, find_odd_row
@@ -37,10 +37,25 @@ from trainer.runtime.step_timer import StepTimer
 
 COMPILED = "trainer.model.compile:compiled"
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SYNCHRONIZERS = {"horovod": "trainer.parallel.horovod_synchronizer:HorovodSynchronizer"}
+_SHARDED = {"step": "trainer.engine.sharded:ShardedStep", "state": "trainer.engine.sharded:ShardedState"}
+STRATEGIES: Mapping[str, Mapping[str, str]] = {
+    "fsdp": _SHARDED,
+    "hsdp": _SHARDED,
+    "horovod": {"synchronizer": "trainer.parallel.horovod_synchronizer:HorovodSynchronizer"},
+    "deepspeed": {"step": "trainer.engine.deepspeed_step:ZeroStep"},
+}
+"""The classes of a strategy that are others than `TrainingStep`, `trainer.engine.state.TrainingState` and
+`GradientSynchronizer`. They are loaded when a training needs them."""
 """What sums gradients, by the strategy; with others `GradientSynchronizer`."""
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
+
+
+def class_of(strategy: str, part: str, usual: Any) -> Any:
+    """Return the class of a part (``step``, ``state`` or ``synchronizer``) of a strategy, which is loaded now where it
+    is not the ``usual`` one."""
+    name = STRATEGIES.get(strategy, {}).get(part)
+    return usual if name is None else load(name)
 
 
 class NonFiniteError(RuntimeError):
@@ -137,10 +152,9 @@ class TrainingStep:
         self.sync.unwrap()
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
-        name = SYNCHRONIZERS.get(self.config.strategy)
-        kind = GradientSynchronizer if name is None else load(name)
-        self.sync = kind(world, self.faults, self.timer, config=self.config)
-        self.sync.wrap(self.module)
+        kind = class_of(self.config.strategy, "synchronizer", GradientSynchronizer)
+        self.sync = sync = kind(world, self.faults, self.timer, config=self.config)
+        sync.wrap(self.module)
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
@@ -264,8 +278,8 @@ class TrainingStep:
         mine = torch.stack(found).sum().cpu()
         if self.world.group is None:
             return mine.item(), mine.item
-        summed = self.world.group.submit("weights of the samples", partial(_summed, mine.clone()), mine.nbytes)
-        return mine.item(), lambda: summed.result().item()
+        total = self.world.group.submit("weights of the samples", partial(summed, mine.clone()), mine.nbytes)
+        return mine.item(), lambda: total.result().item()
 
     def _backward(self, loss: Tensor, share: Tensor) -> None:
         self.scaler.scale(loss).backward(share)
@@ -387,11 +401,6 @@ class TrainingStep:
             group["weight_decay"] = self.config.weight_decay
         if state["scaler"]:  # which only training in fp16 has
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _summed(tensor: Tensor, transport: Any) -> Tensor:
-    transport.all_reduce(tensor)
-    return tensor
 
 
 def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:

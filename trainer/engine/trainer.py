@@ -23,6 +23,7 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.documents.schemas import LEAVING, START
+from trainer.engine.interruptions import BudgetSpent, Regroup, Stopped
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import Participant
@@ -37,7 +38,6 @@ from trainer.engine.recovery import (
 )
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
-from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.state import Entry
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
@@ -182,7 +182,7 @@ class DistributedTrainer:
     def train(self) -> dict[str, Any]:
         """Train to the end, through losses of nodes, and return the fields of ``result.json``. Raise `Stopped` when
         asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup, `GPUTooSmall`
-        or `OutOfMemoryError` (`trainer.engine.signals`) where memory does not suffice."""
+        or `OutOfMemoryError` (`trainer.engine.interruptions`) where memory does not suffice."""
         session = self.session
         while True:
             try:

@@ -20,19 +20,11 @@ from trainer.data.sampler import SMALLEST, Sampler
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import Entry, Loaded, Progress, TrainingState
-from trainer.engine.step import TrainingStep
+from trainer.engine.step import TrainingStep, class_of
 from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.runtime.fault_injection import Faults
-from trainer.runtime.packages import load
 from trainer.strategies import PACKAGES, require_package
 
-_SHARDED = ("trainer.engine.sharded:ShardedStep", "trainer.engine.sharded:ShardedState")
-STRATEGIES = {
-    "fsdp": _SHARDED,
-    "hsdp": _SHARDED,
-    "deepspeed": ("trainer.engine.zero_step:ZeroStep", "trainer.engine.state:TrainingState"),
-}
-"""The step and the state of a training, by the strategy; with others `TrainingStep` and `TrainingState`."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -81,11 +73,8 @@ def load_package(strategy: str, device: torch.device) -> None:
 
 
 def kinds_of(strategy: str) -> tuple[type[TrainingStep], type[TrainingState]]:
-    """Return the classes of step and state. Those of a strategy that few use are loaded now."""
-    if strategy not in STRATEGIES:
-        return TrainingStep, TrainingState
-    step, state = map(load, STRATEGIES[strategy])
-    return step, state
+    """Return the classes of step and state of a strategy."""
+    return class_of(strategy, "step", TrainingStep), class_of(strategy, "state", TrainingState)
 
 
 class Workload:

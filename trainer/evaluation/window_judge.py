@@ -16,7 +16,7 @@ from trainer.data.sampler import spread_positions
 from trainer.data.shards import DataShardManager
 from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores, SharedWork
-from trainer.evaluation.report import PROPER_SCORES, Predictions, build_report, judge_baselines, score_forecast
+from trainer.evaluation.window_report import PROPER_SCORES, Predictions, build_report, judge_baselines, score_forecast
 from trainer.model.losses import Predictive, gives_predictive
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 

@@ -15,11 +15,11 @@ from typing import NoReturn
 from trainer.comm.launch_secret import SECRET_FILE, SECRET_URI, read_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.elastic.node_presence import PRESENCE, record_presence_in
 from trainer.exit_codes import EVICTED, LOST, UNUSABLE
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing
 from trainer.frameworks.child import Child
 from trainer.frameworks.meeting import Meeting, MeetingError
+from trainer.observability.node_presence import PRESENCE, record_presence_in
 from trainer.rundir import SCRIPT_FOLDER
 
 _EPILOG = """

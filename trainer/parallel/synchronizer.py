@@ -2,9 +2,10 @@
 
 `trainer.parallel.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks,
 in order, as ``training.communication`` says (`trainer.parallel.compression`). The only bucket of a small model is
-summed uncompressed by the thread that trains, where ranks have channels to each other (`trainer.comm.socket_group`):
-nothing is left that it could overlap with. In parameter-server mode there are no buckets: after the backward pass all
-gradients go to rank 0 and back, uncompressed, since that mode is the last resort."""
+summed by the thread that trains, where it is not compressed and ranks have channels to each other
+(`trainer.comm.socket_group`): nothing is left that it could overlap with. In parameter-server mode there are no
+buckets: after the backward pass all gradients go to rank 0 and back, uncompressed, since that mode is the last
+resort."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.group import CollectiveResult, CompletedCollective, InterruptibleGroup
+from trainer.comm.group import CollectiveResult, CompletedCollective, InterruptibleGroup, summed
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
@@ -38,7 +39,7 @@ class CommHook:
         return buffer.nbytes
 
     def all_reduce(self, buffer: Tensor, bucket: int, step: int, transport: Any, computing: Computing) -> None:
-        """Sum the buffer over ranks, in place, by a `trainer.comm.torch_transport.TorchTransport`. ``bucket`` and
+        """Sum the buffer over ranks, in place, by a `trainer.comm.torch_transport.Transport`. ``bucket`` and
         ``step`` identify it; a step that is done again has the same number."""
         transport.all_reduce(buffer)
 
@@ -169,12 +170,12 @@ class GradientSynchronizer(GradientSync):
         self.faults.reach("all_reduce", self.step)
         parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
-        group.run("which gradients there are", partial(_sum, used), used.nbytes)
+        group.run("which gradients there are", partial(summed, used), used.nbytes)
         known = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
         for bucket, part in enumerate(divide(known)):
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in part]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            group.run(_bucket_name(bucket, flat.nbytes), partial(_sum, flat), flat.nbytes)
+            group.run(_bucket_name(bucket, flat.nbytes), partial(summed, flat), flat.nbytes)
             at = 0
             for item, grad in zip(part, grads, strict=True):
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
@@ -250,10 +251,6 @@ class GradientSynchronizer(GradientSync):
             return group.all_reduce(what, gradients)
         work = partial(_sum_by, hook, gradients, bucket.number, self.step, group.computing)
         return group.submit(what, work, hook.bytes_of(gradients))
-
-
-def _sum(tensor: Tensor, transport: Transport) -> None:
-    transport.all_reduce(tensor)
 
 
 def _sum_by(

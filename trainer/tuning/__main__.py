@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from trainer.config import ConfigError, parse_job
-from trainer.elastic.node_presence import record_presence
 from trainer.engine.run_job import leave_process
 from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.observability.node_presence import record_presence
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 from trainer.tuning.search import LEAST_SECONDS

@@ -34,7 +34,7 @@ from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
-from trainer.elastic.node_presence import LAUNCH_NUMBER
+from trainer.observability.node_presence import LAUNCH_NUMBER
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 

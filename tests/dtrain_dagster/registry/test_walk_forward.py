@@ -22,9 +22,9 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
 from trainer.evaluation.evaluate import JudgeRequest
-from trainer.evaluation.report import Predictions, build_report, judge_baselines
-from trainer.evaluation.scores import newey_west_lag, newey_west_t
 from trainer.evaluation.window_judge import forecast_windows
+from trainer.evaluation.window_report import Predictions, build_report, judge_baselines
+from trainer.evaluation.window_scores import newey_west_lag, newey_west_t
 from trainer.model.build import build_loss, build_model
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
 from trainer.adapters.ray_worker import Reporter
 from trainer.comm.launcher_env import RankFacts, rank_facts, rank_variables
 from trainer.config import ConfigError
-from trainer.engine.signals import Stopped
+from trainer.engine.interruptions import Stopped
 from trainer.fit import DESCRIBE
 
 

@@ -17,10 +17,10 @@ from worlds import FORKS, free_port
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest
-from trainer.evaluation.report import Predictions, build_report
+from trainer.evaluation.window_baselines import baseline_forecasts
 from trainer.evaluation.window_judge import forecast_windows
+from trainer.evaluation.window_report import Predictions, build_report
 from trainer.rundir import RunDir
 
 ALONE = World(RankFacts(), CPU, "gloo")

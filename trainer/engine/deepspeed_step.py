@@ -1,8 +1,8 @@
 """`ZeroStep`: an optimizer step whose gradients and optimizer are DeepSpeed's.
 
 The module of the training is a whole on every rank where it is read: for evaluations, checkpoints and the end. With
-stage 3, of which ranks hold parts, the weights of a copy are copied into it then (`trainer.parallel.zero_engine`). So a
-checkpoint is that of any other strategy.
+stage 3, of which ranks hold parts, the weights of a copy are copied into it then
+(`trainer.parallel.deepspeed_engine`). So a checkpoint is that of any other strategy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
 from trainer.model.blocks import checkpoint_activations
 from trainer.model.task import Task
-from trainer.parallel.zero_engine import ZeroEngine, ZeroSynchronizer, form_default_group
+from trainer.parallel.deepspeed_engine import ZeroEngine, ZeroSynchronizer, form_default_group
 from trainer.runtime.fault_injection import Faults
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trainer.evaluation import scores
+from trainer.evaluation import window_scores as scores
 
 DAYS = np.repeat(np.datetime64("2020-01-01") + np.arange(40), 6)
 

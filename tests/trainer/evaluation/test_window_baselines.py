@@ -9,10 +9,10 @@ from market import Market
 from scipy import stats
 from two_ranks import on_two_ranks
 
-from trainer.evaluation import baselines
-from trainer.evaluation.baselines import baseline_forecasts, fit_student_t
+from trainer.evaluation import window_baselines as baselines
 from trainer.evaluation.evaluate import SharedWork
-from trainer.evaluation.report import judge_baselines, score_forecast
+from trainer.evaluation.window_baselines import baseline_forecasts, fit_student_t
+from trainer.evaluation.window_report import judge_baselines, score_forecast
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 

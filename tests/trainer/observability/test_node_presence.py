@@ -8,8 +8,8 @@ import pytest
 
 from trainer.config import DatasetRef, JobConfig
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
-from trainer.elastic import node_presence as presences
-from trainer.elastic.node_presence import PresenceRecorder, record_presence, write_last_presence
+from trainer.observability import node_presence as presences
+from trainer.observability.node_presence import PresenceRecorder, record_presence, write_last_presence
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -19,7 +19,7 @@ NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 ENDED = """
 import os, signal, sys, time
 from trainer.config import DatasetRef, JobConfig
-from trainer.elastic.node_presence import record_presence
+from trainer.observability.node_presence import record_presence
 from trainer.rundir import RunDir
 job = JobConfig(job_id="test", run_dir=sys.argv[1], dataset=DatasetRef(uri="x"))
 with record_presence(job, {"DTRAIN_PRESENCE": "1"}) as leaving:

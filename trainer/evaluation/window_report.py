@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.data.sampler import spread_positions
-from trainer.evaluation import scores
-from trainer.evaluation.baselines import BaselineFits, BaselineForecast
+from trainer.evaluation import window_scores as scores
 from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.gate import gate_document, is_beyond_chance, suspect_leak
-from trainer.evaluation.scores import Array
+from trainer.evaluation.window_baselines import BaselineFits, BaselineForecast
+from trainer.evaluation.window_scores import Array
 from trainer.model.losses import Predictive
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def judge_baseline(forecast: BaselineForecast, target: Array) -> JudgedBaseline:
 
 
 def judge_baselines(shards: DataShardManager, split: str, work: SharedWork | None = None) -> dict[str, JudgedBaseline]:
-    """Return the scores of all baselines (`trainer.evaluation.baselines`) on a split, each judged by one of the ranks.
-    A collective; None: by this process alone."""
+    """Return the scores of all baselines (`trainer.evaluation.window_baselines`) on a split, each judged by one of the
+    ranks. A collective; None: by this process alone."""
     work = work or SharedWork()
     fits = BaselineFits(shards, split, work)
     rows = shards.end_rows(split, spread_positions(shards.count(split)))

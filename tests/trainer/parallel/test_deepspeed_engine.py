@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.config import DistributedTrainingConfig
-from trainer.parallel.zero_engine import zero_config
+from trainer.parallel.deepspeed_engine import zero_config
 
 
 def told(**settings: Any) -> dict[str, Any]:
