@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.tls import CertificateFiles, TLSContexts
 from trainer.elastic.failure_detector import FailureDetector, open_port
 from trainer.elastic.watched_peer import Address, PeerStatus
+from trainer.exit_codes import LOST
 from trainer.runtime.parent_death import die_with
 
 if TYPE_CHECKING:
@@ -134,6 +136,9 @@ class PeerWatch:
     def _live(self, orders: int, listening: int, has_begun: threading.Event) -> None:
         """Start the process, and give it a sign of life at each beat, for as long as threads of this one run. The
         kernel ends it with the thread that has started it, which is this one."""
+        # The process inherits it: what asks this rank to end, a signal to all its processes, must not end the other one
+        # first. No handler of this process runs on this thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         try:
             self._process = _start(orders, listening)
         finally:
@@ -150,7 +155,7 @@ class PeerWatch:
                 self.on_change()
         if not self._closed:  # without it the others take this rank for dead
             print(f"the process that watches the peers of {self.me} has ended: this rank ends, too", file=sys.stderr)  # noqa: T201
-            os._exit(1)
+            os._exit(LOST)
 
     def _take(self, said: Mapping[str, Any]) -> None:
         with self._lock:

@@ -93,7 +93,9 @@ class Meeting:
     def hear(self) -> str:
         """Wait, as another rank, for what rank 0 says next, however long that takes. Raise `MeetingError` where it has
         ended."""
-        while not select.select([self._links[0].connection], [], [], LOOK_SECONDS)[0]:
+        poll = select.poll()  # select takes no descriptor above 1,023
+        poll.register(self._links[0].connection, select.POLLIN)
+        while not poll.poll(1000 * LOOK_SECONDS):
             pass
         return self._hear(self._seconds)
 

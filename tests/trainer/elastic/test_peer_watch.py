@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.peer_watch import PeerWatch
+from trainer.exit_codes import LOST
 
 CONFIG = DistributedTrainingConfig(health_check_seconds=0.1)
 RANK = """
@@ -23,6 +23,7 @@ import ctypes, json, sys
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.peer_watch import PeerWatch
+from trainer.exit_codes import LOST
 config = DistributedTrainingConfig(health_check_seconds=0.1, peer_timeout_seconds=float(sys.argv[1]))
 peers = PeerWatch("rank", LaunchSecret(b"secret"), "job", "127.0.0.1", "", config)
 print(json.dumps(peers.address), flush=True)
@@ -114,8 +115,12 @@ def test_what_was_seen_of_a_member_does_not_count_for_the_next_of_its_name(me: P
     assert me.statuses()["other"] != "silent"
 
 
-def test_a_rank_whose_watcher_is_killed_ends(start: Callable[..., Any]) -> None:
+def test_a_rank_whose_watcher_is_killed_ends_and_a_watcher_ends_only_with_its_rank(start: Callable[..., Any]) -> None:
     rank, _ = start()
     [watcher] = psutil.Process(rank.pid).children()
-    os.kill(watcher.pid, signal.SIGKILL)
-    assert rank.wait(20) == 1
+    for number in (signal.SIGTERM, signal.SIGINT):  # which a scheduler, or a terminal, sends to all processes
+        watcher.send_signal(number)
+    time.sleep(0.2)
+    assert rank.poll() is None
+    watcher.kill()
+    assert rank.wait(20) == LOST
