@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import repeat
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
+from trainer.documents.reader import (
+    DOCUMENT_BYTES,
+    MARK_BYTES,
+    known_names,
+    parse_document,
+    read_document,
+    warn_once,
+)
 from trainer.elastic.generation import Candidate, Generation, is_large
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
@@ -115,18 +122,28 @@ class Candidacies:
         """Return one candidacy; None where it is missing, of another launch, or cannot be read: its owner is then
         unknown and files it again."""
         try:
-            data = read_document(self.storage, f"{_folder(number)}/{member}.json", schemas.CANDIDATE, MARK_BYTES * 16)
-        except DamagedError as error:
-            warn_once(f"a candidacy is ignored: {error}")
+            return next(iter(self._read_each(number, [member])), None)
+        except FileNotFoundError:
             return None
-        if data is None or data["launch"] != self.launch or data["member"] != member:
-            return None
-        return candidate_of(data)
 
     def read_all(self, number: int, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[Candidate]:
-        """Return the candidates for a generation: of ``only`` these members (None: of all), and of none of ``but``."""
+        """Return the candidates for a generation: of ``only`` these members (None: of all), and of none of ``but``. On
+        remote storage several are read at a time."""
         names = [name for name in self.list_members(number) if (only is None or name in only) and name not in but]
-        return [item for name in names if (item := self.read(number, name)) is not None]
+        return list(self._read_each(number, names))
+
+    def _read_each(self, number: int, members: Sequence[str]) -> Iterator[Candidate]:
+        paths = [f"{_folder(number)}/{member}.json" for member in members]
+        for member, path, data in zip(members, paths, self.storage.read_each(paths, MARK_BYTES * 16), strict=True):
+            try:
+                if isinstance(data, DamagedError):
+                    raise data
+                value = parse_document(data, f"{self.storage.uri}/{path}", schemas.CANDIDATE)
+            except DamagedError as error:
+                warn_once(f"a candidacy is ignored: {error}")
+                continue
+            if value["launch"] == self.launch and value["member"] == member:
+                yield candidate_of(value)
 
 
 def document_of(candidate: Candidate) -> dict[str, Any]:
