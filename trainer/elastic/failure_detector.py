@@ -2,8 +2,8 @@
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once its silence is out of proportion to those before
-(`phi_accrual`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event loop, in a
-process beside that of the training (`trainer.elastic.peer_watch`).
+(`trainer.elastic.watched_peer`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event
+loop, in a process beside that of the training (`trainer.elastic.peer_watch`).
 
 A message goes to all who watch this process. It only wakes them and says where to look: what counts is the record in
 the storage (`trainer.elastic.membership`).
@@ -43,7 +43,35 @@ may have been closed because the listener was busy with others."""
 _log = logging.getLogger(__name__)
 
 
-class FailureDetector:
+class Inbox:
+    """What other members have told this process. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self.formed = 0
+        """The newest generation of which another has said that its record is written."""
+        self._messages: list[dict[str, Any]] = []
+        self._news = threading.Event()
+
+    def take_messages(self) -> list[dict[str, Any]]:
+        """Return the messages that have come since the last call."""
+        taken = []
+        while self._messages:  # each call takes one out: others may put more in
+            taken.append(self._messages.pop(0))
+        return taken
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Wait until a view has changed or a message has come since the last call, at most so many seconds."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if isinstance(formed := message.get("formed"), int):
+            self.formed = max(self.formed, formed)
+        else:
+            self._messages.append(message)
+
+
+class FailureDetector(Inbox):
     """A detector with this process's port and its connections to others. ``key``: the key that only members have; both
     sides of each connection prove it first (`trainer.comm.handshake`). The later messages are encrypted only with
     TLS, see `trainer.comm.tls`.
@@ -66,6 +94,7 @@ class FailureDetector:
         adapts: bool = False,
         listening: socket.socket | None = None,
     ) -> None:
+        super().__init__()
         self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
         self.on_change, self.adapts = on_change, adapts
         self._tls = tls
@@ -73,10 +102,6 @@ class FailureDetector:
         self._followers: dict[asyncio.StreamWriter, str] = {}
         """The connections that others have made, with their proven names."""
         self._members = 0
-        self.formed = 0
-        """The newest generation of which another has said that its record is written."""
-        self._messages: list[dict[str, Any]] = []
-        self._news = threading.Event()
         self.is_mute = False
         """Whether this process gives no sign of life now."""
         self.sent_lines = 0
@@ -119,19 +144,8 @@ class FailureDetector:
 
     def broadcast(self, message: Mapping[str, Any]) -> None:
         """Send a message to all followers of this process, without an answer or a guarantee of delivery."""
-        line = _line_of({**message, "from": self.me})
+        line = line_of({**message, "from": self.me})
         self._loop.call_soon_threadsafe(self._send, line)
-
-    def take_messages(self) -> list[dict[str, Any]]:
-        """Return the messages that have come since the last call."""
-        with self._lock:
-            taken, self._messages = self._messages, []
-        return taken
-
-    def wait_for_news(self, seconds: float) -> None:
-        """Wait until a view has changed or a message has come since the last call, at most so many seconds."""
-        self._news.wait(seconds)
-        self._news.clear()
 
     def close(self) -> None:
         """Stop the thread; its connections end with it."""
@@ -185,11 +199,7 @@ class FailureDetector:
             raise ValueError("a line is an object")
         if "member" in value:
             return
-        if isinstance(formed := value.get("formed"), int):
-            self.formed = max(self.formed, formed)
-        else:
-            with self._lock:
-                self._messages.append(value)
+        self._put(value)
         self._notify()
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -201,7 +211,7 @@ class FailureDetector:
             reader, writer, caller = await admit_peer(connection, self.key, self.me, self._tls)
             self._door.admit(task)
             self._followers[writer] = caller
-            answer = _line_of({"member": self.me})
+            answer = line_of({"member": self.me})
             if not self.is_mute:
                 writer.write(answer)
             while await reader.readline():
@@ -304,5 +314,6 @@ def open_port(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
-def _line_of(message: Mapping[str, Any]) -> bytes:
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """Return a message as it is sent."""
     return json.dumps(message).encode() + b"\n"

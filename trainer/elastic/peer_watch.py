@@ -28,7 +28,7 @@ import psutil
 import trainer
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.tls import CertificateFiles, TLSContexts
-from trainer.elastic.failure_detector import FailureDetector, open_port
+from trainer.elastic.failure_detector import FailureDetector, Inbox, line_of, open_port
 from trainer.elastic.watched_peer import Address, PeerStatus
 from trainer.exit_codes import LOST
 from trainer.runtime.parent_death import die_with
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.config import DistributedTrainingConfig
 
 
-class PeerWatch:
+class PeerWatch(Inbox):
     """The rank's end: it has the methods of `trainer.elastic.failure_detector.FailureDetector`. ``on_change`` is called
     on a thread of its own."""
 
@@ -47,16 +47,14 @@ class PeerWatch:
     ) -> None:  # fmt: skip
         """``source``: where the certificates of its connections come from
         (`trainer.comm.encryption.CertificateSource`)."""
+        super().__init__()
         self.me, self.on_change = me, on_change
-        self.formed = 0
-        """The newest generation of which another member has said that its record is written."""
         self._views: dict[str, PeerStatus] = {}
         self._heard_at: dict[str, float] = {}
         self._since: dict[str, int] = {}
         """By member: the number of the call of `follow` that began with it; what was seen before is of another one."""
         self._calls = 0
-        self._messages: list[dict[str, Any]] = []
-        self._news, self._closed = threading.Event(), False
+        self._closed = False
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._interval = config.health_check_seconds
         self._socket, other = socket.socketpair()
@@ -110,17 +108,6 @@ class PeerWatch:
         """Send a message to all followers of this process, without an answer or a guarantee of delivery."""
         self._tell({"broadcast": dict(message)})
 
-    def take_messages(self) -> list[dict[str, Any]]:
-        """Return the messages that have come since the last call."""
-        with self._lock:
-            taken, self._messages = self._messages, []
-        return taken
-
-    def wait_for_news(self, seconds: float) -> None:
-        """Wait until a view has changed or a message has come since the last call, at most so many seconds."""
-        self._news.wait(seconds)
-        self._news.clear()
-
     def close(self) -> None:
         """End the process; its connections end with it."""
         self._closed = True
@@ -131,7 +118,7 @@ class PeerWatch:
 
     def _tell(self, order: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError), self._sending:  # `_read` says that it has ended
-            self._socket.sendall(_line_of(order))
+            self._socket.sendall(line_of(order))
 
     def _live(self, orders: int, listening: int, has_begun: threading.Event) -> None:
         """Start the process, and give it a sign of life at each beat, for as long as threads of this one run. The
@@ -160,10 +147,7 @@ class PeerWatch:
     def _take(self, said: Mapping[str, Any]) -> None:
         with self._lock:
             if (message := said.get("message")) is not None:
-                if isinstance(formed := message.get("formed"), int):
-                    self.formed = max(self.formed, formed)
-                else:
-                    self._messages.append(message)
+                self._put(message)
             for member, (view, heard_at) in said.get("views", {}).items():
                 if self._since.get(member, said["call"] + 1) <= said["call"]:
                     self._views[member], self._heard_at[member] = view, heard_at
@@ -178,10 +162,6 @@ def _start(orders: int, listening: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         pass_fds=(orders, listening),
     )
-
-
-def _line_of(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
 
 
 # What follows runs in the process.
@@ -243,7 +223,7 @@ class _Watcher:
                 seen = {name: (view, now - silence.get(name, 0.0)) for name, view in changed.items()}
                 lines.append({"views": seen, "call": self._call})
             with contextlib.suppress(OSError):
-                self._socket.sendall(b"".join(map(_line_of, lines)))
+                self._socket.sendall(b"".join(map(line_of, lines)))
 
 
 def _contexts(about: Mapping[str, Any], secret: LaunchSecret) -> TLSContexts | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def start() -> Iterator[Callable[..., Any]]:
         rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         made.append(rank)
         assert rank.stdout is not None
-        host, port = eval(rank.stdout.readline())
+        host, port = json.loads(rank.stdout.readline())
         return rank, (host, port)
 
     yield make
