@@ -1,5 +1,5 @@
-"""The code that runs on the nodes: a data-parallel trainer that knows a run directory, but neither Dagster, clusters nor
-dollars. Of clouds it knows how their storage, secrets and MLflow servers are reached.
+"""The code that runs on the nodes: a data-parallel trainer that knows a run directory, but neither Dagster nor clusters
+nor dollars. Of clouds it knows how their storage, secrets and MLflow servers are reached.
 
 Each package's docstring says what belongs in it. This one itself holds what belongs to none: the entry points
 (`__main__`, `run`, `fit`), the public names for a user's own parts (`losses`, `task`, `spec`), and the contract with

@@ -1,7 +1,7 @@
 """`Problem`: what is trained: data, task, model and judge, made from a job's configuration or given by a caller.
 
-What makes the problem of each kind of dataset is in `MAKERS`; what else a new kind needs is in CONTRIBUTING.md. Problems
-that a caller gives as objects are `trainer.fit`. How it is trained is `trainer.engine.workload` and
+What makes the problem of each kind of dataset is in `MAKERS`; what else a new kind needs is in CONTRIBUTING.md.
+Problems that a caller gives as objects are `trainer.fit`. How it is trained is `trainer.engine.workload` and
 `trainer.engine.trainer`.
 """
 
