@@ -248,6 +248,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             cluster_name=self.cluster_name,
             storage_uri=self.shared_uri,
             processes_per_node=self.ranks_per_node,
+            max_resubmissions=self.max_replacements,
         )
         for choice in chain(self.gpu_type, options.chain, options.tiers):
             try:

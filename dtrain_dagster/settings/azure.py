@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -13,12 +13,6 @@ from dtrain_dagster.settings.environment import EnvironmentSettings, Settings, S
 
 PREFIX = "DTRAIN_AZURE_"
 MAX_IDLE_SECONDS = 86400
-REPLACED = {
-    f"{PREFIX}TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
-    f"{PREFIX}IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
-}
-"""Variables that another one has replaced, and that other one. They are refused and not ignored: a user who had set
-them would otherwise pay for other nodes, or for longer, without a warning."""
 
 
 class AzureSettings(EnvironmentSettings):
@@ -26,6 +20,13 @@ class AzureSettings(EnvironmentSettings):
     ``DTRAIN_AZURE_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    removed: ClassVar = {
+        "TIERS": "DTRAIN_TIER, which takes several tiers, separated by commas",
+        "IDLE_SECONDS": "DTRAIN_IDLE_MINUTES, in minutes",
+        "MAX_RESUBMISSIONS": "DTRAIN_MAX_REPLACEMENTS",
+        "SILENCE_SECONDS": "nothing: a job that is silent for 15 minutes counts as lost",
+        "JOB_TIMEOUT_SECONDS": "nothing: Azure ends a job after a week",
+    }
 
     subscription_id: str = Field(description="Subscription; `az account show --query id` prints it")
     resource_group: str = Field(description="Resource group of the workspace")
@@ -53,14 +54,7 @@ class AzureSettings(EnvironmentSettings):
     queue_deadline_seconds: float = Field(
         default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
-    silence_seconds: float = Field(
-        default=900, gt=0, description="A job that is silent for longer counts as lost (NotResponding)"
-    )
-    job_timeout_seconds: float = Field(default=604800, gt=0, description="Azure ends a job that runs for longer")
     poll_seconds: float = Field(default=5, gt=0, description="Seconds between two looks at a job that is followed")
-    max_resubmissions: int = Field(
-        default=6, ge=0, description="Number of times that a job that lost its nodes is submitted again"
-    )
     dagster_storage: str | None = Field(
         default=None,
         description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
@@ -97,11 +91,7 @@ class AzureSettings(EnvironmentSettings):
 
 def read_azure_options(settings: Settings) -> dict[str, Any]:
     """Return the environment's options for Azure ML, with two that every kind of cluster gets: the order of tiers, and
-    the seconds after which an idle node is given back. Raise `SettingsError` for missing or unusable values, and for a
-    variable that another one has replaced."""
-    for name, remedy in REPLACED.items():
-        if os.environ.get(name):
-            raise SettingsError(f"{name} is no longer read: {remedy}")
+    the seconds after which an idle node is given back. Raise `SettingsError` for missing or unusable values."""
     idle_seconds = max(1, round(60 * settings.idle_minutes))
     if idle_seconds > MAX_IDLE_SECONDS:
         raise SettingsError(

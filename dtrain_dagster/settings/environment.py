@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -52,8 +53,16 @@ class EnvironmentSettings(BaseSettings):
     take precedence. The constructor raises `SettingsError` with one line per variable that cannot be used."""
 
     model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Variables of older versions, without the prefix, and what is in their place. One that is set is refused: what it
+    asked for would be missing without a word."""
 
     def __init__(self, **given: Any) -> None:
+        prefix = self.model_config["env_prefix"]
+        if gone := [name for name in self.removed if os.environ.get(f"{prefix}{name}")]:
+            raise SettingsError(
+                "\n".join(f"{prefix}{name} is no longer read; in its place: {self.removed[name]}" for name in gone)
+            )
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -94,7 +103,11 @@ class Settings(EnvironmentSettings):
         default=None, ge=1, le=16, description="Ranks per node; unset: one per GPU of the node, 1 without GPUs"
     )
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
-    max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs")
+    max_replacements: int = Field(
+        default=6,
+        ge=0,
+        description="Lost nodes that are replaced while a job runs; on Azure ML how often it is submitted again",
+    )
     replacement_delay_seconds: float = Field(
         default=1.0, ge=0, lt=float("inf"), description="Seconds after which a lost node is replaced"
     )

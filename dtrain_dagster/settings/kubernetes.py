@@ -1,30 +1,33 @@
 """The settings of ``DTRAIN_CLUSTER=kubernetes``: ``DTRAIN_KUBERNETES_*`` environment variables. None of them is a
 secret: credentials are in the kubeconfig, and pods get theirs from Secrets of the cluster, which are named here.
 
-The texts of lists (volumes, tolerations, selectors) are read here. What pods are made of them belongs in
+The text of volumes and the file of the pod template are read here. What pods are made of them belongs in
 `dtrain_dagster.clusters.kubernetes.manifest`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
+import yaml
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings
+from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
+from dtrain_dagster.support.secrets import SecretError, refuse_secret
 
 PREFIX = "DTRAIN_KUBERNETES_"
+CONTAINER = "node"
+"""The name of a pod's container."""
+_TEMPLATE = f"the file of {PREFIX}POD_TEMPLATE"
 _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}"
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _LONG_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 _QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
-_SELECTOR = re.compile(rf"(?P<key>{_KEY})=(?P<value>{_LABEL}?)")
-_TOLERATION = re.compile(
-    rf"(?P<key>{_KEY})(=(?P<value>{_LABEL}))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
-)
 _CLAIM = re.compile(rf"pvc:(?P<claim>{_LONG_NAME}):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _NFS = re.compile(r"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _HOST = re.compile(r"host:(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
@@ -35,6 +38,20 @@ class KubernetesSettings(EnvironmentSettings):
     ``DTRAIN_KUBERNETES_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    removed: ClassVar = {
+        "PULL_POLICY": f"imagePullPolicy of the container {CONTAINER!r} in {_TEMPLATE}",
+        "PULL_SECRETS": f"imagePullSecrets in {_TEMPLATE}",
+        "ENV_SECRETS": f"envFrom of the container {CONTAINER!r} in {_TEMPLATE}",
+        "SHARED_MEMORY": f"nothing: /dev/shm is as large as {PREFIX}MEMORY allows",
+        "NODE_SELECTOR": f"nodeSelector in {_TEMPLATE}",
+        "TOLERATIONS": f"tolerations in {_TEMPLATE}",
+        "USER": f"securityContext in {_TEMPLATE}",
+        "SPREAD": f"affinity in {_TEMPLATE}",
+        "HOST_NETWORK": f"hostNetwork and dnsPolicy in {_TEMPLATE}",
+        "PRIORITY_CLASS": f"priorityClassName in {_TEMPLATE}",
+        "LOST_SECONDS": f"tolerations in {_TEMPLATE} for node.kubernetes.io/not-ready and unreachable",
+        "KEEP_SECONDS": "nothing: the record of an ended node is kept for an hour",
+    }
 
     kubeconfig: str | None = Field(
         default=None, description="Kubeconfig; unset: KUBECONFIG or ~/.kube/config, and in a pod its service account"
@@ -44,79 +61,33 @@ class KubernetesSettings(EnvironmentSettings):
     image: str = Field(
         pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$", description="Image of the nodes, with this project and its packages"
     )
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
-        default="IfNotPresent", description="When the image is pulled: Always, IfNotPresent or Never"
-    )
-    pull_secrets: str = Field(default="", description="Secrets that the image is pulled with, separated by commas")
     python: str = Field(default="python3", pattern=r"^\S+$", description="Interpreter in the image")
     service_account: str | None = Field(
         default=None,
         pattern=f"^{_LONG_NAME}$",
         description="Service account of the pods, which get no token of it",
     )
-    env_secrets: str = Field(
-        default="",
-        description="Secrets whose keys become variables of the nodes, as the credentials of a storage; separated by "
-        "commas",
-    )
     cpu: str = Field(default="1", pattern=f"^{_QUANTITY}$", description="CPUs of a node: requested, and no limit")
     memory: str = Field(default="4Gi", pattern=f"^{_QUANTITY}$", description="Memory of a node, and its limit")
-    shared_memory: str = Field(
-        default="1Gi", pattern=f"^{_QUANTITY}$", description="Size of /dev/shm, part of that memory; NCCL needs it"
-    )
     gpus: int = Field(default=0, ge=0, le=16, description="GPUs of a node")
     gpu_resource: str = Field(
         default="nvidia.com/gpu", pattern=f"^{_KEY}$", description="Name under which the cluster offers GPUs"
-    )
-    node_selector: str = Field(
-        default="", description="Labels that a machine must have: key=value, separated by commas"
-    )
-    tolerations: str = Field(
-        default="", description="Taints to accept: key, key=value or key=value:effect, separated by commas"
     )
     volumes: str = Field(
         default="",
         description="Storage that all nodes share, separated by commas: pvc:claim:/mount, nfs:server:/path:/mount or "
         "host:/path:/mount, each with :ro for read-only",
     )
-    user: int = Field(default=1000, ge=0, le=2**31 - 1, description="User and group that nodes run as; 0 is root")
-    spread: Literal["prefer", "require", "none"] = Field(
-        default="prefer", description="Whether the nodes of a job are kept on separate machines: prefer, require, none"
-    )
-    host_network: bool = Field(default=False, description="Whether nodes use their machine's network, as RDMA may need")
-    priority_class: str | None = Field(default=None, pattern=f"^{_LONG_NAME}$", description="Priority class of pods")
     queue: str | None = Field(
         default=None, pattern=f"^{_LONG_NAME}$", description="Kueue's local queue that nodes wait in; unset: none"
     )
-    lost_seconds: int = Field(
-        default=20, ge=0, description="Seconds after which a machine that does not answer is given up for lost"
+    pod_template: str | None = Field(
+        default=None,
+        description="YAML file with a pod template, from which the nodes' pods take all else: node selector, "
+        "tolerations, Secrets, affinity, security context",
     )
-    keep_seconds: int = Field(
-        default=3600,
-        ge=60,
-        description="Seconds for which the cluster keeps the record and output of an ended node",
-    )
+
     poll_seconds: float = Field(default=2.0, gt=0, le=60, description="Seconds between two looks at the nodes")
-
-    @field_validator("pull_secrets", "env_secrets")
-    @classmethod
-    def _names(cls, text: str) -> str:
-        for name in _words(text):
-            if not re.fullmatch(_LONG_NAME, name):
-                raise ValueError(f"{name!r} is not the name of a Secret: give its name in the namespace")
-        return text
-
-    @field_validator("node_selector")
-    @classmethod
-    def _selector(cls, text: str) -> str:
-        read_selector(text)
-        return text
-
-    @field_validator("tolerations")
-    @classmethod
-    def _tolerations(cls, text: str) -> str:
-        read_tolerations(text)
-        return text
 
     @field_validator("volumes")
     @classmethod
@@ -127,14 +98,8 @@ class KubernetesSettings(EnvironmentSettings):
     def options(self) -> dict[str, Any]:
         """Return the arguments of `dtrain_dagster.clusters.kubernetes.options.KubernetesOptions`, in JSON's types."""
         own = self.model_dump(exclude_none=True)
-        return {
-            **own,
-            "pull_secrets": _words(self.pull_secrets),
-            "env_secrets": _words(self.env_secrets),
-            "node_selector": read_selector(self.node_selector),
-            "tolerations": read_tolerations(self.tolerations),
-            "volumes": read_volumes(self.volumes),
-        }
+        template = read_pod_template(self.pod_template) if self.pod_template else {}
+        return {**own, "volumes": read_volumes(self.volumes), "pod_template": template}
 
 
 def read_kubernetes_options() -> dict[str, Any]:
@@ -142,32 +107,50 @@ def read_kubernetes_options() -> dict[str, Any]:
     return KubernetesSettings.read().options()
 
 
-def read_selector(text: str) -> dict[str, str]:
-    """Return ``key=value,…`` as a mapping. Raise `ValueError` for other text."""
-    found = {}
-    for word in _words(text):
-        match = _SELECTOR.fullmatch(word)
-        if not match:
-            raise ValueError(f"{word!r} is not a label: give key=value, separated by commas")
-        found[match["key"]] = match["value"]
+def read_pod_template(path: str) -> dict[str, Any]:
+    """Return the pod template in a YAML file: a mapping with ``metadata``, ``spec`` or both, as a Job or a PodTemplate
+    has it. Raise `SettingsError` for a file without one, for what dtrain itself sets, and for a value with a secret."""
+    where = f"{PREFIX}POD_TEMPLATE={path}"
+    try:
+        template = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{where} cannot be read: {error}") from None
+    if not isinstance(template, dict) or not template.keys() & {"metadata", "spec"}:
+        raise SettingsError(f"{where} has no pod template: give metadata (labels, annotations), spec, or both")
+    found = {name: template[name] for name in ("metadata", "spec") if template.get(name)}
+    if why := explain_template(found):
+        raise SettingsError(f"{where}: {why}")
+    try:
+        for part in _texts_of(found):
+            refuse_secret(where, part)
+    except SecretError as error:
+        raise SettingsError(str(error)) from None
     return found
 
 
-def read_tolerations(text: str) -> list[dict[str, str]]:
-    """Return ``key``, ``key=value`` or ``key=value:effect`` as Kubernetes has them. Raise `ValueError` for other
-    text."""
-    found = []
-    for word in _words(text):
-        match = _TOLERATION.fullmatch(word)
-        if not match:
-            raise ValueError(
-                f"{word!r} is not a toleration: give key, key=value or key=value:effect (NoSchedule, PreferNoSchedule, "
-                "NoExecute), separated by commas"
-            )
-        value, effect = match["value"], match["effect"]
-        which = {"operator": "Equal", "value": value} if value else {"operator": "Exists"}
-        found.append({"key": match["key"], **which, **({"effect": effect} if effect else {})})
-    return found
+def explain_template(template: Mapping[str, Any]) -> str:
+    """Return why a pod template cannot be used, "" where it can. Pure."""
+    spec = template.get("spec", {})
+    for name in ("restartPolicy", "terminationGracePeriodSeconds"):
+        if name in spec:
+            return f"spec.{name} is set by dtrain: leave it out"
+    containers = spec.get("containers", [])
+    if others := [str(one.get("name")) for one in containers if one.get("name") != CONTAINER]:
+        return (
+            f"it has the container {others[0]}, which would keep a pod from ending: what belongs to the nodes' own is "
+            f"under the name {CONTAINER!r}; make another one a sidecar (initContainers with restartPolicy: Always)"
+        )
+    for name in ("image", "command", "args"):
+        if any(name in one for one in containers):
+            return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
+    return ""
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts_of(part)
 
 
 def read_volumes(text: str) -> list[dict[str, Any]]:

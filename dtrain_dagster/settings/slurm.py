@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -36,6 +36,10 @@ class SlurmSettings(EnvironmentSettings):
     ``DTRAIN_SLURM_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    removed: ClassVar = {
+        **{name.upper(): f"--{name}=… in {PREFIX}EXTRA" for name in ("account", "qos", "constraint", "reservation")},
+        "EXCLUSIVE": f"--exclusive in {PREFIX}EXTRA",
+    }
 
     host: str | None = Field(
         default=None,
@@ -43,20 +47,11 @@ class SlurmSettings(EnvironmentSettings):
         description="Login node that commands are run on, as ssh knows it (user@host or an alias); unset: this machine",
     )
     partition: str | None = Field(default=None, pattern=_NAME, description="Partition; unset: the cluster's default")
-    account: str | None = Field(default=None, pattern=_NAME, description="Account that is charged")
-    qos: str | None = Field(default=None, pattern=_NAME, description="Quality of service")
-    constraint: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,|&!*()\[\]-]*$",
-        description="Features that a machine must have",
-    )
-    reservation: str | None = Field(default=None, pattern=_NAME, description="Reservation to run in")
     gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
     cpus: int = Field(default=1, ge=1, le=4096, description="CPUs of a node")
     memory: str | None = Field(
         default=None, pattern=r"^\d+[KMGT]?$", description="Memory of a node, such as 32G; unset: the cluster's default"
     )
-    exclusive: bool = Field(default=False, description="Whether a node is a whole machine that no other job shares")
     time_limit_minutes: int | None = Field(
         default=None, ge=2, description="Time limit of a node; a longer training goes on in its successor"
     )
@@ -73,7 +68,7 @@ class SlurmSettings(EnvironmentSettings):
         default="",
         description="Variables of the submitter that nodes get besides PATH, HOME, USER and LANG; separated by commas",
     )
-    extra: str = Field(default="", description="Further options of sbatch, as --nice=100 --licenses=matlab")
+    extra: str = Field(default="", description="Further options of sbatch, as --account=lab --qos=high --exclusive")
     prices: str | None = Field(
         default=None,
         description="File with what a node-hour of each partition costs, in US dollars, as JSON: "

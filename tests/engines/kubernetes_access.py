@@ -11,6 +11,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+from dtrain_dagster.settings.kubernetes import CONTAINER
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE
 
@@ -61,11 +62,16 @@ def read_token(cluster: KubernetesCluster, account: str) -> str:
     return base64.b64decode(secret["data"]["token"]).decode()
 
 
+def pod_template(spec: Mapping[str, Any] | None = None, **container: Any) -> dict[str, Any]:
+    """A pod template with this specification, and these fields of the nodes' container."""
+    return {"spec": {**(spec or {}), "containers": [{"name": CONTAINER, **container}]}}
+
+
 def make_options(kubeconfig: Path, **changes: Any) -> KubernetesOptions:
     """The options of quick, small nodes."""
     given = {
-        "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never", "cpu": "100m",
-        "memory": "64Mi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.2,
+        "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "64Mi",
+        "lost_seconds": 1, "poll_seconds": 0.2, "pod_template": pod_template(imagePullPolicy="Never"),
     }  # fmt: skip
     return KubernetesOptions.read(json.loads(json.dumps(given | changes)))
 

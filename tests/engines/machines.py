@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import psutil
 
 from benchmarks.namespaces import Hosts
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.ray.options import RayOptions
@@ -22,7 +24,7 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
 from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
-from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
+from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE, host_volumes
 from tests.engines.ray_cluster import RayCluster
@@ -103,10 +105,14 @@ class Pods:
         )  # what an image has: an interpreter that finds this project, as it is in this checkout
         python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{OWN_MODELS} exec {sys.executable} "$@"\n')
         python.chmod(0o755)
+        user = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), os.getuid()) | {"runAsNonRoot": os.getuid() != 0}
+        lost = [
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1} for key in LOST_MACHINE
+        ]
         return {
-            "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "pull_policy": "Never",
-            "cpu": "100m", "memory": "1Gi", "shared_memory": "1Mi", "lost_seconds": 1, "poll_seconds": 0.3,
-            "volumes": volumes, "user": os.getuid(), "python": str(python),
+            "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "1Gi",
+            "poll_seconds": 0.3, "volumes": volumes, "python": str(python),
+            "pod_template": pod_template({"securityContext": user, "tolerations": lost}, imagePullPolicy="Never"),
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -167,7 +173,7 @@ class Slurmds:
         self.cluster = cluster
 
     def options(self, folder: Path) -> dict[str, Any]:
-        return {"cpus": 1, "poll_seconds": 0.3, "exclusive": True}
+        return {"cpus": 1, "poll_seconds": 0.3, "extra": ["--exclusive"]}
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return options | {"cpus": 64}, "PartitionConfig: no node of the partition is large enough"
@@ -179,7 +185,7 @@ class Slurmds:
         return set(self.cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
 
     def fill(self) -> Callable[[], None]:
-        engine = SlurmEngine(SlurmOptions(exclusive=True), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        engine = SlurmEngine(SlurmOptions(extra=("--exclusive",)), self.cluster.folder, lambda *_: ("sleep", "1000"))
         return _fill(engine, len(self.cluster.nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
@@ -320,8 +326,12 @@ def _writes_to(process: psutil.Process, name: str) -> bool:
 
 def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The environment that gives these options."""
-    given = {name: value for name, value in options.items() if name != "volumes"}
+    given = {name: value for name, value in options.items() if name not in ("volumes", "pod_template")}
     found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
+    if template := options.get("pod_template"):
+        file = Path(options["python"]).with_name("pod-template.yaml")
+        file.write_text(json.dumps(template))
+        found["DTRAIN_KUBERNETES_POD_TEMPLATE"] = str(file)
     if volumes := options.get("volumes"):
         texts = [
             f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"

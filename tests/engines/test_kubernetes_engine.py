@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
-from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
+from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
 from tests.engines.kubernetes_cluster import KubernetesCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -75,12 +75,15 @@ def test_a_node_that_is_submitted_twice_is_bought_once(
     [
         ({"cpu": "1000"}, "lower DTRAIN_KUBERNETES_CPU"),
         ({"gpus": 1}, "nvidia.com/gpu"),
-        ({"node_selector": {"gpu": "a100"}}, "check DTRAIN_KUBERNETES_NODE_SELECTOR"),
-        ({"image": "localhost/absent:1"}, "DTRAIN_KUBERNETES_PULL_POLICY is Never"),
-        ({"image": "127.0.0.1:1/absent:1", "pull_policy": "Always"}, "check DTRAIN_KUBERNETES_IMAGE"),
+        ({"pod_template": pod_template({"nodeSelector": {"gpu": "a100"}})}, "check nodeSelector, tolerations"),
+        ({"image": "localhost/absent:1"}, "imagePullPolicy in DTRAIN_KUBERNETES_POD_TEMPLATE is Never"),
+        ({"image": "127.0.0.1:1/absent:1", "pod_template": pod_template()}, "check DTRAIN_KUBERNETES_IMAGE"),
         ({"service_account": "nobody"}, "change DTRAIN_KUBERNETES_SERVICE_ACCOUNT"),
-        ({"priority_class": "absent"}, "change DTRAIN_KUBERNETES_PRIORITY_CLASS"),
-        ({"env_secrets": ["absent"]}, "Secrets of DTRAIN_KUBERNETES_ENV_SECRETS"),
+        ({"pod_template": pod_template({"priorityClassName": "absent"})}, "change priorityClassName in"),
+        (
+            {"pod_template": pod_template(imagePullPolicy="Never", envFrom=[{"secretRef": {"name": "absent"}}])},
+            "Secrets in DTRAIN_KUBERNETES_POD_TEMPLATE",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

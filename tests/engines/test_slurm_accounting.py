@@ -54,9 +54,9 @@ def make(accounted: SlurmCluster, tmp_path: Path) -> Callable[..., SlurmEngine]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"account": "nix"}, "correct DTRAIN_SLURM_ACCOUNT"),
-        ({"qos": "nix"}, "correct DTRAIN_SLURM_QOS"),
-        ({"qos": "short", "time_limit_minutes": 10}, "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
+        ({"extra": ("--account=nix",)}, "correct --account in DTRAIN_SLURM_EXTRA"),
+        ({"extra": ("--qos=nix",)}, "correct --qos in DTRAIN_SLURM_EXTRA"),
+        ({"extra": ("--qos=short",), "time_limit_minutes": 10}, "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
     ],
 )
 def test_refusals_of_an_account_name_the_setting(
@@ -69,7 +69,7 @@ def test_refusals_of_an_account_name_the_setting(
 def test_a_limit_of_submissions_is_waited_for(
     accounted: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
 ) -> None:
-    engine = make(qos="short", time_limit_minutes=2)
+    engine = make(extra=("--qos=short",), time_limit_minutes=2)
     first = engine.submit(launch, 0, 1)
     with pytest.raises(EngineUnreachableError, match="takes no more jobs of this user now"):
         engine.submit(launch, 1, 1)

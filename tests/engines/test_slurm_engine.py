@@ -107,7 +107,7 @@ def test_what_waits_says_why(make: Callable[..., SlurmEngine], launch: dict[str,
     ("options", "said"),
     [
         ({"partition": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
-        ({"constraint": "nix"}, "correct DTRAIN_SLURM_CONSTRAINT"),
+        ({"extra": ("--constraint=nix",)}, "correct --constraint in DTRAIN_SLURM_EXTRA"),
         ({"gpus": 1}, "correct DTRAIN_SLURM_GPUS"),
         ({"extra": ("--nix=1",)}, "correct DTRAIN_SLURM_EXTRA"),
     ],
@@ -177,7 +177,7 @@ def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, En
 def test_a_full_cluster_says_when_a_node_can_start(
     slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
 ) -> None:
-    engine = make(exclusive=True, time_limit_minutes=3)
+    engine = make(extra=("--exclusive",), time_limit_minutes=3)
     names = [engine.submit(launch, node, 1) for node in range(len(slurm.nodes))]
     wait_for(engine, launch, "running", len(names))
     names.append(engine.submit(launch, 9, 1))
@@ -194,7 +194,7 @@ def test_a_preempted_node_and_one_at_its_time_limit_are_losses(
     slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
 ) -> None:
     make(time_limit_minutes=2).submit(launch, 0, 1)
-    deaf = make("trap '' TERM; while :; do sleep 1; done", time_limit_minutes=2, exclusive=True)
+    deaf = make("trap '' TERM; while :; do sleep 1; done", time_limit_minutes=2, extra=("--exclusive",))
     deaf.submit(launch, 1, 1)
     jobs = wait_for(deaf, launch, "running", 2)
     host = next(job.host for job in jobs if job.node_id == 0)

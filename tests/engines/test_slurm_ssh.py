@@ -84,8 +84,8 @@ def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
 
 def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: SlurmEngine, tmp_path: Path) -> None:
     launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    wrong = SlurmEngine(SlurmOptions(host=NAME, constraint="nix"), tmp_path, lambda *_: ["true"])
-    with pytest.raises(SlurmError, match="correct DTRAIN_SLURM_CONSTRAINT"):
+    wrong = SlurmEngine(SlurmOptions(host=NAME, extra=("--constraint=nix",)), tmp_path, lambda *_: ["true"])
+    with pytest.raises(SlurmError, match="correct --constraint in DTRAIN_SLURM_EXTRA"):
         wrong.submit(launch, 0, 1)
     with pytest.raises(SlurmError, match=f"on {NAME}: .*must be on the PATH there"):
         engine.run(["sno-such-command"], "ask")

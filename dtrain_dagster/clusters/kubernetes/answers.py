@@ -13,29 +13,31 @@ from dtrain_dagster.clusters.supervision.engine import EngineJob
 
 Answer = Mapping[str, Any]
 S = "DTRAIN_KUBERNETES_"
+TEMPLATE = f"{S}POD_TEMPLATE"
 TAKEN_AWAY = {
     "Evicted", "Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity",
     "UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods",
 }  # fmt: skip
 """Reasons of a failed pod that say something of its machine, and nothing of the program."""
 _WAITS = {
-    "ImagePullBackOff": f"check {S}IMAGE and {S}PULL_SECRETS, and that the machines reach the registry",
-    "ErrImageNeverPull": f"the machine does not have the image, and {S}PULL_POLICY is Never",
+    "ImagePullBackOff": f"check {S}IMAGE, imagePullSecrets in {TEMPLATE}, and that the machines reach the registry",
+    "ErrImageNeverPull": f"the machine does not have the image, and imagePullPolicy in {TEMPLATE} is Never",
     "InvalidImageName": f"correct {S}IMAGE",
-    "CreateContainerConfigError": f"check that the Secrets of {S}ENV_SECRETS exist, and that {S}USER may run the image",
+    "CreateContainerConfigError": f"check that the Secrets in {TEMPLATE} exist, and that its user may run the image",
     "CreateContainerError": f"check {S}VOLUMES and {S}PYTHON",
 }
 _WAITS["ErrImagePull"] = _WAITS["ImagePullBackOff"]
 _REFUSED = {
     "exceeded quota": f"ask for less ({S}CPU, {S}MEMORY, {S}GPUS, DTRAIN_NODES), or have the quota raised",
-    "PodSecurity": f"the namespace's standard forbids it: see {S}USER, {S}HOST_NETWORK and host: in {S}VOLUMES",
+    "PodSecurity": f"the namespace's standard forbids it: see {TEMPLATE}, and host: in {S}VOLUMES",
     "serviceaccount": f"create the service account, or change {S}SERVICE_ACCOUNT",
-    "no PriorityClass": f"change {S}PRIORITY_CLASS",
+    "no PriorityClass": f"change priorityClassName in {TEMPLATE}",
     "limits.": f"the namespace limits what a pod may ask for: see {S}CPU and {S}MEMORY",
 }
 """What the messages of refused pods hold → the remedy."""
 _NO_ROOM = (
-    f"lower {S}CPU, {S}MEMORY or {S}GPUS, check {S}NODE_SELECTOR, {S}TOLERATIONS and {S}SPREAD, or wait for machines"
+    f"lower {S}CPU, {S}MEMORY or {S}GPUS, check nodeSelector, tolerations and affinity in {TEMPLATE}, or wait for "
+    "machines"
 )
 
 

@@ -13,15 +13,20 @@ from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.supervision.engine import name_job, name_launch
+from dtrain_dagster.settings.kubernetes import CONTAINER
 
 JOB, LAUNCH, NODE, INCARNATION = "dtrain/job", "dtrain/launch", "dtrain/node", "dtrain/incarnation"
 """Labels of everything that belongs to a node: the job's id as far as a label can hold it, the name of its launch, and
 the numbers of node and incarnation."""
-CONTAINER = "node"
 SCRATCH, SHARED_MEMORY = "/tmp", "/dev/shm"
 """The only folders of a pod's own that can be written to; they go with the pod."""
 QUEUE = "kueue.x-k8s.io/queue-name"
-_LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+USER = 1000
+"""The user and group that nodes run as, unless the pod template says otherwise."""
+KEEP_SECONDS = 3600
+"""Seconds for which the cluster keeps the record and output of an ended node."""
+LOST_MACHINE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""The taints of a machine that does not answer."""
 
 
 def label_of(text: str) -> str:
@@ -74,10 +79,12 @@ def node_object(
             "parallelism": 1,
             "completions": 1,
             "backoffLimit": 0,
-            "ttlSecondsAfterFinished": options.keep_seconds,
+            "ttlSecondsAfterFinished": KEEP_SECONDS,
             **({"suspend": True} if options.queue else {}),  # Kueue takes the brake off
             "template": {
-                "metadata": {"labels": labels, "annotations": annotations},
+                "metadata": merge(
+                    options.pod_template.get("metadata", {}), {"labels": labels, "annotations": annotations}
+                ),
                 "spec": pod_spec(options, command, grace_seconds, {LAUNCH: name_launch(launch)}),
             },
         },
@@ -96,57 +103,78 @@ def _labels(launch: Mapping[str, Any]) -> dict[str, str]:
 def pod_spec(
     options: KubernetesOptions, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the specification of a node's pod. ``apart``: the label of the pods that it is kept apart from."""
-    own: dict[str, dict[str, Any]] = {
-        SCRATCH: {"name": "scratch", "emptyDir": {}},
-        SHARED_MEMORY: {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
-    }
-    given = {volume.mount.rstrip("/") for volume in options.volumes}  # a user's volume takes the place of ours
-    volumes = [volume for mount, volume in own.items() if mount not in given]
+    """Return the specification of a node's pod: ours, with what the pod template has in its place or beside it.
+    ``apart``: the label of the pods that it is kept apart from, unless the template has an affinity."""
+    template = options.pod_template.get("spec", {})
+    storage = [{"name": f"storage-{index}", **volume.source} for index, volume in enumerate(options.volumes)]
     mounts: list[dict[str, Any]] = [
-        {"name": volume["name"], "mountPath": mount} for mount, volume in own.items() if mount not in given
+        {"name": f"storage-{index}", "mountPath": volume.mount, "readOnly": volume.read_only}
+        for index, volume in enumerate(options.volumes)
     ]
-    for index, volume in enumerate(options.volumes):
-        volumes.append({"name": f"storage-{index}", **volume.source})
-        mounts.append({"name": f"storage-{index}", "mountPath": volume.mount, "readOnly": volume.read_only})
+    given = {mount["mountPath"].rstrip("/") for mount in mounts}
+    given |= {
+        mount["mountPath"].rstrip("/")
+        for container in template.get("containers", [])
+        for mount in container.get("volumeMounts", [])
+    }
+    own = {SCRATCH: ("scratch", {}), SHARED_MEMORY: ("shared-memory", {"medium": "Memory"})}
+    for path, (name, source) in own.items():
+        if path not in given:  # a user's volume takes the place of ours
+            storage.append({"name": name, "emptyDir": source})
+            mounts.append({"name": name, "mountPath": path})
+    tolerated = {toleration.get("key") for toleration in template.get("tolerations", [])}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": max(1, round(grace_seconds)),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
-            "runAsNonRoot": options.user != 0,
-            "runAsUser": options.user,
-            "runAsGroup": options.user,
-            "fsGroup": options.user,
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "tolerations": [*map(dict, options.tolerations), *_lost_tolerations(options)],
+        "tolerations": [
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": options.lost_seconds}
+            for key in LOST_MACHINE
+            if key not in tolerated
+        ],
         "containers": [_container(options, command, mounts)],
-        "volumes": volumes,
+        "volumes": storage,
     }
-    if options.spread != "none":
-        spec["affinity"] = {"podAntiAffinity": _apart(options.spread, apart)}
-    if options.host_network:
-        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if options.node_selector:
-        spec["nodeSelector"] = dict(options.node_selector)
-    if options.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in options.pull_secrets]
     if options.service_account:
         spec["serviceAccountName"] = options.service_account
-    if options.priority_class:
-        spec["priorityClassName"] = options.priority_class
-    return spec
+    if "affinity" not in template:
+        term = {"labelSelector": {"matchLabels": dict(apart)}, "topologyKey": "kubernetes.io/hostname"}
+        preferred = [{"weight": 100, "podAffinityTerm": term}]
+        spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    return merge(spec, template)
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Return ``below`` with what ``above`` has in its place: mappings are merged, and so are objects of lists that have
+    the same name; other objects of lists are added. Pure."""
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        return {**below, **above, **{name: merge(below[name], above[name]) for name in below.keys() & above.keys()}}
+    if isinstance(below, list) and isinstance(above, list):
+        named = {item["name"]: item for item in above if _is_named(item)}
+        merged = [merge(item, named.pop(item["name"], {})) if _is_named(item) else item for item in below]
+        return [*merged, *named.values(), *(item for item in above if not _is_named(item))]
+    return above
+
+
+def _is_named(item: Any) -> bool:
+    """Return whether an object of a list is known by its name; a volume may be mounted at several places."""
+    return isinstance(item, Mapping) and "name" in item and "mountPath" not in item
 
 
 def _container(options: KubernetesOptions, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
     limits = {"memory": options.memory, **({options.gpu_resource: str(options.gpus)} if options.gpus else {})}
-    container: dict[str, Any] = {
+    return {
         "name": CONTAINER,
         "image": options.image,
-        "imagePullPolicy": options.pull_policy,
         "command": list(command),
         "env": [
             # The address that other nodes reach this one at; a host's name need not resolve in a pod.
@@ -164,22 +192,3 @@ def _container(options: KubernetesOptions, command: Sequence[str], mounts: list[
         # The last lines of the output stay with the pod's record where the program leaves no message of its own.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    if options.env_secrets:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in options.env_secrets]
-    return container
-
-
-def _lost_tolerations(options: KubernetesOptions) -> list[dict[str, Any]]:
-    named = {toleration["key"] for toleration in options.tolerations}
-    return [
-        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": options.lost_seconds}
-        for key in _LOST
-        if key not in named
-    ]
-
-
-def _apart(spread: str, label: Mapping[str, str]) -> dict[str, Any]:
-    term = {"labelSelector": {"matchLabels": dict(label)}, "topologyKey": "kubernetes.io/hostname"}
-    if spread == "require":
-        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,33 +29,21 @@ class KubernetesOptions:
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str = "dtrain"
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    pull_secrets: tuple[str, ...] = ()
     python: str = "python3"
     service_account: str | None = None
-    env_secrets: tuple[str, ...] = ()
     cpu: str = "1"
     memory: str = "4Gi"
-    shared_memory: str = "1Gi"
     gpus: int = 0
     gpu_resource: str = "nvidia.com/gpu"
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, str], ...] = ()
     volumes: tuple[Volume, ...] = ()
-    user: int = 1000
-    spread: Literal["prefer", "require", "none"] = "prefer"
-    host_network: bool = False
-    priority_class: str | None = None
     queue: str | None = None
+    pod_template: Mapping[str, Any] = field(default_factory=dict)
     lost_seconds: int = 20
-    keep_seconds: int = 3600
+    """Seconds after which a machine that does not answer is given up for lost."""
     poll_seconds: float = 2.0
+    """Seconds between two looks at the nodes."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> KubernetesOptions:
         """Return the options of `KubernetesSettings.options`, which are in JSON's types."""
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
-        own["volumes"] = tuple(Volume(**volume) for volume in given.get("volumes", ()))
-        return cls(**own)
+        return cls(**{**given, "volumes": tuple(Volume(**volume) for volume in given.get("volumes", ()))})

@@ -33,9 +33,8 @@ END_SECONDS = 60
 def submit(options: SlurmOptions, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
     """Return the command that submits the script of one incarnation of a node, which it reads from its input."""
     chosen = {
-        "partition": options.partition, "account": options.account, "qos": options.qos,
-        "constraint": options.constraint, "reservation": options.reservation, "mem": options.memory,
-        "gres": f"gpu:{options.gpus}" if options.gpus else None, "time": options.time_limit_minutes,
+        "partition": options.partition, "mem": options.memory, "time": options.time_limit_minutes,
+        "gres": f"gpu:{options.gpus}" if options.gpus else None,
     }  # fmt: skip
     return [
         *("sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}"),
@@ -44,7 +43,6 @@ def submit(options: SlurmOptions, launch: Mapping[str, Any], node_id: int, incar
         # The batch script is the agent: it gets the signal before the limit, and the ranks get it from the agent.
         f"--signal=B:TERM@{END_SECONDS}",
         *(f"--output={output}", "--open-mode=append", "--input=/dev/null"),
-        *(["--exclusive"] if options.exclusive else []),
         *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
         *options.extra,
     ]

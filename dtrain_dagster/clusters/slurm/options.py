@@ -16,14 +16,9 @@ class SlurmOptions:
 
     host: str | None = None
     partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
     gpus: int = 0
     cpus: int = 1
     memory: str | None = None
-    exclusive: bool = False
     time_limit_minutes: int | None = None
     successor_lead_seconds: float = 600.0
     python: str | None = None

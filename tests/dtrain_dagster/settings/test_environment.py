@@ -216,8 +216,8 @@ def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatc
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("DTRAIN_AZURE_TIERS", "low_priority", "set DTRAIN_TIER instead"),
-        ("DTRAIN_AZURE_IDLE_SECONDS", "60", "set DTRAIN_IDLE_MINUTES instead, in minutes"),
+        ("DTRAIN_AZURE_TIERS", "low_priority", "in its place: DTRAIN_TIER"),
+        ("DTRAIN_AZURE_IDLE_SECONDS", "60", "in its place: DTRAIN_IDLE_MINUTES, in minutes"),
         ("DTRAIN_IDLE_MINUTES", "2000", "DTRAIN_IDLE_MINUTES=2000 is more than the 1440"),
     ],
 )

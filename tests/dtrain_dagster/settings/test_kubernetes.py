@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -22,15 +23,44 @@ def test_an_image_is_all_that_is_needed(monkeypatch: pytest.MonkeyPatch):
     assert (options.namespace, options.gpus, options.volumes) == ("dtrain", 0, ())
 
 
-def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
+def test_volumes_and_a_template_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    template = tmp_path / "pod.yaml"
+    template.write_text("kind: PodTemplate\nspec:\n  nodeSelector: {a.example/kind: gpu}\n")
     options = read(
-        monkeypatch, image="dtrain:1", pull_secrets="one, two", node_selector="a.example/kind=gpu,zone=b",
-        tolerations="spot, gpu=yes, dedicated=train:NoExecute", volumes="pvc:shared:/data/,host:/mnt:/in:ro",
-    )  # fmt: skip
-    assert options.pull_secrets == ("one", "two")
-    assert options.node_selector == {"a.example/kind": "gpu", "zone": "b"}
-    assert [item["operator"] for item in options.tolerations] == ["Exists", "Equal", "Equal"]
+        monkeypatch, image="dtrain:1", volumes="pvc:shared:/data/,host:/mnt:/in:ro", pod_template=str(template)
+    )
+    assert options.pod_template == {"spec": {"nodeSelector": {"a.example/kind": "gpu"}}}
     assert [(volume.mount, volume.read_only) for volume in options.volumes] == [("/data", False), ("/in", True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no pod template"),
+        ("[1]", "has no pod template"),
+        ("spec: {a: b: c}", "cannot be read"),
+        ("spec: {restartPolicy: Always}", "spec.restartPolicy is set by dtrain"),
+        ("spec: {containers: [{name: node, command: [sh]}]}", "command of the container is set by dtrain"),
+        ("spec: {containers: [{name: logs, image: x}]}", "it has the container logs"),
+        (
+            "spec: {containers: [{name: node, env: [{name: A, value: 'postgresql://me:secret@host/db'}]}]}",
+            "POD_TEMPLATE",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, said: str
+):
+    template = tmp_path / "pod.yaml"
+    template.write_text(text)
+    with pytest.raises(SettingsError, match=said) as refused:
+        read(monkeypatch, image="dtrain:1", pod_template=str(template))
+    assert "secret@" not in str(refused.value)
+
+
+def test_a_variable_that_is_gone_is_refused_with_what_is_in_its_place(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="NODE_SELECTOR is no longer read; in its place: nodeSelector in the file"):
+        read(monkeypatch, image="dtrain:1", node_selector="gpu=a100")
 
 
 @pytest.mark.parametrize(
@@ -40,16 +70,11 @@ def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
         ("namespace", "Upper_Case", "pattern"),
         ("memory", "lots", "pattern"),
         ("gpus", "-1", "greater than or equal to 0"),
-        ("node_selector", "gpu", "give key=value"),
-        ("node_selector", "a b=c", "give key=value"),
-        ("tolerations", "gpu=yes:Never", "not a toleration"),
         ("volumes", "shared:/data", "pvc:claim:/mount"),
         ("volumes", "pvc:shared:data", "pvc:claim:/mount"),
         ("volumes", "pvc:a:/data,pvc:b:/data", "a folder of its own"),
         ("volumes", "host:/mnt:/", "pvc:claim:/mount"),
-        ("pull_secrets", "no_name", "not the name of a Secret"),
-        ("spread", "maybe", "prefer"),
-        ("env_secrets", "env:TOKEN", "takes no reference"),
+        ("pod_template", "/absent.yaml", "cannot be read"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str):

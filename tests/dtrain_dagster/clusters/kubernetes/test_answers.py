@@ -121,7 +121,10 @@ def test_a_node_that_we_delete_ourselves_is_not_lost():
             read(job(), warnings=[event("FailedCreate", "pods is forbidden: exceeded quota")]),
             "have the quota raised",
         ),
-        (read(job(), warnings=[event("FailedCreate", 'violates PodSecurity "restricted"')]), "DTRAIN_KUBERNETES_USER"),
+        (
+            read(job(), warnings=[event("FailedCreate", 'violates PodSecurity "restricted"')]),
+            "see DTRAIN_KUBERNETES_POD_TEMPLATE",
+        ),
         (
             read(job(), pod("Pending", host="", conditions=[condition("PodScheduled", "False", message="0/2 nodes")])),
             "no machine has room: 0/2 nodes; lower DTRAIN_KUBERNETES_CPU",

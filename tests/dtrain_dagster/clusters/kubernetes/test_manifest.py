@@ -8,16 +8,47 @@ from kubernetes_validate import utils as schemas
 
 from dtrain_dagster.clusters.kubernetes import manifest
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
-from dtrain_dagster.settings.kubernetes import read_selector, read_tolerations, read_volumes
+from dtrain_dagster.settings.kubernetes import read_volumes
 
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
 LAUNCH = {"job_id": "prices/of stocks", "token": "a" * 48, "launch": 3, "env": {}}
 PLAIN = KubernetesOptions.read({"image": "registry.example/dtrain:1"})
+TEMPLATE = {
+    "metadata": {"labels": {"team": "research", "dtrain/node": "9"}, "annotations": {"a.example/b": "c"}},
+    "spec": {
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": "low",
+        "nodeSelector": {"gpu": "a100"},
+        "securityContext": {"runAsUser": 0, "runAsNonRoot": False},
+        "tolerations": [
+            {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"},
+            {
+                "key": "node.kubernetes.io/not-ready",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": 5,
+            },
+        ],
+        "affinity": {},
+        "containers": [
+            {
+                "name": "node",
+                "imagePullPolicy": "Always",
+                "env": [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "HOME", "value": "/home/own"}],
+                "envFrom": [{"secretRef": {"name": "storage"}}],
+                "resources": {"limits": {"rdma/hca": "1"}},
+                "volumeMounts": [{"name": "ssd", "mountPath": "/tmp"}, {"name": "ssd", "mountPath": "/ssd"}],
+            }
+        ],
+        "volumes": [{"name": "ssd", "emptyDir": {}}],
+    },
+}
 FULL = KubernetesOptions.read({
-    "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research", "spread": "require", "host_network": True,
-    "pull_secrets": ["registry"], "env_secrets": ["storage"], "service_account": "trainer", "priority_class": "low",
-    "node_selector": read_selector("gpu=a100"), "tolerations": read_tolerations("gpu=yes:NoSchedule,spot"),
-    "volumes": read_volumes("pvc:shared:/data,nfs:files.example:/export:/nfs:ro,host:/mnt/disk:/disk"), "user": 0,
+    "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research", "service_account": "trainer",
+    "volumes": read_volumes("pvc:shared:/data,nfs:files.example:/export:/nfs:ro,host:/mnt/disk:/disk"),
+    "pod_template": TEMPLATE,
 })  # fmt: skip
 
 
@@ -81,18 +112,33 @@ def test_a_pod_has_no_rights_that_it_does_not_need():
     assert "hostNetwork" not in spec
 
 
-def test_what_the_settings_ask_for_is_in_the_pod():
+def test_what_the_settings_and_the_template_ask_for_is_in_the_pod():
     spec = pod(FULL)
-    container = spec["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    [container] = spec["containers"]
+    assert container["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/gpu": "4", "rdma/hca": "1"}
     assert container["envFrom"] == [{"secretRef": {"name": "storage"}}]
-    mounts = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
-    assert mounts.items() >= {"/data": False, "/nfs": True, "/disk": False}.items()
-    assert spec["nodeSelector"] == {"gpu": "a100"}
-    assert {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"} in spec["tolerations"]
-    assert job(FULL)["metadata"]["labels"][manifest.QUEUE] == "research"
-    assert job(FULL)["spec"]["suspend"] is True
-    assert "requiredDuringSchedulingIgnoredDuringExecution" in spec["affinity"]["podAntiAffinity"]
+    variables = {item["name"]: item.get("value") for item in container["env"]}
+    assert (variables["NCCL_DEBUG"], variables["HOME"]) == ("INFO", "/home/own")
+    assert "DTRAIN_HOST" in variables
+    assert (container["command"], container["imagePullPolicy"]) == (["python3"], "Always")
+    mounts = {mount["mountPath"]: (mount["name"], mount.get("readOnly")) for mount in container["volumeMounts"]}
+    assert mounts == {
+        "/data": ("storage-0", False), "/nfs": ("storage-1", True), "/disk": ("storage-2", False),
+        "/dev/shm": ("shared-memory", None), "/tmp": ("ssd", None), "/ssd": ("ssd", None),
+    }  # fmt: skip
+    assert len(container["volumeMounts"]) == len(mounts)
+    assert {volume["name"] for volume in spec["volumes"]} == {name for name, _ in mounts.values()}
+    user = spec["securityContext"]
+    assert (user["runAsUser"], user["runAsGroup"], user["runAsNonRoot"]) == (0, 1000, False)
+    assert (spec["nodeSelector"], spec["hostNetwork"], spec["affinity"]) == ({"gpu": "a100"}, True, {})
+    seconds = {item["key"]: item.get("tolerationSeconds") for item in spec["tolerations"]}
+    assert seconds == {"gpu": None, "node.kubernetes.io/not-ready": 5, "node.kubernetes.io/unreachable": 20}
+    made = job(FULL)
+    assert made["metadata"]["labels"][manifest.QUEUE] == "research"
+    assert made["spec"]["suspend"] is True
+    about = made["spec"]["template"]["metadata"]
+    assert (about["labels"]["team"], about["labels"]["dtrain/node"]) == ("research", "1")
+    assert about["annotations"].keys() >= {"a.example/b", "karpenter.sh/do-not-disrupt"}
 
 
 @pytest.mark.parametrize("mount", ["/tmp", "/tmp/", "/dev/shm"])

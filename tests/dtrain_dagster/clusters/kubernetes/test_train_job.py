@@ -11,7 +11,8 @@ from dtrain_dagster.settings.kubernetes import read_volumes
 
 OPTIONS = KubernetesOptions.read({
     "image": "registry.example/dtrain:1", "gpus": 8, "queue": "research",
-    "volumes": read_volumes("pvc:shared:/data"), "env_secrets": ["storage"],
+    "volumes": read_volumes("pvc:shared:/data"),
+    "pod_template": {"spec": {"containers": [{"name": "node", "envFrom": [{"secretRef": {"name": "storage"}}]}]}},
 })  # fmt: skip
 KINDS = {"TrainingRuntime": models.TrainerV1alpha1TrainingRuntime, "TrainJob": models.TrainerV1alpha1TrainJob}
 

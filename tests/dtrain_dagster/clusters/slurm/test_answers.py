@@ -104,7 +104,7 @@ def test_what_sbatch_says_is_told_with_the_setting():
     assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
     assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_SLURM_GPUS")
     both = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
-    assert remedy_of(both).startswith("correct DTRAIN_SLURM_ACCOUNT")
+    assert remedy_of(both).startswith("correct --account in DTRAIN_SLURM_EXTRA")
     assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     assert not is_unreachable(said)
 
@@ -122,7 +122,7 @@ def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
     too_long = POLICY.format("QOSMaxWallDurationPerJobLimit")
     assert not is_full(too_long), "it would wait for ever"
     assert remedy_of(too_long) == "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"
-    assert "DTRAIN_SLURM_QOS" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
+    assert "--qos in DTRAIN_SLURM_EXTRA" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
     assert remedy_of("Slurm accounting storage is disabled") == "the cluster does no accounting of jobs"
 
 
