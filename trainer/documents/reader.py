@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.documents import schemas
+from trainer.documents.events import is_read
 from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
@@ -74,8 +75,6 @@ def is_event(item: Any) -> bool:
     """Return whether an item has a kind and a time, and is what the class of its kind takes."""
     if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
         return False
-    from trainer.documents.events import is_read  # not above: a supervisor starts without pydantic
-
     return is_read(item)
 
 
