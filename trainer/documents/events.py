@@ -37,15 +37,7 @@ class Event:
     rank: int = 0
     generation: int = 0
 
-    @classmethod
-    def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Return the event of a row of this kind. Raise `EventError`, see `read_event`."""
-        given = {name: value for name, value in row.items() if value is not None}
-        if wrong := record_of(cls)(given):  # type: ignore[arg-type]  # a class has its own hash
-            raise EventError(f"a damaged {cls.kind!r} event: it is {wrong}")
-        return make(cls, given)._settled(given)
-
-    def _settled(self, row: Mapping[str, Any]) -> Self:
+    def settled(self, row: Mapping[str, Any]) -> Self:
         """Return the event as it is used. Raise `EventError` where its figures do not fit together."""
         return self
 
@@ -338,7 +330,7 @@ class TimingEvent(Event):
         rows = (self.segments.get(name) for name in segments)
         return sum((statistics.fmean(values) for values in rows if values), 0.0)
 
-    def _settled(self, row: Mapping[str, Any]) -> Self:
+    def settled(self, row: Mapping[str, Any]) -> Self:
         """Return the event without the figures that are not one for each rank. Raise `EventError` for one without
         ranks, steps or seconds."""
         size = len(self.nodes)
@@ -368,16 +360,10 @@ def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
     default."""
     if row.get("kind") != kind.kind:
         raise EventError(f"a {row.get('kind')!r} event is no {kind.kind!r} event")
-    return kind.read_row(row)
-
-
-def is_read(row: Mapping[str, Any]) -> bool:
-    """Return whether an event can be read from a row; of kinds that are not known here nothing is asked."""
-    kind = KINDS.get(row["kind"])
-    try:
-        return kind is None or read_event(kind, row) is not None
-    except EventError:
-        return False
+    given = {name: value for name, value in row.items() if value is not None}
+    if wrong := record_of(kind)(given):  # type: ignore[arg-type]  # a class has its own hash
+        raise EventError(f"a damaged {kind.kind!r} event: it is {wrong}")
+    return make(kind, given).settled(given)
 
 
 def read_events(kind: type[_E], rows: Iterable[Mapping[str, Any]]) -> list[_E]:
