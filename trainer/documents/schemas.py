@@ -361,7 +361,6 @@ DOCUMENTS: Mapping[str, Check] = {
         error=text,
         node_id=count,
         local_rank=count,
-        open_traffic=text,
         world_size=whole(1),
         train_seconds=seconds,
         epochs=seconds,
@@ -371,20 +370,14 @@ DOCUMENTS: Mapping[str, Check] = {
         consumed=many(anything),
         test=optional(mapping(figure)),
         best_valid_loss=figure,
-        train_samples=count,
         best_step=count,
         **alike("early_stopped weights_equal_on_ranks", flag),
         **alike("backend device checkpoint", optional(text)),
-        phase_seconds=mapping(figure),
         memory=optional(
             record(
                 device=text,
                 total_bytes=count,
-                free_bytes=count,
-                wanted_samples=count,
-                fitting_samples=count,
                 needed_bytes=optional(count),
-                measured=many(many(count)),
             )
         ),
     ),
