@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.documents import schemas
-from trainer.documents.events import KINDS, EventError, read_event
 from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
@@ -76,6 +75,8 @@ def is_event(item: Any) -> bool:
     not known here nothing is asked."""
     if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
         return False
+    from trainer.documents.events import KINDS, EventError, read_event  # not above: who trains reads none
+
     kind = KINDS.get(item["kind"])
     try:
         return kind is None or bool(read_event(kind, item))
